@@ -308,7 +308,7 @@ _ALBERT = dict.fromkeys(
     _NO_STACK,
 )
 _NO_LINEAR = dict.fromkeys(
-    ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "no linear map is left to run"
+    ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), "found no linear layer to run"
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
 _SQUEEZEBERT |= {"RegionalCompilation": "called none of the blocks", **_NO_FFN}

@@ -1,1 +1,1 @@
-"""How the budget of a run (steps, epochs, tokens, seconds) is spent: schedules of the rate over all of it."""
+"""How a run spends its budget of steps, epochs, tokens or seconds: learning rate and batch size schedules."""

@@ -1,4 +1,4 @@
-"""Shapes of a learning rate over a run: ``eta(u) / eta_max`` for the share ``u`` of the budget, each as its source has it."""
+"""Learning rate shapes: ``eta(u) / eta_max`` at the fraction ``u`` of the budget, each as in its paper."""
 
 import math
 from collections.abc import Callable
@@ -16,15 +16,15 @@ def cosine(v: float) -> float:
 
 
 def rex(v: float) -> float:
-    """``(1 - v) / (1/2 + (1 - v) / 2)`` (Chen et al. 2021, arXiv:2107.04197): 2/3 at the half."""
+    """``(1 - v) / (1/2 + (1 - v) / 2)`` (Chen et al. 2021, arXiv:2107.04197), which is 2/3 halfway."""
     return (1.0 - v) / (0.5 + 0.5 * (1.0 - v))
 
 
 def esd(v: float) -> float:
-    """``2^-k`` on ``[1 - r^k, 1 - r^(k+1))``, ``r = 1 / sqrt(2)``: elastic steps (Pan et al. 2021, arXiv:2110.14109)."""
+    """``2^-k`` on ``[1 - r^k, 1 - r^(k+1))`` with ``r = 1 / sqrt(2)``: elastic steps (Pan et al. 2021, arXiv:2110.14109)."""
     if v >= 1.0:
         return 0.0
-    # 1 - v <= r^k; the small number is for ends of intervals that rounding would put into the one before
+    # 1 - v <= r^k; the small number guards the ends of intervals against rounding
     return 2.0 ** -math.floor(-2.0 * math.log2(1.0 - v) + 1e-9)
 
 
@@ -34,13 +34,13 @@ def trapezoid(v: float, decay: float, shape: Callable[[float], float]) -> float:
 
 
 def triangles(v: float, cycles: int) -> float:
-    """0 to 1 and back ``cycles`` times, with the peak at the half of each (CLR; Smith 2015, arXiv:1506.01186)."""
+    """Rise from 0 to 1 and fall back ``cycles`` times, with the peak in mid-cycle (CLR; Smith 2015, arXiv:1506.01186)."""
     within = (v * cycles) % 1.0 if v < 1.0 else 1.0
     return 1.0 - abs(2.0 * within - 1.0)
 
 
 def restarts(v: float, cycles: int, growth: float) -> float:
-    """Cosines of lengths in the ratio ``growth``, each from 1 to 0 (SGDR; Loshchilov & Hutter 2016, arXiv:1608.03983)."""
+    """Repeat cosines from 1 to 0, each ``growth`` times as long (SGDR; Loshchilov & Hutter 2016, arXiv:1608.03983)."""
     lengths = [growth**i for i in range(cycles)]
     start, total = 0.0, sum(lengths)
     for length in lengths:
@@ -52,14 +52,14 @@ def restarts(v: float, cycles: int, growth: float) -> float:
 
 
 def one_cycle(u: float, peak: float, start: float, final: float, ramp: Callable[[float], float]) -> float:
-    """``start`` up to 1 at ``peak`` and down to ``final`` (Smith & Topin 2017, arXiv:1708.07120).
+    """Rise from ``start`` to 1 at ``peak``, then fall to ``final`` (Smith & Topin 2017, arXiv:1708.07120).
 
     Args:
-        u: in [0, 1].
-        peak: in (0, 1).
-        start: at 0.
-        final: at 1.
-        ramp: falls from 1 to 0 over [0, 1].
+        u: the fraction of the budget, in [0, 1].
+        peak: the fraction at which the value is 1, in (0, 1).
+        start: the value at 0.
+        final: the value at 1.
+        ramp: a function that falls from 1 to 0 over [0, 1].
     """
     if u <= peak:
         return 1.0 + (start - 1.0) * ramp(u / peak)
@@ -72,7 +72,7 @@ SHAPES = ("linear", "cosine", "rex", "esd", "one_cycle", "clr", "sgdr", "wsd", "
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape with its settings; see :class:`LearningRateSchedule` for them."""
+    """A shape with its settings, which :class:`LearningRateSchedule` describes."""
 
     name: str
     warmup: float
@@ -85,11 +85,11 @@ class Shape:
     cycle_growth: float
 
     def __call__(self, u: float) -> float:
-        """``eta(u) / eta_max``."""
+        """Return ``eta(u) / eta_max``."""
         if self.name == "one_cycle":
             return one_cycle(u, self.peak, self.start, self.final, RAMPS[self.ramp])
         if u < self.warmup:
-            # warm-up goes to where the shape begins
+            # warm-up ends where the shape begins
             return self.start + (self._after(0.0) - self.start) * u / self.warmup
         return self._after((u - self.warmup) / (1.0 - self.warmup))
 
@@ -109,7 +109,7 @@ class Shape:
         return self.final + (1.0 - self.final) * falling
 
     def momentum(self, u: float, low: float, high: float) -> float:
-        """Of one cycle: ``high`` down to ``low`` where the rate is highest, and back."""
+        """Return one cycle's momentum: it falls from ``high`` to ``low`` at the highest learning rate, and rises again."""
         ramp = RAMPS[self.ramp]
         if u <= self.peak:
             return low + (high - low) * ramp(u / self.peak)

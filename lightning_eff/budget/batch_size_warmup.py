@@ -1,9 +1,9 @@
-"""A batch that grows over the run, with the rate that fits it (Smith et al. 2017, arXiv:1711.00489)."""
+"""Grow the batch size over the run and scale the learning rate with it (Smith et al. 2017, arXiv:1711.00489)."""
 
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
@@ -25,14 +26,14 @@ WHO = "BatchSizeWarmup"
 
 
 def batch_sizes(start: int, full: int, steps: int | None, growth: str) -> list[int]:
-    """The batches of a run, each larger than the one before, in batches of the run's own.
+    """Return the increasing batch sizes of a run, in units of the run's own batch.
 
     ``m_i = start + (full - start) i / n`` (linear) or ``start (full / start)^(i / n)`` (geometric), ``i = 0 .. n``, rounded.
 
     Args:
-        start: >= 1.
-        full: >= start.
-        steps: the number ``n`` of times that it grows; None for one by one, or by doubling.
+        start: the first size, >= 1.
+        full: the last size, >= start.
+        steps: the number ``n`` of increases. None grows by one batch at a time (linear) or by doubling (geometric).
         growth: "linear" or "geometric".
     """
     if steps is None:
@@ -46,17 +47,17 @@ def batch_sizes(start: int, full: int, steps: int | None, growth: str) -> list[i
 
 
 def batch_at(u: float, sizes: list[int], until: float) -> int:
-    """The batch at the share ``u`` of the budget: each of ``sizes`` but the last for an equal part of ``[0, until)``."""
+    """Return the batch size at the fraction ``u`` of the budget. All sizes but the last split ``[0, until)`` evenly."""
     if u >= until:
         return sizes[-1]
     return sizes[int(u / until * (len(sizes) - 1) + 1e-9)]
 
 
 class MeanWindow(int):
-    """The mean accumulation window of a run, as whoever counts its optimizer steps divides by it.
+    """The mean accumulation window of a run, for code that divides by it to count optimizer steps.
 
-    ``Trainer.estimated_stepping_batches``, and modules that do as it does, divide the batches of an epoch by
-    ``accumulate_grad_batches``; a window that grows has no other number to give them.
+    ``Trainer.estimated_stepping_batches``, and modules that compute the same, divide the batches of an epoch by
+    ``accumulate_grad_batches``. A window that grows has no single value, so they get the mean.
     """
 
     def __new__(cls, window: float) -> "MeanWindow":
@@ -80,62 +81,67 @@ def _decayed_rate(technique: Any) -> Mapping[str, Technique]:
 
 
 class BatchSizeWarmup(Technique):
-    """Grow the batch of an optimizer step over the first ``until`` of the budget, and scale the rate with it.
+    """Grow the batch of each optimizer step over the first part of training, and scale the learning rate with it.
 
-    The unit is the run's own batch: what the loader makes, times ``accumulate_grad_batches``, on every rank. The batch is
-    ``start`` of them at first and ``full`` from ``until`` on, in ``steps`` rises spread evenly over that time. To begin below
-    the batch that was tuned, give the loader a smaller one: a loader's 8 with ``start=1, full=3, steps=2, until=2/3`` is
-    8, 16, 24 by thirds of the run.
+    Sizes are in units of the run's own batch: the loader's batch times ``accumulate_grad_batches``, on every rank. A step
+    takes ``start`` of these batches at first and ``full`` from ``until`` on, with ``steps`` increases spread evenly in
+    between. To begin below your tuned batch size, use a smaller loader batch: a loader batch of 8 with
+    ``start=1, full=3, steps=2, until=2/3`` trains on 8, 16 and 24 samples for a third of the run each.
 
-    With ``m`` such batches in a step, the step is made at the rate of the module's schedule times ``m ** power``, scaled within
-    the optimizer's step alone: LearningRateMonitor shows it unscaled, and any schedule goes on as it is. The noise of SGD goes
-    with rate / batch (Smith et al.), that is with ``m ** (power - 1)``. ``power=0`` is their recipe: the batch grows where the
-    rate would fall, so leave out that part of the decay. ``by="rate"`` is what it is equivalent to and held against: the batch
-    stays, and the rate is divided instead, along the same path of rate / batch.
+    With ``m`` batches in a step, the learning rate of the module's schedule is multiplied by ``m ** power`` within the
+    optimizer step. LearningRateMonitor shows the unscaled value, and any scheduler continues to work. The noise of SGD is
+    proportional to learning rate / batch size, here ``m ** (power - 1)``. ``power=0`` is the recipe of Smith et al.: the
+    batch grows where the learning rate would decay, so remove that part of the decay. ``by="rate"`` is the equivalent
+    control: the batch size stays, and the learning rate is divided along the same path of learning rate / batch size.
 
-    Settings to begin with: for AdamW and its like ``full=2..4``, ``until=0.3..0.6`` with ``power=0.5`` beside a schedule over
-    the whole run; for SGD with momentum ``growth="geometric"``, ``power=1`` while the rate would be too high for the small
-    batch, or 0 in place of decay.
+    Use it where small batches learn as much per step early in training. For AdamW and similar optimizers, start with
+    ``full`` of 2 to 4, ``until`` of 0.3 to 0.6 and ``power=0.5``, with a schedule over the whole run. For SGD with momentum,
+    use ``growth="geometric"`` with ``power=1`` if the learning rate is too high for the small batch, or ``power=0`` instead
+    of decay. It adds no passes and, with ``by="accumulation"``, no memory.
 
-    The gradient is the mean over all micro-batches, as with ``accumulate_grad_batches``, so clipping acts on it as before and
-    each rank waits for the others once in a step. The batch grows where an epoch's batches divide into windows of both
-    sizes, which may be a few steps late; the last window of an epoch may be a shorter one, of which Lightning
-    sums as many parts as there are, each weighted as in a whole one, and ``by="batch"`` takes the mean. Modules that ask
-    ``trainer.estimated_stepping_batches`` are told the steps that there will be.
+    The gradient is the mean over all micro-batches, as with ``accumulate_grad_batches``. Clipping therefore acts as before,
+    and ranks synchronize once per step. The batch grows only where both window sizes divide the position in the epoch, which
+    may be a few steps late. The last window of an epoch may be shorter: Lightning then sums its micro-batches with the
+    weights of a full window, and ``by="batch"`` takes their mean. ``trainer.estimated_stepping_batches`` counts the steps
+    that the run will make.
 
-    Logged: ``batches``, the loader's batches in a step; ``rate_factor``.
+    It logs ``batches``, the number of loader batches per step, and ``rate_factor``.
 
     Args:
-        start: batches of the run's own in a step at first, >= 1.
-        until: the share of the budget in (0, 1] at which ``full`` is reached.
-        steps: how often it grows, >= 1; None for one batch at a time, or by doubling where growth is geometric.
-        full: batches of the run's own in a step at last, >= start. 1 is plain training.
-        growth: "linear" or "geometric".
-        power: of the batch, that the rate is multiplied with, in [0, 2]; 1/2 suits Adam, 1 SGD, 0 replaces decay.
-        by: "accumulation" sums the gradients of micro-batches, at the memory of one; "batch" puts them together into one
-            larger batch, which a GPU computes faster and BatchNorm sees as one; "rate" leaves the batch (see above).
+        start: the number of the run's own batches per step at first.
+        until: the fraction of the budget at which ``full`` is reached.
+        steps: the number of increases. None grows by one batch at a time, or by doubling if growth is geometric.
+        full: the number of the run's own batches per step at the end. 1 is plain training.
+        growth: how the batch grows, in equal differences or in equal ratios.
+        power: the exponent of the batch size in the learning rate. 0.5 suits Adam, 1 suits SGD, 0 replaces decay.
+        by: how the batch grows. "accumulation" sums the gradients of micro-batches and needs the memory of one.
+            "batch" concatenates them into one larger batch, which a GPU computes faster and BatchNorm sees as one. "rate"
+            keeps the batch and divides the learning rate (see above).
 
     Raises:
-        ValueError: for other values; at setup, beside ``GradientAccumulationScheduler`` or ``StochasticWeightAveraging`` of
-            Lightning's, which change the windows too, and with ``by="batch"`` beside techniques that say which samples
-            a batch has; as training starts, where an epoch has too few batches for any growth; with ``by="batch"``, where
-            batches are of shapes that cannot be put together.
+        ValueError: for a value out of range. At setup, with Lightning's ``GradientAccumulationScheduler`` or
+            ``StochasticWeightAveraging``, which change the windows too. At setup, for ``by="batch"`` with techniques that
+            choose the samples of a batch. At the start of training, if an epoch has too few batches to grow. During training
+            with ``by="batch"``, if batches have shapes that cannot be concatenated.
 
-    Sources:
-        Smith et al. 2017, arXiv:1711.00489; Goyal et al. 2017, arXiv:1706.02677 (linear); Malladi et al. 2022,
-        arXiv:2205.10287 (the square root, for Adam).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[BatchSizeWarmup(full=4, until=0.5)])
+
+    References:
+        Smith et al. 2017, "Don't Decay the Learning Rate, Increase the Batch Size", arXiv:1711.00489.
+        Goyal et al. 2017, arXiv:1706.02677 (linear scaling). Malladi et al. 2022, arXiv:2205.10287 (square root, for Adam).
     """
 
-    saves: ClassVar[str] = "samples early in training, where small batches learn as much by each step"
+    saves: ClassVar[str] = "samples early in training, where small batches learn as much per step"
     paper: ClassVar[str] = "Smith et al. 2017, arXiv:1711.00489"
-    constraints: ClassVar[str] = "epochs of more batches than a step has at first"
+    constraints: ClassVar[str] = "needs more batches per epoch than the first steps take"
     needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"full": Choice((2, 3, 4)), "until": Uniform(0.2, 0.8), "power": Choice((0.0, 0.5, 1.0))}
     )
     control: ClassVar[Control] = Control(
-        "the rate divided where the batch would grow, on the batch as it is: the same path of rate / batch",
+        "a constant batch size, with the learning rate divided along the same path of learning rate / batch size",
         _decayed_rate,
     )
     needs_budget: ClassVar[bool] = True
@@ -143,40 +149,25 @@ class BatchSizeWarmup(Technique):
 
     def __init__(
         self,
-        start: int = 1,
-        until: float = 0.5,
+        start: Annotated[int, Count()] = 1,
+        until: Annotated[float, Fraction(above=0)] = 0.5,
         *,
-        steps: int | None = None,
-        full: int = 4,
+        steps: Annotated[int, Count()] | None = None,
+        full: Annotated[int, Count()] = 4,
         growth: Literal["linear", "geometric"] = "linear",
-        power: float = 0.5,
+        power: Annotated[float, Number(at_least=0, at_most=2)] = 0.5,
         by: Literal["accumulation", "batch", "rate"] = "accumulation",
     ) -> None:
-        for name, value, least in (("start", start, 1), ("full", full, 1), ("steps", steps, 1)):
-            if name == "steps" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{WHO}({name}={value!r}): expected an integer >= {least}.")
         if full < start or (full == start and full > 1):
             raise ValueError(
-                f"{WHO}({start=}, {full=}): expected full > start, because the batch grows from one to the other. For a"
-                " larger batch throughout, set the Trainer's accumulate_grad_batches."
+                f"{WHO}({start=}, {full=}): full must be above start, because the batch grows from one to the other. For a"
+                " larger batch throughout, set Trainer(accumulate_grad_batches=...)."
             )
-        if not 0.0 < until <= 1.0:
-            raise ValueError(f"{WHO}({until=}): expected a share of the budget in (0, 1], at which the batch is full.")
-        if growth not in ("linear", "geometric"):
-            raise ValueError(f"{WHO}({growth=}): expected 'linear' or 'geometric'.")
-        if not 0.0 <= power <= 2.0:
-            raise ValueError(
-                f"{WHO}({power=}): expected a number in [0, 2]: 0 leaves the rate, 0.5 suits Adam, 1 suits SGD."
-            )
-        if by not in ("accumulation", "batch", "rate"):
-            raise ValueError(f"{WHO}({by=}): expected 'accumulation', 'batch' or 'rate'.")
         self.sizes = batch_sizes(start, full, steps, growth)
         if steps is not None and full > 1 and len(self.sizes) != steps + 1:
             raise ValueError(
-                f"{WHO}({start=}, {full=}, {steps=}): from {start} to {full} batches there are"
-                f" {len(self.sizes) - 1} rises by whole ones with growth={growth!r}; expected steps of at most that."
+                f"{WHO}({start=}, {full=}, {steps=}): {growth} growth from {start} to {full} batches has only"
+                f" {len(self.sizes) - 1} increases by whole batches. Set steps={len(self.sizes) - 1} or less."
             )
         self.start, self.until, self.full, self.power = start, until, full, power
         self.by: Literal["accumulation", "batch", "rate"] = by
@@ -187,8 +178,8 @@ class BatchSizeWarmup(Technique):
     def _reset(self) -> None:
         self._own = 0  # the trainer's accumulate_grad_batches
         self._m = self.start
-        self._joining: dict[int, Any] = {}  # by="batch": the loader's batches that wait, by their number in the epoch
-        self._saved: dict[int, Any] = {}  # those of a checkpoint, in plain containers
+        self._joining: dict[int, Any] = {}  # by="batch": the loader's batches that wait, by index in the epoch
+        self._saved: dict[int, Any] = {}  # the same from a checkpoint, in plain containers
 
     @property
     @override
@@ -208,7 +199,7 @@ class BatchSizeWarmup(Technique):
             if is_a(callback, GradientAccumulationScheduler, StochasticWeightAveraging):
                 raise ValueError(
                     f"{WHO} and {type(callback).__name__} cannot train together: both change the trainer's"
-                    " accumulate_grad_batches. Take one of them out of the trainer's callbacks."
+                    " accumulate_grad_batches. Remove one of them from the trainer's callbacks."
                 )
 
     @override
@@ -235,7 +226,7 @@ class BatchSizeWarmup(Technique):
             session.chain.add(Stage.JOIN, self._link)
 
     def mean_batch(self) -> float:
-        """The samples of a run over its optimizer steps, both as if its budget were samples: ``1 / mean_u(1 / m)``."""
+        """Return the mean samples per optimizer step, if the budget counts samples: ``1 / mean_u(1 / m)``."""
         rises = len(self.sizes) - 1
         inverse = sum(self.until / rises / m for m in self.sizes[:-1]) + (1 - self.until) / self.sizes[-1]
         return 1 / inverse
@@ -245,8 +236,8 @@ class BatchSizeWarmup(Technique):
         other = session.loaders.taken_by or session.loaders.told_to
         if self.by == "batch" and other:
             raise ValueError(
-                f"{WHO}(by='batch') and {other} cannot train together: the latter says, or must know, which samples"
-                " each of the loader's batches has. Use by='accumulation'."
+                f"{WHO}(by='batch') and {other} cannot train together: {other} chooses, or must know, the samples"
+                " of each batch. Use by='accumulation'."
             )
 
     @override
@@ -255,8 +246,8 @@ class BatchSizeWarmup(Technique):
 
     @property
     def rate_factor(self) -> float:
-        """What the rate of the step at hand is multiplied with."""
-        # rate / batch is the same in both
+        """The factor of the current step's learning rate."""
+        # learning rate / batch size is the same either way
         return float(self._m ** (self.power - 1.0 if self.by == "rate" else self.power))
 
     @override
@@ -282,20 +273,20 @@ class BatchSizeWarmup(Technique):
             return
         if batches <= self._own * self.start:
             raise ValueError(
-                f"{WHO}(start={self.start}): an epoch has {batches:,.0f} batches and a step takes {self._own * self.start} of"
-                " them from the start, so the batch cannot grow. Give the loader smaller batches, or lower start or the"
+                f"{WHO}(start={self.start}): an epoch has {batches:,.0f} batches and the first steps take"
+                f" {self._own * self.start} each, so the batch cannot grow. Lower the loader's batch_size, start or the"
                 " Trainer's accumulate_grad_batches."
             )
         if batches < self._own * self.full:
             rank_zero_info(
                 f"{WHO}(full={self.full}): an epoch has {batches:,.0f} batches, fewer than the {self._own * self.full} of a"
-                " full step; steps of the whole epoch are the largest."
+                " full step. The largest step takes the whole epoch."
             )
 
     # -- by="batch"
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """Keep the batch until ``m`` are there, then run the step on all of them as one."""
+        """Hold batches until there are ``m``, then run the step on their concatenation."""
         m, at = self._m, step.batch_idx
         self._joining.update({i: like(batch, held) for i, held in self._saved.items()})
         self._saved = {}
@@ -311,10 +302,10 @@ class BatchSizeWarmup(Technique):
                 batch = join(parts)
             except ValueError as error:
                 raise ValueError(
-                    f"{WHO}(by='batch'): {error} Use by='accumulation', which leaves batches apart."
+                    f"{WHO}(by='batch'): {error} Use by='accumulation', which keeps batches separate."
                 ) from error
         output = proceed(batch)
-        # Lightning divides by the window; the mean of m batches has come at once
+        # Lightning divides by the window, but this loss is already the mean of its m batches
         if isinstance(output, Mapping):
             return {**output, "loss": output["loss"] * m}
         return None if output is None else output * m
@@ -354,7 +345,8 @@ class BatchSizeWarmup(Technique):
     @override
     def summary(self) -> str:
         if self.by == "rate":
-            return f"the rate was divided by up to {1 / self.rate_factor:.3g}, the batch as it was"
+            return f"the learning rate was divided by up to {1 / self.rate_factor:.3g}, with the batch size unchanged"
         return (
-            f"the last step took {self._own * self._m} of the loader's batches, at {self.rate_factor:.3g} of the rate"
+            f"the last step took {self._own * self._m} of the loader's batches, at {self.rate_factor:.3g} times the"
+            " learning rate"
         )

@@ -1,6 +1,6 @@
-"""The gradient noise scale: the batch beyond which larger ones buy little (McCandlish et al. 2018, arXiv:1812.06162)."""
+"""Measure the gradient noise scale: the batch size beyond which larger ones gain little (arXiv:1812.06162)."""
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core._optim.squares import gradient_square, square, total
@@ -21,71 +22,74 @@ WHO = "GradientNoiseScale"
 
 
 def signal_and_noise(small: float, large: float, b: float, B: float) -> tuple[float, float]:
-    """Unbiased estimates of the true gradient's square ``|G|^2`` and of the trace of one sample's covariance, ``S``.
+    """Return unbiased estimates of the true gradient's ``|G|^2`` and of ``S``, the trace of one sample's covariance.
 
-    ``|G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)`` and ``S = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)``. Each may be negative in one
-    step; their ratio is meaningful of means over many steps alone.
+    ``|G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)`` and ``S = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)``. Either may be negative in one
+    step. Their ratio is meaningful only for means over many steps.
 
     Args:
-        small: ``|G_b|^2``, the mean square norm of gradients of ``b`` samples.
-        large: ``|G_B|^2``, that of the gradient of ``B`` samples.
-        b: samples, >= 1.
-        B: samples, > b.
+        small: ``|G_b|^2``, the mean squared norm of gradients over ``b`` samples.
+        large: ``|G_B|^2``, the squared norm of the gradient over ``B`` samples.
+        b: the samples of the small gradients, >= 1.
+        B: the samples of the large gradient, > b.
     """
     return (B * large - b * small) / (B - b), (small - large) / (1 / b - 1 / B)
 
 
 def _gains_nothing(profile: RunProfile) -> str | None:
-    return "it trains as without it, and only tells what batch would pay"
+    return "it only measures, and training stays the same"
 
 
 class GradientNoiseScale(Technique):
-    """Tell the critical batch: at which twice the steps would do with half the batch, and beyond which more buys little.
+    """Measure the critical batch size, beyond which a larger batch saves few steps.
 
-    The noise scale is ``tr(Sigma) / |G|^2``, of one sample's gradient covariance and the true gradient. Both come from the
-    norms of gradients that the step has anyway: of each micro-batch on each rank, and of their mean. Nothing is run twice, and
-    weights are bit for bit those without it. Two means over time are kept, one of each quantity, and divided then; a mean of
-    quotients would be biased. With a batch of ``B`` and a noise scale of ``N``, a step makes ``1 / (1 + N / B)`` of the
-    progress that the true gradient would.
+    At the critical batch size, a run needs twice the minimum number of steps; a much larger batch gains little more. The
+    estimate is the gradient noise scale ``tr(Sigma) / |G|^2``, with ``Sigma`` the covariance of one sample's gradient and
+    ``G`` the true gradient. Both come from the norms of gradients that the step computes anyway: those of each micro-batch on
+    each rank, and of their mean. With a batch of ``B`` and a noise scale of ``N``, a step makes ``1 / (1 + N / B)`` of the
+    progress of the true gradient. The two quantities are averaged over time before they are divided, because a mean of
+    quotients would be biased.
 
-    Small gradients are those of accumulated micro-batches (``accumulate_grad_batches``), of DDP's ranks, or of both. Where
-    there is neither, and under FSDP2, tensor and pipeline parallelism, those of two consecutive steps stand in, whose weights
-    differ by a step and whose sizes may. This is an estimate, for which one gradient is held. Checkpoints hold it, too, unless
-    it lies in pieces on several processes: then two steps with a checkpoint between them are left out. The summary says which
-    gradients were compared. Windows cut short by the epoch's
-    end, those of micro-batches of different sizes, and those with a batch for which ``training_step`` returned None, are
-    left out. The noise scale grows over training; ``BatchSizeWarmup`` follows it.
+    Use it to choose a batch size. It adds no passes and does not change training: the weights stay bit-identical. The noise
+    scale grows during training, and :class:`BatchSizeWarmup` can follow it.
 
-    Logged: ``critical_batch`` in samples (NaN while it is not known, as where the mean of ``|G|^2`` is not above zero),
-    ``signal`` (``|G|^2``), ``noise`` (``S``), ``steps`` measured and ``batch``, the samples of a step.
+    It compares the gradients of accumulated micro-batches (``accumulate_grad_batches``), of DDP ranks, or both. Where there is
+    neither, and under FSDP2, tensor and pipeline parallelism, it compares the gradients of two consecutive steps. This is
+    approximate, because the weights move between them, and it keeps a copy of one gradient. Checkpoints hold that copy, unless
+    it is sharded over processes: then a pair of steps with a checkpoint in between is skipped. The summary names the
+    gradients that were compared. Windows that an epoch's end cuts short, that have micro-batches of different sizes, or in
+    which ``training_step`` returned None are skipped.
+
+    It logs ``critical_batch`` in samples (NaN while unknown, for example while the mean of ``|G|^2`` is not above zero),
+    ``signal`` (``|G|^2``), ``noise`` (``S``), the measured ``steps``, and ``batch``, the samples per step.
 
     Args:
-        half_life: measured steps after which a measurement counts half in the means, > 0.
-        every: measure each so many steps, >= 1.
+        half_life: the number of measured steps after which a measurement has half its weight in the means.
+        every: the number of steps from one measurement to the next. 0 measures nothing.
 
     Raises:
-        ValueError: for other values; at setup, with manual optimization, and under strategies that do not exchange exact
-            gradients in every step, such as ``LocalSGD`` and ``CompressedDDPStrategy``.
+        ValueError: for a value out of range. At setup, with manual optimization, and under strategies that do not average
+            exact gradients in every step, such as ``LocalSGD`` and ``CompressedDDPStrategy``.
 
-    Sources:
-        McCandlish et al. 2018, arXiv:1812.06162, appendix A.
+    Example:
+        >>> noise = GradientNoiseScale(half_life=50)
+        >>> trainer = L.Trainer(max_epochs=10, accumulate_grad_batches=4, callbacks=[noise])
+
+    References:
+        McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", arXiv:1812.06162, appendix A.
     """
 
-    saves: ClassVar[str] = "nothing by itself: it tells which batch pays"
+    saves: ClassVar[str] = "nothing by itself: it shows which batch size pays off"
     paper: ClassVar[str] = "McCandlish et al. 2018, arXiv:1812.06162"
     needs: ClassVar[Need] = Need.PIECES
-    refuses: ClassVar[Reasons] = {
-        Part.COMPRESSED: "the technique compares gradients with their exact mean over processes"
-    }
+    refuses: ClassVar[Reasons] = {Part.COMPRESSED: "it compares gradients with their exact mean over processes"}
     survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_gains_nothing)
-    control: ClassVar[Control] = Control("the baseline: it trains as without it")
+    control: ClassVar[Control] = Control("the baseline, which trains identically")
 
-    def __init__(self, half_life: float = 50.0, *, every: int = 1) -> None:
-        if isinstance(half_life, bool) or not isinstance(half_life, int | float) or not 0 < half_life < float("inf"):
-            raise ValueError(f"{WHO}({half_life=}): expected a number of measured steps above 0.")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise ValueError(f"{WHO}({every=}): expected an integer >= 1, or 0 to measure nothing.")
+    def __init__(
+        self, half_life: Annotated[float, Number(above=0)] = 50.0, *, every: Annotated[int, Count(at_least=0)] = 1
+    ) -> None:
         self.half_life, self.every = half_life, every
         self._reset()
 
@@ -94,11 +98,11 @@ class GradientNoiseScale(Technique):
         self._steps = 0
         self._batch = 0
         self._source = ""
-        self._pieces = False  # of gradients, on several processes
+        self._pieces = False  # whether gradients are sharded over processes
         self._hooks: dict[int, RemovableHandle] = {}
         self._armed = self._measuring = False
-        self._norms: list[Tensor] = []  # squares of this pass's gradients
-        self._parts: list[tuple[int, Tensor]] = []  # of each pass of the window: samples, and the gradient's square
+        self._norms: list[Tensor] = []  # squared norms of this pass's gradients
+        self._parts: list[tuple[int, Tensor]] = []  # samples and squared gradient norm of each pass of the window
         self._passes = 0  # backward passes of the window
         self._size = 0
         self._before: tuple[int, int, Tensor, list[Tensor | None]] | None = None
@@ -131,7 +135,7 @@ class GradientNoiseScale(Technique):
         return proceed(batch)
 
     def _begin(self, session: Session) -> None:
-        """The backward pass of a step begins: each gradient is seen before it is added to others, or exchanged."""
+        """Watch the gradients of a backward pass before they are accumulated or reduced over ranks."""
         self._passes += 1
         step = session.trainer.global_step
         pairs = self._pieces or (session.replicas.count == 1 and session.trainer.accumulate_grad_batches == 1)
@@ -156,7 +160,7 @@ class GradientNoiseScale(Technique):
         self._parts.append((self._size, total(self._norms or [torch.zeros((), device=pl_module.device)])))
         window = trainer.accumulate_grad_batches
         over = (trainer.fit_loop.epoch_loop.batch_idx + 1) % window == 0
-        if over and self._passes == window:  # none of its batches was passed over
+        if over and self._passes == window:  # none of its batches was skipped
             self._measure(trainer, pl_module)
 
     @override
@@ -166,7 +170,7 @@ class GradientNoiseScale(Technique):
             self._parts, self._passes = [], 0
 
     def _measure(self, trainer: Trainer, module: LightningModule) -> None:
-        """The window is whole, and every rank has its mean gradient."""
+        """Measure a complete window, whose mean gradient every rank has."""
         sizes, squares = zip(*self._parts, strict=True)
         alike = len(set(sizes)) == 1
         small = torch.stack(squares).double().mean() * len(squares) ** 2  # the loss was divided by the window
@@ -193,7 +197,7 @@ class GradientNoiseScale(Technique):
         self._pair(trainer, module, b, small)
 
     def _pair(self, trainer: Trainer, module: LightningModule, b: int, of_now: Tensor) -> None:
-        """One gradient a step: this and the last one are the small ones."""
+        """Compare this step's gradient and the last one's with their mean."""
         step, before = trainer.global_step, self._before
         if step % 2 == 0:
             self._before = (
@@ -208,14 +212,14 @@ class GradientNoiseScale(Technique):
             return
         pairs = [(p, p.grad, g) for p, g in zip(module.parameters(), before[3], strict=True)]
         if not self._pieces and all(now is None or then is None for _, now, then in pairs):
-            return  # other parameters train since
-        # one that a step has no gradient of, as an expert without a token, has a gradient of zero
+            return  # other parameters are trained now
+        # a parameter without a gradient in a step, such as an expert without tokens, counts as zero
         self._source, b_before = "consecutive steps", before[1]
         now, then = 2 * b / (b + b_before), 2 * b_before / (b + b_before)  # 1 where the two have as many samples
         weighed = [(p, [w * g for w, g in ((now, new), (then, old)) if g is not None]) for p, new, old in pairs]
         both = [(p, sum(found[1:], found[0]) if found else None) for p, found in weighed]
         small, large = float((of_now + before[2]) / 2), float(gradient_square(trainer.strategy, both)) / 4
-        # of a mean over b the noise is tr / b, and so of two such squares that of their harmonic mean
+        # the noise of a mean over b is tr / b, so two such squares have that of the harmonic mean of their sizes
         self._take(small, large, b if b == b_before else 2 / (1 / b + 1 / b_before), b + b_before, trainer)
 
     def _take(self, small: float, large: float, b: float, B: int, trainer: Trainer) -> None:
@@ -233,7 +237,7 @@ class GradientNoiseScale(Technique):
 
     @property
     def critical_batch(self) -> float | None:
-        """The noise scale in samples; None while it is not known."""
+        """The noise scale in samples, or None while it is unknown."""
         return self._noise / self._signal if self._signal > 0 and self._noise > 0 else None
 
     # -- what is kept and told
@@ -252,7 +256,7 @@ class GradientNoiseScale(Technique):
         return {**kept, "parts": parts, "passes": self._passes, "before": self._saved_before()}
 
     def _saved_before(self) -> list[Any] | None:
-        """The gradient that waits for the next step's; the run that saves lets go of pieces, as the resumed one lacks them."""
+        """Return the gradient that waits for the next step; drop a sharded one, since the resumed run will not have it."""
         self._before = None if self._pieces else self._before
         if self._before is None:
             return None
@@ -271,7 +275,7 @@ class GradientNoiseScale(Technique):
         if session is not None and session.rank < len(parts):
             device = session.trainer.strategy.root_device
             self._parts = [(size, square.to(device)) for size, square in parts[session.rank]]
-        before = state_dict.get("before")  # checkpoints of earlier versions have none
+        before = state_dict.get("before")  # missing in checkpoints of earlier versions
         if session is not None and before is not None:
             device = session.trainer.strategy.root_device
             step, b, square, gradients = before
@@ -292,12 +296,12 @@ class GradientNoiseScale(Technique):
     @override
     def summary(self) -> str:
         if not self._steps:
-            return "no step was measured"
-        of = f"from {self._steps:,} steps, by {self._source}"
+            return "measured no step"
+        of = f"from {self._steps:,} steps, comparing {self._source}"
         if self.critical_batch is None:
-            return f"the critical batch is not known yet: noise hides the gradient ({of})"
+            return f"the critical batch size is unknown: the gradient is lost in noise ({of})"
         share = 1 / (1 + self.critical_batch / self._batch)
         return (
-            f"critical batch {self.critical_batch:,.0f} samples, a step has {self._batch:,}: {share:.0%} of what the true"
-            f" gradient would gain ({of})"
+            f"critical batch size: {self.critical_batch:,.0f} samples. A step of {self._batch:,} makes {share:.0%} of the"
+            f" true gradient's progress ({of})"
         )

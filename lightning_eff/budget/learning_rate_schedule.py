@@ -1,11 +1,10 @@
-"""A learning rate that is spent on the run's own budget, in steps, epochs, tokens or seconds, in any shape.
+"""Schedule the learning rate over the run's budget in steps, epochs, tokens or seconds, in any shape.
 
-Li et al. 2019 (arXiv:1905.04753): what the progress variable is counts for more than the shape; it must be the budget.
+Li et al. 2019 (arXiv:1905.04753): the progress variable matters more than the shape, and must be the budget.
 """
 
-import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -13,6 +12,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Count, Each, Fraction, Number, OneOf
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.rates import Rates
@@ -32,48 +32,54 @@ def _linear(technique: Any) -> Mapping[str, Technique]:
 
 
 class LearningRateSchedule(Technique):
-    """Let every group's rate be its highest one times a shape of ``u``, the share of the run's budget that is used up.
+    """Schedule the learning rate over the run's whole budget, in one of nine shapes.
 
-    ``u`` is of the Trainer's own limit, whichever of ``max_steps``, ``max_epochs`` and ``max_time`` ends the run first, or of
-    ``max_tokens``: the rate is at its end when the run is, within one step, whatever the machine's speed, and also after a
-    resume. It is read before each optimizer step and holds for all micro-batches of it.
+    The learning rate of each parameter group is its highest value times ``shape(u)``. ``u`` is the used fraction of the
+    budget: of ``max_steps``, ``max_epochs`` or ``max_time``, whichever ends the run first, or of ``max_tokens``. The schedule
+    therefore ends with the run, within one step, at any machine speed and also after a resume. The value is computed before
+    each optimizer step and holds for all its micro-batches.
 
-    The shape takes the place of the module's own schedule where there is one: its schedulers stay where the module may look
-    for them, and do nothing. A group's highest rate is that of the module's optimizer, or the highest that a replaced cycle
-    names. It is taken as training begins, so what ``lr_find`` set counts; a resumed run goes on with that of its checkpoint.
+    Use it where the module has no schedule, or one that does not decay by the end of the run. It costs nothing. It replaces
+    the module's own schedule: the schedulers stay where the module may look for them, but have no effect. A group's highest
+    learning rate is that of the module's optimizer, or the highest value of a replaced cycle. It is read when training
+    begins, so the result of ``lr_find`` counts. A resumed run takes it from the checkpoint.
 
-    Logged: ``factor``, the shape's value, ``rate``, the highest of the groups' rates, and with ``max_tokens`` the ``tokens``
-    so far.
+    It logs ``factor``, the value of the shape, ``rate``, the highest learning rate of the groups, and with ``max_tokens`` the
+    ``tokens`` so far.
 
     Args:
-        shape: "linear", "cosine", "rex", "esd" (elastic steps), "one_cycle", "clr" (triangles), "sgdr" (cosines with warm
-            restarts), "wsd" (constant, then a decay) or "constant".
-        warmup: the share of the run, in [0, 1), over which the rate rises linearly, before the shape; not for "one_cycle",
-            which rises by itself.
-        final: the rate at the end, and the lowest of "clr" and "sgdr", as a fraction of the highest, in [0, 1].
-        start: the rate at the beginning of warm-up, or of "one_cycle", likewise; None for 0, or 1/25 of one cycle.
-        peak: of "one_cycle": the share of the run at its highest rate, in (0, 1).
-        ramp: "cosine" or "linear": how "one_cycle" rises and falls, and "wsd" falls; None for cosine, and linear for "wsd".
-        decay: of "wsd": the share of what follows warm-up in which it falls, in [0, 1].
-        cycles: of "clr" and "sgdr", >= 1.
-        cycle_growth: of "sgdr": how much longer each cycle is than the one before, >= 1.
-        momentum: of "one_cycle": (lowest, highest), both in [0, 1): momentum, or the first of the betas, of groups that have
-            any, lowest where the rate is highest. None leaves them.
-        max_tokens: the run's budget in tokens of all ranks, as the loader hands them out (elements of a batch's first 2-D
-            integer tensor), >= 1; the run ends with it.
+        shape: the shape of the schedule. "esd" is elastic step decay, "clr" is triangles, "sgdr" is cosines with warm
+            restarts, "wsd" is warm-up, constant, decay.
+        warmup: the fraction of the run over which the learning rate rises linearly before the shape begins. Not for
+            "one_cycle", which has its own rise.
+        final: the learning rate at the end (and the lowest of "clr" and "sgdr") as a fraction of the highest.
+        start: the learning rate at the beginning of warm-up or of "one_cycle", as a fraction of the highest. None is 1/25 for
+            "one_cycle" and 0 otherwise.
+        peak: the fraction of the run at which "one_cycle" is highest. Also accepted as ``pct_start``.
+        ramp: how "one_cycle" rises and falls, and how "wsd" falls. None is "linear" for "wsd" and "cosine" otherwise.
+        decay: the fraction of the run after warm-up in which "wsd" decays.
+        cycles: the number of cycles of "clr" and "sgdr".
+        cycle_growth: the ratio of each "sgdr" cycle's length to the previous one's. Also accepted as ``T_mult``.
+        momentum: the lowest and highest momentum of "one_cycle". It applies to groups with a momentum, or to their first
+            beta, and is lowest where the learning rate is highest. None leaves it unchanged.
+        max_tokens: the run's budget in tokens over all ranks, at which the run ends. Tokens are the elements of a batch's
+            first 2-D integer tensor.
 
     Raises:
-        ValueError: for other values; at setup, for a Trainer without an end, manual optimization, or beside Lightning's
-            ``StochasticWeightAveraging``; with ``max_tokens``, for a first batch that has none.
+        ValueError: for a value out of range. At setup, for a Trainer without an end, manual optimization, or with Lightning's
+            ``StochasticWeightAveraging``. With ``max_tokens``, if the first batch has no tokens.
 
-    Sources:
-        Li et al. 2019, arXiv:1905.04753 (the budget); the shapes' own are in ``_shapes``; Goyal et al. 2017,
-        arXiv:1706.02677 (warm-up); Izsak et al. 2021, arXiv:2104.07705 (seconds).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[LearningRateSchedule("cosine", warmup=0.02)])
+
+    References:
+        Li et al. 2019, "Budgeted Training", arXiv:1905.04753. Goyal et al. 2017, arXiv:1706.02677 (warm-up).
+        Izsak et al. 2021, arXiv:2104.07705 (a budget in seconds).
     """
 
-    saves: ClassVar[str] = "steps: a rate decayed wholly on the true budget is worth more than most techniques"
+    saves: ClassVar[str] = "steps: full decay over the true budget gains more than most techniques"
     paper: ClassVar[str] = "Li et al. 2019, arXiv:1905.04753; Bergsma et al. 2025, arXiv:2502.15938"
-    constraints: ClassVar[str] = "a run that has an end; automatic optimization"
+    constraints: ClassVar[str] = "needs a run with an end and automatic optimization"
     needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("learning rate schedules", zhuang="2.1", shen="5.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -84,7 +90,8 @@ class LearningRateSchedule(Technique):
         }
     )
     control: ClassVar[Control] = Control(
-        "a linear decay to zero on the same budget; for that one, the baseline with its rate tuned as long", _linear
+        "a linear decay to zero over the same budget; for linear decay, the baseline with a tuned learning rate",
+        _linear,
     )
     needs_optimizer: ClassVar[bool] = True
     sets_rates: ClassVar[bool] = True
@@ -92,48 +99,29 @@ class LearningRateSchedule(Technique):
 
     def __init__(
         self,
-        shape: str = "linear",
-        warmup: float = 0.0,
-        final: float = 0.0,
+        shape: Annotated[str, OneOf(*SHAPES)] = "linear",
+        warmup: Annotated[float, Fraction(below=1)] = 0.0,
+        final: Annotated[float, Fraction()] = 0.0,
         *,
-        start: float | None = None,
-        peak: float = 0.3,
-        ramp: str | None = None,
-        decay: float = 0.2,
-        cycles: int = 4,
-        cycle_growth: float = 2.0,
-        momentum: tuple[float, float] | None = (0.85, 0.95),
-        max_tokens: int | None = None,
+        start: Annotated[float, Fraction()] | None = None,
+        peak: Annotated[float, Fraction(above=0, below=1), Alias("pct_start")] = 0.3,
+        ramp: Annotated[str, OneOf(*RAMPS)] | None = None,
+        decay: Annotated[float, Fraction()] = 0.2,
+        cycles: Annotated[int, Count()] = 4,
+        cycle_growth: Annotated[float, Number(at_least=1), Alias("T_mult")] = 2.0,
+        momentum: Annotated[tuple[float, float], Each(Fraction(below=1), length=2)] | None = (0.85, 0.95),
+        max_tokens: Annotated[int, Count()] | None = None,
     ) -> None:
-        def refuse(name: str, got: object, expected: str) -> None:
-            raise ValueError(f"LearningRateSchedule({name}={got!r}): expected {expected}.")
-
-        if shape not in SHAPES:
-            refuse("shape", shape, f"one of {', '.join(SHAPES)}")
-        if not 0.0 <= warmup < 1.0:
-            refuse("warmup", warmup, "a share of the run in [0, 1)")
         if warmup and shape == "one_cycle":
-            refuse("warmup", warmup, "0 with shape='one_cycle', which rises by itself until peak")
-        if not 0.0 <= final <= 1.0:
-            refuse("final", final, "a fraction of the highest rate in [0, 1]")
-        if start is not None and not 0.0 <= start <= 1.0:
-            refuse("start", start, "a fraction of the highest rate in [0, 1], or None")
-        if not 0.0 < peak < 1.0:
-            refuse("peak", peak, "a share of the run in (0, 1)")
-        if ramp not in (None, *RAMPS):
-            refuse("ramp", ramp, f"one of {', '.join(RAMPS)}, or None")
-        if not 0.0 <= decay <= 1.0:
-            refuse("decay", decay, "a share of the run in [0, 1]")
-        if isinstance(cycles, bool) or not isinstance(cycles, int) or cycles < 1:
-            refuse("cycles", cycles, "an integer >= 1")
-        if not 1.0 <= cycle_growth < math.inf:
-            refuse("cycle_growth", cycle_growth, "a number >= 1")
-        if momentum is not None and not (len(momentum) == 2 and 0.0 <= momentum[0] <= momentum[1] < 1.0):
-            refuse("momentum", momentum, "(lowest, highest), both in [0, 1), or None")
-        if max_tokens is not None and (
-            isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1
-        ):
-            refuse("max_tokens", max_tokens, "an integer >= 1, or None")
+            raise ValueError(
+                f"LearningRateSchedule(shape='one_cycle', warmup={warmup}): one cycle has its own rise. Set warmup=0 and"
+                " choose its length with peak=."
+            )
+        if momentum is not None and momentum[0] > momentum[1]:
+            raise ValueError(
+                f"LearningRateSchedule(momentum={momentum}): the first value must be the lower one. Write"
+                f" momentum={momentum[::-1]}."
+            )
         if start is None:
             start = 1 / 25 if shape == "one_cycle" else 0.0
         if ramp is None:
@@ -159,13 +147,13 @@ class LearningRateSchedule(Technique):
         if not session.progress.limits():
             raise ValueError(
                 "LearningRateSchedule: the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None), so there is no"
-                " budget to spend the rate on. Set one of max_steps, max_epochs and max_time, or max_tokens= here."
+                " budget to schedule over. Set max_steps, max_epochs or max_time, or LearningRateSchedule(max_tokens=...)."
             )
         for other in session.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if is_a(other, StochasticWeightAveraging):
                 raise ValueError(
-                    "LearningRateSchedule and StochasticWeightAveraging cannot train together: both set the rate. Take one"
-                    " of them out of the trainer's callbacks, or use LatestWeightAveraging."
+                    "LearningRateSchedule and StochasticWeightAveraging cannot train together: both set the learning"
+                    " rate. Remove one of them, or use LatestWeightAveraging instead."
                 )
 
     @override
@@ -185,7 +173,7 @@ class LearningRateSchedule(Technique):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self._session is not None and not self.neutral:
-            self._rates.begin(self._session)  # before any hook of a batch can write others
+            self._rates.begin(self._session)  # before a hook of a batch can change the learning rate
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
@@ -204,13 +192,11 @@ class LearningRateSchedule(Technique):
         found = num_tokens(batch)
         if not found and not self._tokens:
             raise ValueError(
-                f"LearningRateSchedule(max_tokens={self.max_tokens}): the first batch, a {type(batch).__name__}, has no tokens;"
-                " expected a 2-D integer tensor in it. Give the Trainer max_steps, max_epochs or max_time instead."
+                f"LearningRateSchedule(max_tokens={self.max_tokens}): the first batch, a {type(batch).__name__}, has no tokens"
+                " (no 2-D integer tensor). Use Trainer(max_steps=...), max_epochs or max_time instead."
             )
         if session.replicas.count > 1:
-            mean = torch.tensor(
-                float(found), device=session.module.device
-            )  # a sum may count a replica's processes each
+            mean = torch.tensor(float(found), device=session.module.device)  # a sum may count each process of a replica
             found = round(float(session.trainer.strategy.reduce(mean, reduce_op="mean")) * session.replicas.count)
         self._tokens += found
 
@@ -244,9 +230,9 @@ class LearningRateSchedule(Technique):
     @override
     def summary(self) -> str:
         if not self._last:
-            return "no step was made"
+            return "made no step"
         tokens = f" after {self._tokens:,} of {self.max_tokens:,} tokens" if self.max_tokens is not None else ""
-        return f"{self.shape.name}: the last step's rate was {self._last['factor']:.3g} of the highest{tokens}"
+        return f"{self.shape.name}: the last learning rate was {self._last['factor']:.3g} times the highest{tokens}"
 
 
 def _set_momentum(group: dict[str, Any], momentum: float) -> None:

@@ -1,1 +1,1 @@
-"""What is kept between forward and backward: recomputation, offloading, compressed activations."""
+"""Memory between forward and backward: recomputation, offloading, compressed activations and optimizer states."""

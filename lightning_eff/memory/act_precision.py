@@ -2,16 +2,18 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import OneOf
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.wrapping import WrappingPrecision
-from lightning_eff.memory._compression.arguments import Method, check_arguments, check_not_compiled
+from lightning_eff.memory._compression.arguments import GroupSize, Method, check_method, check_not_compiled
 from lightning_eff.memory._compression.engine import Engine
 from lightning_eff.memory._compression.ledger import Ledger
 from lightning_eff.memory._compression.ranges import RunningRanges, of_rank
@@ -19,55 +21,61 @@ from lightning_eff.memory._compression.report import refuse_idle
 
 
 class ACTPrecision(WrappingPrecision):
-    """Train with another precision plugin, and hold what the forward pass saves in 8, 4 or 2 bits an element.
+    """Train with another precision plugin, and store activations in 8, 4 or 2 bits per element.
 
-    ``Trainer(plugins=[ACTPrecision(bits=4, inner="bf16-mixed")])``. What is compressed and how is what
-    :class:`lightning_eff.ActivationCompression` says of itself, apart from the batch, which a plugin does not see: its
-    floating-point tensors are compressed where an operation saves them. The callback form can do more (``bits="auto"``,
-    ``layers``, logging); this one works with trainers whose callbacks are not one's own to choose.
+    It compresses the same tensors in the same way as :class:`lightning_eff.ActivationCompression`. One difference: a plugin
+    does not see the batch, so floating-point tensors of the batch are compressed where an operation saves them.
 
-    Everything but the training step's forward pass is the inner plugin's: casts, autocast, loss scaling, clipping and
-    its state in checkpoints. A checkpoint saved with the inner plugin alone can be resumed with this one.
+    Use the callback where you can, because it has more features (``bits="auto"``, ``layers``, logging). Use this plugin where
+    you cannot choose the Trainer's callbacks. It costs the same time and gradient noise.
+
+    The inner plugin does everything else: casts, autocast, loss scaling, clipping and its state in checkpoints. A checkpoint of
+    the inner plugin alone can be resumed with this one.
 
     Attributes:
-        inner: the plugin inside.
-        ledger: the bytes that the last training step held between forward and backward, by category.
+        inner: the inner plugin.
+        ledger: the bytes by category that the last training step held between forward and backward.
 
     Args:
-        bits: 8, 4 or 2.
-        inner: "32-true", "64-true", "16-true", "bf16-true" or "bf16-mixed", or a Precision plugin, such as
-            ``MixedPrecision("16-mixed", "cuda")``. Tensors in float64 are not compressed.
-        method: "group", or "mesa", which needs ``bits=8``; its running ranges are part of this plugin's state.
-        group_size: elements that share scale and minimum, a power of two from 16 to 8192; "mesa" does not use it.
-        stochastic_rounding: round up with the probability that makes the mean right; else to nearest, which is biased.
+        bits: the bits per element.
+        inner: the precision of the computation. "32-true", "64-true", "16-true", "bf16-true", "bf16-mixed", or a Precision
+            plugin, such as ``MixedPrecision("16-mixed", "cuda")``. Float64 tensors are not compressed.
+        method: how ranges are found. "group" stores a minimum and scale per group; "mesa" uses running ranges, which are part
+            of the plugin's state, and 8 bits.
+        group_size: the number of elements that share a minimum and a scale. Not used by "mesa".
+        stochastic_rounding: whether to round up or down at random, which is correct on average. Rounding to nearest is biased.
 
     Raises:
-        ValueError: if an argument is out of range; at setup, if a submodule is compiled; in the first step, before any
-            weight changes, if nothing that it saves can be compressed.
-        TypeError: if ``inner`` is neither a name nor a Precision plugin, or is such a plugin as this one.
+        ValueError: for a value out of range. At setup, if a submodule is compiled. In the first step, before any weight
+            changes, if nothing can be compressed.
+        TypeError: if ``inner`` is neither a name nor a Precision plugin, or is another ``ACTPrecision``.
+
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, plugins=[ACTPrecision(4, inner="bf16-mixed")])
+
+    References:
+        Chen et al. 2021, "ActNN", arXiv:2104.14129. Pan et al. 2021, "Mesa", arXiv:2111.11124.
     """
 
-    saves: ClassVar[str] = "activation memory: 4, 7 or 12 times less at 8, 4 or 2 bits, or more"
+    saves: ClassVar[str] = "activation memory: at least 4, 7 or 12 times less at 8, 4 or 2 bits"
     paper: ClassVar[str] = "Chen et al. 2021, arXiv:2104.14129; Pan et al. 2021, arXiv:2111.11124"
-    constraints: ClassVar[str] = "no compiled submodules; time for coding and decoding; noise in the gradient"
+    constraints: ClassVar[str] = "no compiled submodules; costs time for encoding and decoding; adds gradient noise"
     survey: ClassVar[Survey | None] = Survey("activation compressed training", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((2, 4, 8))}, needs_memory_bound)
 
+    @declared
     def __init__(
         self,
-        bits: Literal[2, 4, 8] = 4,
+        bits: Annotated[
+            Literal[2, 4, 8], OneOf(2, 4, 8, hint="For 'auto', use ActivationCompression(bits='auto').")
+        ] = 4,
         inner: str | Precision = "32-true",
         *,
         method: Method = "group",
-        group_size: int = 256,
+        group_size: GroupSize = 256,
         stochastic_rounding: bool = True,
     ) -> None:
-        check_arguments("ACTPrecision", bits=bits, method=method, group_size=group_size)
-        if bits not in (2, 4, 8):
-            raise ValueError(
-                f"ACTPrecision({bits=}): expected 8, 4 or 2 bits. Sensitivities for 'auto' take passes of their own,"
-                " which a precision plugin cannot run: use ActivationCompression(bits='auto')."
-            )
+        check_method("ACTPrecision", bits=bits, method=method)
         super().__init__(inner)
         self.compresses = bits
         self.method = method
@@ -76,7 +84,7 @@ class ACTPrecision(WrappingPrecision):
         self._acts = False
         self._engine: Engine | None = None
         self._ranges: RunningRanges | None = None
-        self._loaded: list[dict[str, Tensor]] | None = None  # the ranges of all ranks
+        self._loaded: list[dict[str, Tensor]] | None = None  # the running ranges of all ranks
 
     @property
     def ledger(self) -> Ledger:
@@ -86,12 +94,12 @@ class ACTPrecision(WrappingPrecision):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         with super().train_step_context():
-            if self._module is None:  # outside of a Trainer
+            if self._module is None:  # outside a Trainer
                 yield
                 return
             if self._engine is None:
                 self._engine = self._make_engine(self._module)
-            learns = torch.is_grad_enabled()  # a pass that only scores samples has nothing to save
+            learns = torch.is_grad_enabled()  # a pass that only scores samples saves nothing
             with self._engine.forward(self.seed(), ()):
                 yield
             if not self._acts and learns and self._engine.ledger.exact_bytes:
@@ -125,7 +133,7 @@ class ACTPrecision(WrappingPrecision):
         return state
 
     def _gathered_ranges(self) -> list[dict[str, Tensor]] | None:
-        """The running ranges of every rank, each of which has its own."""
+        """Gather the running ranges of all ranks."""
         if self._ranges is None:
             return self._loaded
         own = self._ranges.state_dict()
@@ -138,7 +146,7 @@ class ACTPrecision(WrappingPrecision):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._acts = self._passes > 0  # a resumed run may begin with a pass that scores samples
+        self._acts = self._passes > 0  # a resumed run may begin with a pass that only scores samples
         self._loaded, self._ranges, self._engine = state_dict.get("ranges"), None, None
 
     @override

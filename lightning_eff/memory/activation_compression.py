@@ -1,19 +1,20 @@
-"""Compressed activations: an exact forward pass, and a backward pass from quantised copies of what it saved.
+"""Compressed activations: an exact forward pass, and a backward pass on quantized copies of what it saved.
 
-ActNN (Chen et al. 2021, arXiv:2104.14129): groups, stochastic rounding; GACT (Liu et al. 2022, arXiv:2206.11357): any
-network, bits by measured sensitivity; Mesa (Pan et al. 2021, arXiv:2111.11124): running ranges.
+ActNN (Chen et al. 2021, arXiv:2104.14129): groups and stochastic rounding. GACT (Liu et al. 2022, arXiv:2206.11357): any
+network, bits by measured sensitivity. Mesa (Pan et al. 2021, arXiv:2111.11124): running ranges.
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
@@ -21,7 +22,15 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.memory._compression.arguments import LEVELS, Bits, Level, Method, check_arguments, check_not_compiled
+from lightning_eff.memory._compression.arguments import (
+    LEVELS,
+    Bits,
+    GroupSize,
+    Level,
+    Method,
+    check_method,
+    check_not_compiled,
+)
 from lightning_eff.memory._compression.bits import CHOICES, Allocation
 from lightning_eff.memory._compression.engine import Engine
 from lightning_eff.memory._compression.held import EXACT_BITS
@@ -36,76 +45,82 @@ DEFAULT_BUDGET = 3.0
 
 
 class ActivationCompression(Technique):
-    """Hold what the forward pass saves for the backward pass in 8, 4 or 2 bits an element instead of 16 or 32.
+    """Store the activations for the backward pass in 8, 4 or 2 bits per element instead of 16 or 32.
 
-    The forward pass, and so the loss, is exact. A saved tensor is cut into groups of ``group_size`` consecutive elements;
-    each keeps its minimum and scale in float32, and each element a code. With stochastic rounding the decoded tensor,
-    and so the gradient of every linear map's weight, is right on average.
+    The forward pass, and so the loss, is exact. A saved tensor is divided into groups of ``group_size`` consecutive elements.
+    Each group stores its minimum and scale in float32, and each element a code. With stochastic rounding, decoded tensors are
+    correct on average, and so are the weight gradients of linear layers.
 
-    Never compressed: parameters, also in the copies that autocast makes; the batch and buffers; the loss's own tensors;
-    integers; statistics of norms; tensors of fewer than 256 elements; what custom autograd Functions and checkpoints save;
-    what is saved by operations whose derivative has a pole or a jump; and, counted in ``unfit``, tensors that hold NaN or
-    infinity or would round too badly. Two-valued tensors, such as dropout masks, and what ReLU saves take one bit,
-    exactly. What linear maps and norms behind the blocks (the head's) save gets 8 bits; those before the blocks (the
-    embeddings'), and queries and keys of fused attention, twice the bits, up to 8. Fused attention without dropout runs
-    again in the backward pass, on the decoded tensors, so that its output and log-sum-exp are not held; that of
-    ``nn.MultiheadAttention`` is left to autograd. A tensor that several operations save is compressed once; one that is
-    ``a x + b`` of a saved ``x`` (numbers ``a`` and ``b``; half of what GELU's tanh form saves), or that a ``LayerNorm``
-    makes of it, needs no codes of its own; and one that is changed in place after it was saved raises as in plain autograd.
+    Use it when activations do not fit into memory. Encoding and decoding take time, and the gradient becomes noisier with fewer
+    bits. If recomputation is fast enough, :class:`Rematerialization` is exact.
 
-    ``bits="auto"`` (GACT) gives each tensor 1, 2, 3, 4 or 8 bits, so that the gradient's expected error is least at an
-    average of ``budget`` bits, in which a tensor without codes of its own counts with 0: here also what GELU and SiLU make
-    of a saved tensor. Queries, keys and what has 8 bits above have 4 at least. One bit counts four times where a tensor is
-    no linear map's input. Sensitivities are measured on the step's batch, at the first step, at a hundredth, a tenth and a
-    third of ``interval``, and at every ``interval``-th: one pass for all linear maps' inputs, and one for each other kind
-    of tensor, all blocks together; a GPT-2 has a dozen. These passes hold 8 bits, and take two more gradients' memory.
+    These tensors are not compressed: parameters and their autocast copies, the batch, buffers, the loss's own tensors,
+    integers, statistics of norms, tensors of fewer than 256 elements, and what custom autograd Functions, checkpoints and
+    operations with a pole or jump in their derivative save. Tensors that contain NaN or infinity, or would round too badly, are
+    also kept exactly, and counted in ``unfit``. Dropout masks and the input of ReLU need one bit and stay exact. The linear
+    layers and norms behind the blocks get 8 bits. Those before the blocks, and queries and keys of fused attention, get twice
+    the bits, up to 8. Fused attention without dropout is recomputed in the backward pass from the decoded tensors, except in
+    ``nn.MultiheadAttention``. A tensor that several operations save is compressed once. Tensors that are ``a x + b`` of another
+    saved tensor, or the output of ``LayerNorm`` on one, need no codes of their own. A tensor that is changed in place after it
+    was saved raises an error, as in plain autograd.
 
-    ``method="mesa"`` codes in 8 bits by running minima and ranges (decay 0.9), one of each head for attention's tensors
-    and one of each other tensor, so that hardly anything is kept beside the codes. They are clamped at both ends; a tensor
-    of which clamping takes more than 1 % of the variance is kept exact, and counted in ``unfit``. Each process has its own
-    ranges, which are part of a checkpoint.
+    ``bits="auto"`` (GACT) chooses 1, 2, 3, 4 or 8 bits per tensor, to minimize the expected error of the gradient at an average
+    of ``budget`` bits. Tensors without their own codes count as 0 bits, here including the outputs of GELU and SiLU. Queries,
+    keys and the tensors with 8 bits above get at least 4. One bit counts four times in the error, except for inputs of linear
+    layers. Sensitivities are measured on a batch of the run: at the first step, after a hundredth, a tenth and a third of
+    ``interval``, and then at every ``interval``-th step. This takes one pass for all inputs of linear layers and one per other
+    kind of tensor (a dozen in GPT-2). These passes use 8 bits and the memory of two more gradients.
 
-    Logged: ``saved_bytes``, held between forward and backward; ``exact_bytes``, what plain autograd would hold;
-    ``ratio``, the latter over the former; ``bits``, the mean of what is held in codes; ``unfit``, see above; the bytes
-    held of each category: ``linear_bytes``, ``attention_bytes``, ``norm_bytes``, ``activation_bytes``,
-    ``elementwise_bytes``, ``mask_bytes``, and ``kept_bytes`` of all that is exact; with ``offload`` ``host_bytes``, which
-    are not among ``saved_bytes``; on CUDA ``allocated_bytes``, by how much the forward pass raised what the allocator has
-    handed out. All of the last forward pass of the step.
+    ``method="mesa"`` uses 8 bits with a running minimum and range (decay 0.9), one per attention head and one per other tensor,
+    so almost nothing is stored besides the codes. Codes are clamped at both ends. A tensor that loses more than 1 % of its
+    variance to clamping is kept exactly, and counted in ``unfit``. Each process has its own ranges, and checkpoints store them.
+
+    It logs, for the last forward pass of the step: ``saved_bytes``, the bytes held between forward and backward;
+    ``exact_bytes``, those of plain autograd; ``ratio``, the second over the first; ``bits``, the mean over coded tensors;
+    ``unfit``; the held bytes by category (``linear_bytes``, ``attention_bytes``, ``norm_bytes``, ``activation_bytes``,
+    ``elementwise_bytes``, ``mask_bytes``, and ``kept_bytes`` for exact tensors); ``host_bytes`` with ``offload``, which are
+    not part of ``saved_bytes``; and on CUDA ``allocated_bytes``, the growth of the allocator's memory in the forward pass.
 
     Args:
-        bits: 8, 4 or 2, or "auto"; 32 compresses nothing, which is plain training.
-        method: "group", or "mesa", which needs ``bits=8``.
-        group_size: elements, a power of two from 16 to 8192; "mesa" does not use it. Scale and minimum take 64 bits of
-            each group.
-        stochastic_rounding: round up with the probability that makes the mean right; else to nearest, which is biased.
-        budget: with "auto" alone, the average bits of an element, from 1 to 8; None is 3.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks whose tensors are compressed; None
-            compresses those of the whole ``training_step``.
-        convolutions_only: compress what convolutions save, and keep all else as it is.
-        offload: hold the codes in host memory: copied there and back beside the computing, through pinned memory. Scales,
-            minima and masks stay.
-        interval: optimizer steps, >= 1, from one measurement to the next with "auto".
+        bits: the bits per element. "auto" chooses them for each tensor, and 32 is plain training.
+        method: how ranges are found. "group" stores a minimum and scale per group; "mesa" uses running ranges and 8 bits.
+        group_size: the number of elements that share a minimum and a scale, which take 64 bits. Not used by "mesa".
+        stochastic_rounding: whether to round up or down at random, which is correct on average. Rounding to nearest is biased.
+        budget: the average bits per element for ``bits="auto"``. None is 3.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks whose tensors are compressed. None
+            compresses the whole ``training_step``.
+        convolutions_only: whether to compress only what convolutions save.
+        offload: whether to store the codes in host memory. They are copied asynchronously through pinned memory. Scales,
+            minima and masks stay on the device.
+        interval: the number of optimizer steps between two measurements for ``bits="auto"``.
 
     Raises:
-        ValueError: if an argument is out of range; at setup, if ``layers`` names no stack of blocks, if a submodule is
-            compiled, if the precision plugin compresses too, with ``offload`` on a CPU, or with "auto" under manual
-            optimization; in the first step, before any weight changes, if nothing that it saves can be compressed.
+        ValueError: for a value out of range. At setup, if ``layers`` names no stack of blocks, a submodule is compiled, the
+            precision plugin compresses too, for ``offload`` on a CPU, or for "auto" with manual optimization. In the first
+            step, before any weight changes, if nothing can be compressed.
+
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ActivationCompression(4)])
+
+    References:
+        Chen et al. 2021, "ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed Training",
+        arXiv:2104.14129. Liu et al. 2022, "GACT", arXiv:2206.11357. Pan et al. 2021, "Mesa", arXiv:2111.11124.
     """
 
-    saves: ClassVar[str] = "activation memory: 4, 7 or 12 times less at 8, 4 or 2 bits, or more"
+    saves: ClassVar[str] = "activation memory: at least 4, 7 or 12 times less at 8, 4 or 2 bits"
     paper: ClassVar[str] = (
         "Chen et al. 2021, arXiv:2104.14129; Liu et al. 2022, arXiv:2206.11357; Pan et al. 2021, arXiv:2111.11124"
     )
-    constraints: ClassVar[str] = "no compiled submodules; time for coding and decoding; noise in the gradient"
+    constraints: ClassVar[str] = "no compiled submodules; costs time for encoding and decoding; adds gradient noise"
     needs: ClassVar[Need] = Need.SAVED
     survey: ClassVar[Survey | None] = Survey("activation compressed training", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((2, 4, 8))}, needs_memory_bound)
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds, where it fits in memory; where it does not, block checkpointing"
+        "the baseline for the same time if it fits into memory, or else block checkpointing"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         "ACTPrecision": "it compresses activations too",
-        "ActivationOffload": "each decides what becomes of a saved tensor, and autograd asks the inner one alone",
+        "ActivationOffload": "both handle saved tensors, and autograd asks only the inner one",
     }
     needs_automatic_optimization: ClassVar[bool] = False
 
@@ -114,27 +129,19 @@ class ActivationCompression(Technique):
         bits: Bits = 4,
         *,
         method: Method = "group",
-        group_size: int = 256,
+        group_size: GroupSize = 256,
         stochastic_rounding: bool = True,
-        budget: float | None = None,
+        budget: Annotated[float, Number(at_least=CHOICES[0], at_most=CHOICES[-1])] | None = None,
         layers: str | None = None,
         convolutions_only: bool = False,
         offload: bool = False,
-        interval: int = 1000,
+        interval: Annotated[int, Count()] = 1000,
     ) -> None:
-        check_arguments("ActivationCompression", bits=bits, method=method, group_size=group_size)
+        check_method("ActivationCompression", bits=bits, method=method)
         if budget is not None and bits != "auto":
             raise ValueError(
-                f"ActivationCompression({bits=}, {budget=}): expected budget=None, because {bits} bits are the same for"
-                " every tensor. Use bits='auto' to have an average kept."
-            )
-        if budget is not None and not CHOICES[0] <= budget <= CHOICES[-1]:
-            raise ValueError(
-                f"ActivationCompression({budget=}): expected an average from 1 to 8 bits, those a tensor can get."
-            )
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ValueError(
-                f"ActivationCompression({interval=}): expected an integer >= 1, the steps between measurements."
+                f"ActivationCompression({bits=}, {budget=}): a budget is an average, but {bits} bits apply to every"
+                " tensor. Set bits='auto', or remove budget."
             )
         self.bits = bits
         self.method = method
@@ -149,11 +156,11 @@ class ActivationCompression(Technique):
 
     @classmethod
     def level(cls, level: Level) -> "ActivationCompression":
-        """The technique at one of ActNN's levels (Chen et al. 2021).
+        """Create the technique at one of ActNN's levels (Chen et al. 2021).
 
         Args:
-            level: "L0" compresses nothing; "L1" to 4 bits what convolutions save, and nothing else; "L2" all to 4 bits;
-                "L3" to 2 bits on average, by sensitivity; "L4" as "L3", with the codes in host memory.
+            level: "L0" compresses nothing, "L1" only what convolutions save (4 bits), "L2" everything (4 bits), "L3" to 2
+                bits on average by sensitivity, and "L4" like "L3" with the codes in host memory.
 
         Raises:
             ValueError: for any other level.
@@ -184,14 +191,13 @@ class ActivationCompression(Technique):
     def check(self, session: Session) -> None:
         if self.bits == "auto" and not session.module.automatic_optimization:
             raise ValueError(
-                f"ActivationCompression(bits='auto'): {type(session.module).__name__} has automatic_optimization=False;"
-                " expected True, because each pass that measures sensitivities would take the module's optimizer steps"
-                " too. Give a number of bits."
+                f"ActivationCompression(bits='auto'): {type(session.module).__name__} has automatic_optimization=False, so"
+                " the passes that measure sensitivities would step its optimizers. Set a number of bits, such as bits=4."
             )
         if self.offload and session.trainer.strategy.root_device.type == "cpu":
             raise ValueError(
-                "ActivationCompression(offload=True): the module is on the CPU, whose memory is the host's; expected a"
-                " device of its own to move codes off. Leave offload out."
+                "ActivationCompression(offload=True): the module is on the CPU, so there is no device to offload from."
+                " Remove offload=True."
             )
 
     @override
@@ -233,8 +239,8 @@ class ActivationCompression(Technique):
             engine.tensors.derivations.curved = True
 
     def _is_asked(self) -> bool:
-        """Whether what is saved now is of the blocks and of the operations that are to be compressed."""
-        assert self._engine is not None, "it asks"
+        """Return whether the current operation belongs to the blocks and operations to compress."""
+        assert self._engine is not None, "the engine calls this"
         if self.layers is not None and not self._inside:
             return False
         return not self.convolutions_only or self._engine.tensors.operation in CONVOLUTIONS
@@ -257,11 +263,11 @@ class ActivationCompression(Technique):
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         engine = self._engine
-        assert engine is not None, "on_model has made it"
+        assert engine is not None, "on_model creates it"
         if self._allocation is not None and self._passes == 0 and self._is_due(step):
             self._measure(step, batch, proceed)
         self._passes += 1
-        # the first pass may be an error, which loses nothing; one that only scores samples has nothing to save
+        # if the first pass is refused, nothing is lost; a pass that only scores samples saves nothing
         put_back = None if self._acts or not torch.is_grad_enabled() else snapshot(step.module)
         with engine.forward(self._seed(step, self._passes), batch):
             output = proceed(batch)
@@ -288,12 +294,12 @@ class ActivationCompression(Technique):
         return first and (due or not self._measured)
 
     def _measure(self, step: Step, batch: Any, proceed: Proceed) -> None:
-        """Learn what rounding each tensor does to this batch's gradient, and solve for the bits anew.
+        """Measure the effect of rounding each tensor on this batch's gradient, and solve for the bits again.
 
-        What is not finite, as with an overflowing gradient, is not learnt.
+        Non-finite results, as from an overflowing gradient, are ignored.
         """
         engine, allocation, session = self._engine, self._allocation, self.session
-        assert engine is not None and allocation is not None, "on_model has made them"
+        assert engine is not None and allocation is not None, "on_model creates them"
         began, seed = time.perf_counter(), self._seed(step, 0)
         own, passes = measure(engine, lambda: self._gradient(engine, seed, step, batch, proceed), session.gather)
         found = over_ranks(session.gather(own))
@@ -303,12 +309,12 @@ class ActivationCompression(Technique):
         cost = session.chain.cost
         cost.forward_passes += passes
         cost.backward_passes += passes
-        with contextlib.suppress(ValueError):  # a batch without tensors has no number of samples, and need not
+        with contextlib.suppress(ValueError):  # a batch without tensors has no number of samples
             cost.forward_samples += passes * num_samples(batch)
         cost.seconds += time.perf_counter() - began
 
     def _gradient(self, engine: Engine, seed: int, step: Step, batch: Any, proceed: Proceed) -> list[Tensor | None]:
-        """The gradient of every parameter in a pass that leaves no trace; empty where the step has no loss."""
+        """Return the gradient of every parameter in a pass without side effects; empty if the step has no loss."""
         module = step.module
         with rng.fork(), silent(module):
             with engine.forward(seed, batch):
@@ -325,7 +331,7 @@ class ActivationCompression(Technique):
                 weights = [p for p in module.parameters() if p.requires_grad]
                 return list(torch.autograd.grad(scaled, weights, allow_unused=True))
 
-    # -- what Lightning and the report see
+    # -- state and reports
 
     @override
     def detach(self, session: Session) -> None:
@@ -344,7 +350,7 @@ class ActivationCompression(Technique):
         return state
 
     def _gathered(self, own: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The running ranges of every rank, each of which has its own."""
+        """Gather the running ranges of all ranks."""
         session = self._session or self._past
         return [own] if session is None else session.gather(own)
 
@@ -352,7 +358,7 @@ class ActivationCompression(Technique):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._learnt, self._measured = state_dict["allocation"], state_dict["measured"]
         self._last = dict(state_dict["last"])
-        self._acts = self._last["exact_bytes"] > 0  # a resumed run may begin with a pass that scores samples
+        self._acts = self._last["exact_bytes"] > 0  # a resumed run may begin with a pass that only scores samples
         self._all_ranges = state_dict.get("ranges")
 
     @override
@@ -362,10 +368,10 @@ class ActivationCompression(Technique):
     @override
     def summary(self) -> str:
         if not self._last["saved_bytes"]:
-            return "nothing compressed"
-        measured = f", sensitivities measured {self._measured} times" if self._measured else ""
+            return "compressed nothing"
+        measured = f"; measured sensitivities {self._measured} times" if self._measured else ""
         return (
-            f"{self._last['saved_bytes'] / 1e6:,.1f} MB held between forward and backward instead of"
-            f" {self._last['exact_bytes'] / 1e6:,.1f} ({self._last['ratio']:.1f} times less), {self._last['bits']:.2f}"
-            f" bits an element{measured}"
+            f"held {self._last['saved_bytes'] / 1e6:,.1f} MB of activations instead of"
+            f" {self._last['exact_bytes'] / 1e6:,.1f} ({self._last['ratio']:.1f} times less), at {self._last['bits']:.2f}"
+            f" bits per element{measured}"
         )

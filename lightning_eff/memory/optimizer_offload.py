@@ -1,4 +1,4 @@
-"""Optimizer offloading: states and update live on the host (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840)."""
+"""Optimizer offloading: states and update on the host (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840)."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ from lightning_eff.memory._hosting.update import HostUpdate, check_optimizer
 
 def _pointless(profile: RunProfile) -> str | None:
     if profile.accelerator == "cpu":
-        return "the device is the host: there is nowhere to offload to"
+        return "the device is the host, so there is nothing to offload from"
     if not profile.optimizer_states:
-        return "the optimizer keeps no states"
+        return "the optimizer has no states"
     return needs_memory_bound(profile)
 
 
 def _step_of(update: HostUpdate, plain: Any) -> Callable[..., Any]:
-    """The step on the host as a function of the optimizer, since a scheduler that is made later looks into a method."""
+    """Return the host step as a function of the optimizer, since a scheduler that is created later inspects a method."""
 
     @functools.wraps(getattr(plain, "__func__", plain))
     def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -37,49 +37,52 @@ def _step_of(update: HostUpdate, plain: Any) -> Callable[..., Any]:
 
 
 class OptimizerOffload(Technique):
-    """Keep optimizer states in host memory and make the update there: the split of ZeRO-Offload.
+    """Keep the optimizer states in host memory and update the weights there, as in ZeRO-Offload.
 
-    Forward and backward pass, accumulation, clipping and a gradient scaler's unscaling are on the device as before. Then the
-    gradients go to the host, the user's own optimizer makes its step there on twins of the parameters, and the updated
-    parameters come back. The device keeps weights and gradients and none of the states: of AdamW's 16 bytes a weight in
-    float32, 8 are left. Copies are pinned on CUDA, and take 4 bytes a weight each way; the step itself runs on the CPU, with
-    torch's fused kernels where the class has them, so this pays where steps are long: large batches, or many accumulated.
+    The forward and backward pass, accumulation, clipping and gradient unscaling run on the device as before. Then the gradients
+    are copied to the host, the module's own optimizer steps there on copies of the parameters, and the updated parameters are
+    copied back. The device stores weights and gradients, but no states: 8 of the 16 bytes per weight of AdamW in float32.
 
-    The optimizer stays the same object, so schedulers and hooks work on, and its ``state_dict`` has the plain form: a run can
-    be resumed with or without the technique. Parameters keep their precision; bfloat16 ones get no float32 copy. Under DDP
-    each rank keeps a host copy of its own.
+    Use it when optimizer states do not fit on the device. It pays off for long steps (large or accumulated batches), because
+    each step copies 4 bytes per weight each way and runs the update on the CPU, with torch's fused kernels where available. On
+    a CPU it saves nothing, runs bit-identically to plain training, and warns.
 
-    On the CPU nothing is gained: the same machinery runs within host memory, bit for bit as plain training, and a warning
-    says so.
+    The optimizer stays the same object, so schedulers and hooks work, and its ``state_dict`` has the usual form. A run can
+    therefore be resumed with or without the technique. Parameters keep their precision; bfloat16 ones get no float32 copy.
+    Under DDP, each rank has its own host copy.
 
-    Logged: ``bytes_to_host`` and ``bytes_to_device`` of the last step, ``state_bytes``, which the device does not hold, and
-    ``seconds`` that the last step took, copies included.
+    It logs ``bytes_to_host`` and ``bytes_to_device`` of the last step, ``state_bytes``, which the device does not hold, and
+    ``seconds``, the time of the last step with its copies.
 
     Args:
-        pin_memory: use pinned host memory for gradients and twins on CUDA; torch rounds each up to a power of two bytes.
+        pin_memory: whether to use pinned host memory for gradients and parameter copies on CUDA. torch rounds each tensor up
+            to a power of two bytes.
 
     Raises:
-        ValueError: at setup, if an optimizer is not one of torch.optim's own that need gradients alone, is capturable or
-            differentiable, holds tensors on the device as settings, or unscales gradients itself.
+        ValueError: at setup, if an optimizer is not one of torch.optim's own that need only gradients, is capturable or
+            differentiable, has settings that are tensors on the device, or unscales gradients itself.
 
-    Sources:
-        Ren et al. 2021, arXiv:2101.06840.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, accumulate_grad_batches=8, callbacks=[OptimizerOffload()])
+
+    References:
+        Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv:2101.06840.
     """
 
     saves: ClassVar[str] = (
-        "device memory of optimizer states, 8 of 16 bytes a weight with AdamW; costs time in each step"
+        "device memory of optimizer states (8 of 16 bytes per weight with AdamW), at the cost of time per step"
     )
     paper: ClassVar[str] = "Ren et al. 2021, arXiv:2101.06840"
     refuses: ClassVar[Reasons] = {
-        **dict.fromkeys((Part.FLAT, Part.ENGINE), "the strategy has offloading of its own"),
+        **dict.fromkeys((Part.FLAT, Part.ENGINE), "the strategy has its own offloading"),
         Part.PIPELINE: "",
     }
-    constraints: ClassVar[str] = "torch.optim's own optimizers but LBFGS; gains on an accelerator alone"
+    constraints: ClassVar[str] = "needs an optimizer of torch.optim other than LBFGS, and an accelerator"
     survey: ClassVar[Survey | None] = Survey("offloading of optimizer states", zhuang="3", shen="7.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
-    control: ClassVar[Control] = Control("the baseline for as many seconds: each step is the plain optimizer's")
+    control: ClassVar[Control] = Control("the baseline for the same time, since each step is the plain optimizer's")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "StochasticRoundingBF16": "it makes each step of the optimizer in parts of its own, on the device"
+        "StochasticRoundingBF16": "it runs each optimizer step itself, on the device"
     }
     needs_automatic_optimization: ClassVar[bool] = False
 
@@ -107,14 +110,13 @@ class OptimizerOffload(Technique):
             self._updates.append(update)
         if not any(update.on_accelerator for update in self._updates):
             rank_zero_warn(
-                "OptimizerOffload: parameters are in host memory already: nothing is gained on a CPU, where they are"
-                " copied all the same.",
+                "OptimizerOffload: nothing is gained on a CPU, because parameters are in host memory already. Remove it.",
                 category=PossibleUserWarning,
             )
         strategy = session.trainer.strategy
 
         def load_optimizer_state_dict(checkpoint: Any) -> None:
-            """Lightning's own would move the states to the device afterwards."""
+            """Load the states; Lightning's own method would then move them to the device."""
             for optimizer, state in zip(strategy.optimizers, checkpoint["optimizer_states"], strict=False):
                 optimizer.load_state_dict(state)
 
@@ -139,6 +141,6 @@ class OptimizerOffload(Technique):
     def summary(self) -> str:
         found = self._quantities()
         if not found:
-            return "no optimizer stepped"
+            return "made no step"
         held, took = found["state_bytes"] / 2**20, found["seconds"] * 1000
-        return f"{held:,.2f} MiB of optimizer states on the host; the last step took {took:.1f} ms"
+        return f"kept {held:,.2f} MiB of optimizer states on the host; the last step took {took:.1f} ms"

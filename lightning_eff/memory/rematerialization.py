@@ -1,9 +1,9 @@
-"""Rematerialisation: save less in the forward pass, and run blocks again in the backward pass (Chen et al. 2016)."""
+"""Rematerialization: save less in the forward pass, and recompute blocks in the backward pass (Chen et al. 2016)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
@@ -35,74 +35,81 @@ Policy = Literal["full", "sqrt", "selective", "optimal"]
 
 
 def _from_share(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
-    """``share`` of what storing all takes is the budget of the policy that has one."""
+    """Create the technique with ``share`` as the memory budget of the policy that has one."""
     optimal = values["policy"] == "optimal"
     return cls(policy=values["policy"], memory_budget=values["share"] if optimal else None)
 
 
-COMPRESSING = ("ActivationCompression", "ACTPrecision")  #: with loss: numbers depend on which tensors autograd saves
+COMPRESSING = ("ActivationCompression", "ACTPrecision")  #: lossy, so results depend on which tensors autograd saves
 MEASURED = (
-    "its plan for policy='optimal' is made of measured times, and anew where the network or the batches grow, and what is"
-    " compressed depends on it, so that a resumed run would be another one; expected policy='full', 'sqrt' or 'selective'"
-)
-FREEZING = ("LayerFreezing", "GreedyLayerwise")  #: frozen blocks keep no activations
-OF_ALL = (
-    "the plan for policy='optimal' is made for blocks that keep activations, of which frozen blocks keep none; expected"
+    "policy='optimal' plans by measured times, and compression depends on the plan, so the run would not resume exactly. Or use"
     " policy='full', 'sqrt' or 'selective'"
+)
+FREEZING = ("LayerFreezing", "GreedyLayerwise")  #: frozen blocks store no activations
+OF_ALL = (
+    "policy='optimal' plans for blocks that store activations, but frozen blocks store none. Or use policy='full', 'sqrt' or"
+    " 'selective'"
 )
 
 
 class Rematerialization(Technique):
-    """Keep less of the blocks between forward and backward, and run them again when their backward pass needs it.
+    """Save memory by recomputing blocks in the backward pass instead of storing their activations.
 
-    Losses, gradients and random numbers are bit for bit those of plain training, whatever the policy: blocks run again
-    with the same dropout masks, in the same autocast, without touching BatchNorm's statistics twice. The user's own loop
-    over the blocks stays as it is; blocks that another technique drops are not run again, and evaluation is plain.
+    Losses, gradients and random numbers are bit-identical to plain training under every policy. Blocks run again with the same
+    dropout masks and autocast, and BatchNorm's statistics are updated once. The module's own loop over blocks is unchanged,
+    blocks that another technique drops are not recomputed, and validation, test and prediction are plain.
 
-    - ``"full"``: every block is run again from its own input.
-    - ``"sqrt"``: about sqrt(n) segments of blocks, each run again from its input; the last one is kept.
-    - ``"selective"``: what matrix products and attention return is kept, the rest of a block is computed again (torch's
-      selective checkpointing). Attention with dropout is run again too, so that its masks are right.
-    - ``"optimal"``: each block is measured on the first batch, before any weight has changed, and the fastest plan that
-      fits ``memory_budget`` is run: which blocks to keep, which to run again and from where, segments within segments
-      (Herrmann et al.). The plan is printed, and drawn by :meth:`draw`. It is made anew for batches larger than those
-      seen before (not where parameters are sharded: let the first batch be the largest), and when other blocks run.
-      With ``offload`` the plan may also move what blocks save, or segments start from, to host memory and back, where the
-      measured bandwidth of copies makes that faster (Beaumont et al.). On a CPU nothing is gained by it.
+    Use it when activations do not fit into memory, or to fit a larger batch. The policy trades memory for time:
 
-    The budget counts what the stack of blocks holds: inputs, what autograd saves, and the temporary memory of a block
-    that runs, as far as torch sees it. Parameters, their gradients, and what lies outside the blocks are not counted.
+    - ``"full"``: each block is recomputed from its own input. This needs the least memory of a simple rule and one more forward
+      pass.
+    - ``"sqrt"``: the n blocks form about sqrt(n) segments, each recomputed from its input. The last one is stored.
+    - ``"selective"``: the outputs of matrix products and attention are stored, and the rest of a block is recomputed (torch's
+      selective checkpointing). Attention with dropout is recomputed too, so that its masks are correct.
+    - ``"optimal"``: each block is measured on the first batch, before any weight changes, and the fastest plan within
+      ``memory_budget`` is used. A plan says which blocks to store, and from where to recompute the others, in nested segments
+      (Herrmann et al.). It is logged, and :meth:`draw` plots it. A new plan is made for larger batches than before, and when
+      other blocks run. If parameters are sharded, make the first batch the largest. With ``offload``, the plan may also move
+      activations to host memory, where the measured bandwidth makes that faster (Beaumont et al.). On a CPU this gains nothing.
 
-    Logged: ``recomputed_calls``, forward calls of blocks that the step's backward pass added; ``input_bytes``, what is
-    kept of the arguments of blocks that run again (not with ``"selective"``); with ``"optimal"`` also
-    ``predicted_peak_bytes`` and ``predicted_seconds`` of forward and backward passes through the blocks; with ``offload``
-    ``bytes_to_host``, what the batch sent there.
+    The budget covers the stack of blocks: their inputs, what autograd saves, and the temporary memory of a running block, as
+    far as torch sees it. It does not cover parameters, their gradients, or anything outside the blocks.
+
+    It logs ``recomputed_calls``, the forward calls of blocks that the step's backward pass added, and ``input_bytes``, the size
+    of the arguments stored for recomputation (not for ``"selective"``). With ``"optimal"``, also ``predicted_peak_bytes`` and
+    ``predicted_seconds`` of the forward and backward pass through the blocks. With ``offload``, also ``bytes_to_host``, the
+    bytes that the batch moved there.
 
     Args:
-        policy: what is kept, see above.
-        memory_budget: for ``"optimal"``, and only there: bytes as an int, ``"8GB"`` or ``"512MiB"``, or as a float in
-            (0, 1] the fraction of what storing all blocks takes; where the network grows, all that it will have. 1.0 is
-            plain training.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
-        offload: for ``"optimal"``, and only there: let the plan use host memory.
+        policy: what is stored, as above.
+        memory_budget: the memory for the blocks, required for ``"optimal"`` and only used there. It is bytes as an int,
+            ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], the fraction of what storing all blocks takes, including blocks
+            that are added later. 1.0 is plain training.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        offload: whether the plan of ``"optimal"`` may use host memory.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if blocks are checkpointed already, are shared (with
-            ``"sqrt"`` and ``"optimal"``), or if the strategy or manual optimization does not allow the policy; at the
-            first batch, if no plan fits the budget. Beside what compresses activations with loss, ``"optimal"`` is refused:
-            its plans follow measured times, and compression what is kept, so that a run would not resume exactly.
-        RuntimeError: in a training step, if a block cannot be run again: it changes an argument in place, asks for
-            gradients within its forward pass, or does something else the second time.
+        ValueError: for a value out of range. At setup, if blocks are checkpointed already or shared (with ``"sqrt"`` and
+            ``"optimal"``), or if the strategy or manual optimization does not support the policy. At the first batch, if no
+            plan fits the budget. ``"optimal"`` is also refused with lossy activation compression: its plans depend on measured
+            times, and compression on the plan, so a run would not resume exactly.
+        RuntimeError: in a training step, if a block cannot be recomputed: it changes an argument in place, asks for gradients
+            within its forward pass, or behaves differently the second time.
 
-    Sources:
-        Chen et al. 2016, arXiv:1604.06174; Herrmann et al. 2019, HAL-02352969; Beaumont et al. 2021, NeurIPS.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[Rematerialization("optimal", memory_budget=0.5)])
+
+    References:
+        Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174.
+        Herrmann et al. 2019, "Optimal checkpointing for heterogeneous chains", HAL-02352969.
+        Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS.
     """
 
-    saves: ClassVar[str] = "activation memory of the blocks, for at most one more forward pass of them"
+    saves: ClassVar[str] = "activation memory of the blocks, at the cost of recomputing them"
     paper: ClassVar[str] = "Chen et al. 2016, arXiv:1604.06174; Herrmann et al. 2019, HAL-02352969"
     constraints: ClassVar[str] = (
-        "blocks that do the same when they run again; 'sqrt' and 'optimal' not under FSDPStrategy; 'optimal' with"
-        " automatic optimization"
+        "needs deterministic blocks; 'sqrt' and 'optimal' do not support FSDPStrategy; 'optimal' needs automatic"
+        " optimization"
     )
     survey: ClassVar[Survey | None] = Survey("rematerialization", zhuang="3", shen="6")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -112,8 +119,7 @@ class Rematerialization(Technique):
     )
     sparse_gradients: ClassVar[bool] = True
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds: the gradients are the same, so what counts is time and memory, and what the"
-        " memory is then used for"
+        "the baseline for the same time, since gradients are bit-identical; compare time and memory"
     )
     needs_automatic_optimization: ClassVar[bool] = False
     needs: ClassVar[Need] = Need.SAVED
@@ -126,24 +132,24 @@ class Rematerialization(Technique):
         layers: str | None = None,
         offload: bool = False,
     ) -> None:
-        if policy not in get_args(Policy):
-            raise ValueError(
-                f"Rematerialization(policy={policy!r}): expected one of {', '.join(map(repr, get_args(Policy)))}."
-            )
         if (memory_budget is None) == (policy == "optimal"):
             raise ValueError(
-                f"Rematerialization(policy={policy!r}, memory_budget={memory_budget!r}): expected a memory_budget with"
-                " policy='optimal', and with it alone, because the other policies do not look at one. "
-                + ("Give one, such as 0.5 or '8GB'." if memory_budget is None else "Set policy='optimal'.")
+                f"Rematerialization(policy={policy!r}, memory_budget={memory_budget!r}): policy='optimal', and no other,"
+                " needs a memory_budget. "
+                + (
+                    "Set memory_budget=0.5 or '8GB'."
+                    if memory_budget is None
+                    else "Set policy='optimal', or remove it."
+                )
             )
         if offload and policy != "optimal":
             raise ValueError(
-                f"Rematerialization(policy={policy!r}, offload=True): expected offload=True with policy='optimal' alone,"
-                " because it is a choice of its plan. Set policy='optimal', or use ActivationOffload."
+                f"Rematerialization(policy={policy!r}, offload=True): only the plan of policy='optimal' can offload."
+                " Set policy='optimal', or use ActivationOffload."
             )
         self.policy: Policy = policy
         self.offload = offload
-        if policy == "optimal":  # the other policies' plans are the same whenever they are made
+        if policy == "optimal":  # the plans of other policies do not depend on measurements
             vars(self)["conflicts"] = {**dict.fromkeys(COMPRESSING, MEASURED), **dict.fromkeys(FREEZING, OF_ALL)}
         self.memory_budget = None if memory_budget is None else parse_budget(memory_budget)
         self.layers = layers
@@ -173,27 +179,25 @@ class Rematerialization(Technique):
         strategy = session.trainer.strategy
         if is_a(strategy, FSDPStrategy) and self.policy in ("sqrt", "optimal"):
             raise ValueError(
-                f"Rematerialization(policy={self.policy!r}): got FSDPStrategy; expected a strategy under which a block's"
-                " parameters can be had for a run out of turn, because several blocks run again together. Use"
-                " policy='full' or 'selective', or strategy='ddp'."
+                f"Rematerialization(policy={self.policy!r}): FSDPStrategy gathers parameters block by block, but"
+                " this policy recomputes several blocks together. Use policy='full' or 'selective', or strategy='ddp'."
             )
         if self.policy == "optimal" and not getattr(strategy, "whole_steps", is_plain(strategy)):
             raise ValueError(
-                f"Rematerialization(policy='optimal'): got {type(strategy).__name__} with sharded parameters or a pipeline;"
-                " expected processes that can each run training_step by themselves, because blocks are measured in such a"
-                " run. Use policy='full', 'sqrt' or 'selective', or HybridParallelStrategy(shard=False) without a pipeline."
+                f"Rematerialization(policy='optimal'): blocks are measured in one process, which {type(strategy).__name__} with"
+                " sharded parameters or a pipeline does not support. Use policy='full', 'sqrt' or 'selective', or"
+                " HybridParallelStrategy(shard=False) without a pipeline."
             )
         if self.policy == "selective" and getattr(strategy, "splits_backward", False):
             raise ValueError(
-                f"Rematerialization(policy='selective'): got {type(strategy).__name__} with a schedule that splits the"
-                " backward pass; expected one backward pass for each forward pass, because torch gives what is kept once"
-                " only. Use policy='full' or 'sqrt', or schedule='1F1B', 'GPipe', 'Interleaved1F1B' or 'LoopedBFS'."
+                f"Rematerialization(policy='selective'): the schedule of {type(strategy).__name__} splits the backward"
+                " pass, but torch returns what is stored only once. Use policy='full' or 'sqrt', or schedule='1F1B', 'GPipe',"
+                " 'Interleaved1F1B' or 'LoopedBFS'."
             )
         if self.policy == "optimal" and not session.module.automatic_optimization:
             raise ValueError(
-                f"Rematerialization(policy='optimal'): {type(session.module).__name__} has automatic_optimization=False;"
-                " expected True, because the blocks are measured in a run of training_step that must not step the"
-                " optimizer. Use another policy."
+                f"Rematerialization(policy='optimal'): {type(session.module).__name__} has automatic_optimization=False,"
+                " so measuring the blocks would step its optimizers. Use policy='full', 'sqrt' or 'selective'."
             )
 
     @override
@@ -208,16 +212,16 @@ class Rematerialization(Technique):
         stack = self._stack = session.stack(self.layers, who="Rematerialization", chain=False)
         if self.policy in ("sqrt", "optimal") and len({id(block) for block in stack.blocks}) < len(stack):
             raise ValueError(
-                f"Rematerialization(policy={self.policy!r}): {stack} holds the same block several times; expected"
-                " different ones, because a plan names each. Use policy='full', or name another stack by layers=."
+                f"Rematerialization(policy={self.policy!r}): {stack} holds the same block several times, but a plan"
+                " treats each separately. Use policy='full', or name another stack with layers=."
             )
         refuse_checkpointed(session.module, stack)
         refuse_compiled_around(
             session.module,
             stack.path,
             who="Rematerialization",
-            way_out="Compile the blocks themselves, or set torch._functorch.config.activation_memory_budget and take"
-            " Rematerialization out.",
+            way_out="Compile the blocks themselves, or set torch._functorch.config.activation_memory_budget and remove"
+            " Rematerialization.",
         )
 
     @override
@@ -225,9 +229,8 @@ class Rematerialization(Technique):
         stack = self._found()
         if any("_call_impl" in vars(block) for block in stack.blocks):
             raise ValueError(
-                f"Rematerialization: another technique handles the calls of {stack} already; expected to be the only one,"
-                " because both decide what is kept of a block. Leave the other's layers= out, so that it handles the rest"
-                " of the step, or take one of them out."
+                f"Rematerialization: another technique handles the calls of {stack} already, and both decide what is stored."
+                " Remove layers= of the other technique, so that it handles the rest of the step, or remove one of them."
             )
         if self.policy == "selective":
             self._engine = Selective(stack.blocks)
@@ -238,7 +241,7 @@ class Rematerialization(Technique):
         self._follow()
 
     def _found(self) -> BlockStack:
-        assert self._stack is not None, "on_model has found the blocks"
+        assert self._stack is not None, "on_model finds the blocks"
         return self._stack
 
     def _follow(self) -> None:
@@ -265,7 +268,7 @@ class Rematerialization(Technique):
         if self.plan is None or self._planned != self._found().active:
             self._find(session, together=True)
         elif _size(batch) > self._size and _whole(session):
-            self._find(session, together=False)  # other ranks may have smaller batches; plans may differ among them
+            self._find(session, together=False)  # other ranks may have smaller batches, and other plans
 
     @override
     def on_blocks_changed(self, session: Session) -> None:
@@ -277,11 +280,11 @@ class Rematerialization(Technique):
             self._find(session, together=True)
 
     def _find(self, session: Session, *, together: bool) -> None:
-        """Measure and solve."""
-        assert self._batch is not None and self.memory_budget is not None, "on_batch_start has set it"
+        """Measure the blocks and solve for a plan."""
+        assert self._batch is not None and self.memory_budget is not None, "on_batch_start sets it"
         stack = self._found()
         measured = measure(session, stack, *self._batch, self._measuring, together=together)
-        if measured is None:  # the step skips this batch, and the next one is looked at
+        if measured is None:  # the step skips this batch; try the next one
             return
         stages, casts = measured
         if together:
@@ -304,19 +307,19 @@ class Rematerialization(Technique):
             self._profiler = None
 
     def draw(self, path: str | Path) -> None:
-        """Draw the plan: what happens to each block, and the bytes held over the step against the budget.
+        """Plot the plan: the treatment of each block, and the bytes held during the step against the budget.
 
         Args:
-            path: of the picture; its ending says the format: .png, .svg, .pdf.
+            path: the file of the picture. Its suffix is the format: .png, .svg, .pdf.
 
         Raises:
-            RuntimeError: there is no plan: the policy is not ``"optimal"``, or no batch has been seen.
-            ModuleNotFoundError: matplotlib is not installed.
+            RuntimeError: if there is no plan, because the policy is not ``"optimal"`` or no batch has been seen.
+            ModuleNotFoundError: if matplotlib is not installed.
         """
         if self.plan is None:
             raise RuntimeError(
-                f"Rematerialization(policy={self.policy!r}).draw: there is no plan yet; expected policy='optimal' and a"
-                " fit that has seen its first batch. Draw it in or after the fit."
+                f"Rematerialization(policy={self.policy!r}).draw: there is no plan yet. Set policy='optimal', and call draw"
+                " after the first batch."
             )
         self.plan.draw(path)
 
@@ -337,7 +340,7 @@ class Rematerialization(Technique):
                 self._engine.forget()
 
     def _call(self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if looking():  # a pass of others, be it within one that is measured
+        if looking():  # a pass of another technique, even within one that is measured
             return run(*args, **kwargs)
         if self._profiler is not None:
             args, kwargs = without_caches(args, kwargs)
@@ -349,7 +352,7 @@ class Rematerialization(Technique):
 
     @override
     def on_batch_end(self, session: Session, batch_idx: int) -> None:
-        assert self._engine is not None, "on_optimizers has made it"
+        assert self._engine is not None, "on_optimizers creates it"
         self._batch = None
         self._last, self._engine.reruns = self._engine.reruns, 0
         if isinstance(self._engine, Recomputation):
@@ -386,7 +389,7 @@ class Rematerialization(Technique):
             self._bandwidth = state_dict["bandwidth"]
             self.plan, self._casts = plan_from(state_dict["plan"]), state_dict["casts"]
             self._size, self._planned = state_dict["size"], state_dict["planned"]
-            self._follow()  # strategies that shard restore when the blocks have been handed over already
+            self._follow()  # sharding strategies restore after the blocks were patched
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -402,11 +405,11 @@ class Rematerialization(Technique):
 
     @override
     def summary(self) -> str:
-        return f"{self.policy}: {self._reruns / max(self._steps, 1):.1f} more forward calls of blocks a step"
+        return f"{self.policy}: {self._reruns / max(self._steps, 1):.1f} more forward calls of blocks per step"
 
 
 def _whole(session: Session) -> bool:
-    """Whether each rank has all parameters, and so need not do what the others do."""
+    """Return whether each rank has all parameters, and can therefore act alone."""
     return is_plain(session.trainer.strategy)
 
 

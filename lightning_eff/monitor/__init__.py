@@ -1,1 +1,1 @@
-"""What a run costs and what the machine gives: speed, FLOPs, memory, energy; of any run, with techniques or without."""
+"""The efficiency monitor: speed, FLOPs, memory, energy and cost of any run."""

@@ -1,18 +1,22 @@
-"""What a run costs in money and CO2: an hour's price for each device, a kWh's price and a kWh's grams."""
+"""Compute what a run costs in money and CO2, from prices per device-hour and per kWh."""
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from lightning_eff._core._arguments.kinds import Number
 
 JOULES_PER_KWH = 3.6e6
+Price = Annotated[float, Number(at_least=0)]
 
 
 class Prices(NamedTuple):
-    """What is paid; None is not asked for.
+    """The prices of a run; None is not requested.
 
     Attributes:
-        per_hour: of one device, in the user's own currency, as is ``per_kwh``.
-        co2_per_kwh: grams.
+        per_hour: the price of one device for an hour, in the same currency as ``per_kwh``.
+        per_kwh: the price of a kWh of electricity.
+        co2_per_kwh: grams of CO2 per kWh.
     """
 
     per_hour: float | None = None
@@ -20,10 +24,14 @@ class Prices(NamedTuple):
     co2_per_kwh: float | None = None
 
     def check(self, who: str) -> None:
-        """Raises: ValueError: for what is no finite number >= 0."""
+        """Check that all prices are finite numbers >= 0.
+
+        Raises:
+            ValueError: for any other value.
+        """
         for name, unit, example in (
-            ("per_hour", "the price of one device's hour", "Providers of rented machines publish theirs"),
-            ("per_kwh", "the price of a kWh of electricity", "It stands on the electricity bill"),
+            ("per_hour", "the price of one device for an hour", "Cloud providers publish theirs"),
+            ("per_kwh", "the price of a kWh of electricity", "It is on the electricity bill"),
             ("co2_per_kwh", "grams of CO2 per kWh", "Grid operators publish theirs"),
         ):
             value = getattr(self, name)
@@ -36,40 +44,43 @@ class Prices(NamedTuple):
 
 
 def unseen(sources: Sequence[str], *, device: str, processes: int, nodes: int) -> list[str]:
-    """Whose electricity the energy counters of this process do not see, in words; empty where they see it all.
+    """List the electricity that the energy counters of this process miss; empty if they see all of it.
 
     Args:
-        sources: names of the counters that were read: ``"RAPL ..."`` for the host, ``"NVML ..."`` for this rank's GPU.
-        device: type of the device that the run computes on, such as ``"cuda"``.
+        sources: the names of the counters: ``"RAPL ..."`` for the host, ``"NVML ..."`` for this rank's GPU.
+        device: the type of the device that the run computes on, such as ``"cuda"``.
+        processes: the number of processes of the run.
+        nodes: the number of machines of the run.
     """
     if not sources:
-        return ["electricity, which this machine tells nothing of by RAPL or NVML"]
+        return ["electricity, because this machine has no readable RAPL or NVML counter"]
     found = []
     if not any(name.startswith("RAPL") for name in sources):
-        found.append("electricity of the host, which tells nothing by RAPL")
+        found.append("electricity of the host, which has no readable RAPL counter")
     if device != "cpu" and not any(name.startswith("NVML") for name in sources):
-        found.append("electricity of the accelerator, which tells nothing by NVML")
+        found.append("electricity of the accelerator, which has no readable NVML counter")
     if processes > 1 and (nodes > 1 or device != "cpu"):
-        found.append("electricity that the other processes of the run count for themselves")
+        found.append("electricity that other processes of the run count themselves")
     return found
 
 
 def run_cost(
     prices: Prices, *, seconds: float, devices: int, joules: float | None, unseen: Sequence[str]
 ) -> dict[str, Any]:
-    """Money and CO2 of a run; what is not known is left out and named, never guessed.
+    """Compute the money and CO2 of a run; unknown parts are left out and named, never guessed.
 
     ``hours_cost = per_hour · devices · seconds / 3600`` and ``energy_cost = per_kwh · joules / 3.6e6``.
 
     Args:
-        seconds: since the fit started, with validation and all else: what is rented is paid for.
-        devices: that the run holds, >= 1.
-        joules: by this process's counters; None where nothing tells.
-        unseen: whose electricity they do not see.
+        prices: the prices.
+        seconds: the time since fit started, with validation and all else, since rented devices cost money throughout.
+        devices: the number of devices that the run holds, >= 1.
+        joules: the energy by this process's counters, or None without counters.
+        unseen: the electricity that they miss.
 
     Returns:
-        ``device_hours``, ``hours_cost``, ``energy_cost``, their sum ``cost`` and ``co2_grams``, each None where it was
-        not asked for or is not known; ``cost_leaves_out``, in words, what ``cost`` and ``co2_grams`` lack.
+        ``device_hours``, ``hours_cost``, ``energy_cost``, their sum ``cost`` and ``co2_grams``, each None if not requested or
+        unknown; and ``cost_leaves_out``, which names what ``cost`` and ``co2_grams`` lack.
     """
     kwh = None if joules is None else joules / JOULES_PER_KWH
     device_hours = devices * seconds / 3600
@@ -88,13 +99,13 @@ def run_cost(
 
 
 def cost_row(prices: Prices, summary: dict[str, Any]) -> str | None:
-    """The closing table's line on money, or None where no price was given."""
+    """Return the cost in the closing table, or None without prices."""
     if prices.per_hour is None and prices.per_kwh is None:
         return None
     left_out = summary["cost_leaves_out"] if prices.per_kwh is not None else []
     without = f"; without {', and '.join(left_out)}" if left_out else ""
     if summary["cost"] is None:
-        return f"not known{without}"
+        return f"unknown{without}"
     parts = []
     if summary["hours_cost"] is not None:
         parts.append(f"{summary['hours_cost']:,.4g} for {summary['device_hours']:,.3g} device-hours")

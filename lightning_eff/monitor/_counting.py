@@ -1,8 +1,8 @@
-"""What one training step computes: FLOPs, from torch's own record of the operators that ran.
+"""Count the FLOPs of one training step, from torch's own record of the operators that ran.
 
-A record changes nothing of what it records. Modes that stand between (``torch.utils.flop_counter.FlopCounterMode``) do:
-torch takes other ways wherever a dispatch mode is active (``prod``'s backward pass), and the counter itself takes some
-operators apart that run whole without it (``silu``'s), so that results differ by rounding errors.
+Recording does not change results. Dispatch modes (``torch.utils.flop_counter.FlopCounterMode``) do: torch takes other
+code paths while a mode is active (``prod``'s backward pass), and the counter decomposes some operators (``silu``'s), so
+results differ by rounding errors.
 """
 
 import json
@@ -29,27 +29,27 @@ from torch.utils.flop_counter import flop_registry
 
 aten: Any = torch.ops.aten
 
-# Operators that multiply matrices inside, and for which there is no formula; where one is made of others, those count
+# Operators that multiply matrices and have no formula; the parts of composite operators are counted instead
 _UNKNOWN = (
     "rnn", "lstm", "gru", "grouped_mm", "int_mm", "cdist", "mkldnn_linear", "_trilinear", "scaled_dot_product", "scaled_mm"
 )  # fmt: skip
 _HARMLESS = {"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "inductor", "rngprims", "debugprims"}
 _OPERATOR = re.compile(r"\w+::\w+")
-_HEAD = re.compile(r'"nodes":\s*\[\s*')  # of a record, behind which its entries begin
+_HEAD = re.compile(r'"nodes":\s*\[\s*')  # the head of a record, before its entries
 _BETWEEN = re.compile(r"[\s,]*")  # two entries
 _BACKWARD = "lightning_eff: backward"
-_COMPILING = "(dynamo_timed)"  # ends the names of what runs while torch.compile traces, on tensors without data
-_COMPILED = "## Call CompiledFxGraph"  # begins the name of a graph that runs in kernels of its own
+_COMPILING = "(dynamo_timed)"  # the suffix of what torch.compile traces on tensors without data
+_COMPILED = "## Call CompiledFxGraph"  # the prefix of a compiled graph
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """As torch counts attention on GPUs: ``Q K^T`` and ``P V``, the masked half too."""
+    """Count attention like torch on GPUs: ``Q K^T`` and ``P V``, including the masked half."""
     b, h, q, d = query.shape
     return 2 * b * h * q * key.shape[-2] * (d + value.shape[-1])
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """As torch counts it on GPUs: the scores again, and two products for each of the forward's."""
+    """Count attention's backward pass like torch on GPUs: the scores again, and two products for each of the forward's."""
     b, h, q, d = query.shape
     k, dv = key.shape[-2], value.shape[-1]
     # Q K^T again; dP = dO V^T and dV = P^T dO; dQ = dS K and dK = dS^T Q
@@ -68,13 +68,13 @@ _BY_NAME = {
 
 @dataclass
 class _Node:
-    """An entry of the record: an operator, or a stretch of the program that was given a name.
+    """An entry of the record: an operator, or a named region of the program.
 
     Attributes:
-        number: in the order in which entries began.
-        parent: the number of that in which it began.
-        graph: whether it ran where graphs are built.
-        call: its arguments, results and schema as they were recorded, if there is a formula for it.
+        number: its position in the order in which entries began.
+        parent: the number of the entry in which it began.
+        graph: whether it ran while a graph was built.
+        call: its recorded arguments, results and schema, if there is a formula for it.
     """
 
     number: int
@@ -87,15 +87,15 @@ class _Node:
 
 
 class Counter:
-    """FLOPs of what runs inside it, apart for forward, backward and what a backward pass computes a second time.
+    """Count the FLOPs of the code inside it, separately for forward, backward and recomputation.
 
     Args:
-        backward: whether what runs is a backward pass.
+        backward: whether the code is a backward pass.
 
     Attributes:
-        flops: by ``"forward"``, ``"backward"`` and ``"again"``, activation checkpointing's second forward pass; known when
-            the context is left. None where torch's record was another's, or cannot be read.
-        unknown: names of operators that compute, and for which no formula is known.
+        flops: FLOPs by ``"forward"``, ``"backward"`` and ``"again"``, the second forward pass of activation checkpointing.
+            Known when the context ends. None if another record was active, or the record cannot be read.
+        unknown: the names of operators that compute, but have no known formula.
     """
 
     def __init__(self, *, backward: bool = False) -> None:
@@ -109,7 +109,7 @@ class Counter:
         path = Path(folder.name) / "operators.json"
         with _without_notes():
             _add_execution_trace_observer(str(path))
-            if path.exists():  # else the one there is, is another's
+            if path.exists():  # otherwise another observer is active
                 self._folder = folder
                 _enable_execution_trace_observer()
         if self._folder is None:
@@ -126,12 +126,12 @@ class Counter:
                 _remove_execution_trace_observer()
             if error[0] is None:
                 text = (Path(folder.name) / "operators.json").read_text(encoding="utf-8", errors="replace")
-                with suppress(ValueError):  # names that users give stretches of their program may break it
+                with suppress(ValueError):  # names that users give regions of their program may break it
                     self._read(list(_nodes(text)))
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward pass runs inside, in the midst of what is counted."""
+        """Mark a backward pass within the counted code."""
         with record_function(_BACKWARD):
             yield
 
@@ -148,18 +148,18 @@ class Counter:
             self._count(root, backward)
 
     def _count(self, node: _Node, backward: list[tuple[int, float]]) -> bool:
-        """Count what ``node`` computes; whether something was counted, or named as unknown."""
+        """Count what ``node`` computes; return whether something was counted, or named as unknown."""
         if node.name.endswith(_COMPILING):
             return False
         flops = _flops(node)
         if flops is not None:
             assert self.flops is not None
             late = self._backward or any(begin < node.number < end for begin, end in backward)
-            # backward passes run without a graph of their own; what is computed with one is a forward pass repeated
+            # backward passes build no graph; what builds one during them is a recomputed forward pass
             self.flops["forward" if not late else ("again" if _graph(node) else "backward")] += flops
             return True
-        told = [self._count(child, backward) for child in node.children]
-        if any(told):
+        counted = [self._count(child, backward) for child in node.children]
+        if any(counted):
             return True
         if _computes(node.name):
             compiled = node.name.startswith(_COMPILED)
@@ -169,10 +169,9 @@ class Counter:
 
 
 def _nodes(text: str) -> Iterator[_Node]:
-    """The entries of a record, each read by itself: of all that torch writes of an operator, little is kept.
+    """Yield the entries of a record one at a time, and keep only the needed part of each.
 
-    Read as one, a record would be some hundred thousand small objects at once, which the garbage collector goes through
-    again and again.
+    Parsed as a whole, a record is several hundred thousand small objects, which slows down the garbage collector.
 
     Raises:
         ValueError: if the record is not JSON.
@@ -180,7 +179,7 @@ def _nodes(text: str) -> Iterator[_Node]:
     decoder = json.JSONDecoder(strict=False)
     head = _HEAD.search(text)
     if head is None:
-        raise ValueError(f"The record of operators has no list of nodes; it begins with {text[:80]!r}.")
+        raise ValueError(f"The record of operators has no list of nodes. It begins with {text[:80]!r}.")
     at = head.end()
     while not text.startswith("]", at):
         raw, at = decoder.raw_decode(text, at)
@@ -193,15 +192,13 @@ def _nodes(text: str) -> Iterator[_Node]:
 def _node(raw: dict[str, Any]) -> _Node:
     more = {attribute["name"]: attribute["value"] for attribute in raw["attrs"]}
     name = raw["name"]
-    graph = (
-        int(more.get("seq_id", -1)) >= 0 and more.get("scope") == 0
-    )  # an operator; a node of a graph has its number too
+    graph = int(more.get("seq_id", -1)) >= 0 and more.get("scope") == 0  # an operator; graph nodes have a number too
     call = (raw["inputs"], raw["outputs"], more.get("op_schema", "")) if name in _BY_NAME else None
     return _Node(int(raw["id"]), int(raw["ctrl_deps"]), name, int(more.get("tid", 0)), graph, call)
 
 
 def _span(label: _Node, nodes: dict[int, _Node]) -> tuple[int, float]:
-    """The numbers between which entries began while ``label`` ran, on whichever thread."""
+    """Return the range of numbers of the entries that began while ``label`` ran, on any thread."""
     inside = {label.number}
     for number, node in nodes.items():
         if number > label.number and node.thread == label.thread:
@@ -216,7 +213,7 @@ def _graph(node: _Node) -> bool:
 
 
 def _computes(name: str) -> bool:
-    """Whether an operator, in which nothing is counted, may have computed what ought to be."""
+    """Return whether an operator without counted parts may have computed something that should be counted."""
     if name.startswith(_COMPILED) or name in _BY_NAME:
         return True
     if _OPERATOR.fullmatch(name) is None:
@@ -226,7 +223,7 @@ def _computes(name: str) -> bool:
 
 
 def _flops(node: _Node) -> int | None:
-    """The FLOPs of one call; None where there is no formula, or it does not fit."""
+    """Return the FLOPs of one call, or None if there is no matching formula."""
     if node.call is None:
         return None
     try:
@@ -237,12 +234,12 @@ def _flops(node: _Node) -> int | None:
         kwargs = {a.name: x for x, a in zip(given, arguments, strict=True) if a.kwarg_only and a.name != "out"}
         out = _values(outputs)
         return int(_FORMULAS[_BY_NAME[node.name]](*args, out_val=out[0] if len(out) == 1 else tuple(out), **kwargs))
-    except Exception:  # formulas are others', and of any operator: one that fails is one that is not known
+    except Exception:  # a formula of torch that fails counts as unknown
         return None
 
 
 def _values(recorded: dict[str, list[Any]]) -> list[Any]:
-    """Arguments or results: tensors without data, plain values as they are."""
+    """Return arguments or results, with tensors on the meta device and plain values unchanged."""
     return [
         torch.empty(shape, device="meta") if kind.startswith("Tensor(") and "nullptr" not in kind
         else None if kind.startswith("Tensor(") or kind == "None"
@@ -253,7 +250,7 @@ def _values(recorded: dict[str, list[Any]]) -> list[Any]:
 
 @contextmanager
 def _without_notes() -> Iterator[None]:
-    """Torch writes a line as a record begins and as it ends; all else that is written meanwhile comes after."""
+    """Hide the lines that torch writes when a record begins and ends; other output is delayed."""
     try:
         kept = os.dup(2)
     except OSError:  # there is no such stream
@@ -273,13 +270,13 @@ def _without_notes() -> Iterator[None]:
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the elements of ``tensors``, those at the same place (tied weights) once."""
+    """Return the bytes of the elements of ``tensors``; tied weights count once."""
     local = [part for t in tensors for part in _stored(getattr(t, "_local_tensor", t))]
     return sum({(t.data_ptr() or id(t), t.numel()): t.numel() * t.element_size() for t in local}.values())
 
 
 def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that one of a sparse layout consists of, once its rows are added up; a dense one is itself."""
+    """Return the tensors that make up a sparse tensor, after its rows are summed; a dense one is itself."""
     if tensor.layout != torch.sparse_coo:
         return (tensor,)
     rows = tensor.detach().coalesce()
@@ -287,7 +284,7 @@ def _stored(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """Every tensor in the optimizers' states."""
+    """List every tensor in the optimizers' states."""
     return [
         value
         for optimizer in optimizers
@@ -299,7 +296,7 @@ def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tenso
 
 
 def compiled(module: nn.Module) -> bool:
-    """Whether a part of ``module`` is compiled: what runs in it no counter sees."""
+    """Return whether a part of ``module`` is compiled, where no counter sees the operators."""
     return any(
         type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) is not None
         for m in module.modules()
@@ -308,8 +305,14 @@ def compiled(module: nn.Module) -> bool:
 
 @dataclass
 class Kind:
-    """One kind of step: FLOPs on this device of a forward pass, a backward pass (None: not yet seen) and what the
-    backward pass computes a second time; bytes held for it as it begins (None: not yet seen, or not counted)."""
+    """One kind of step.
+
+    Attributes:
+        forward: FLOPs of a forward pass on this device.
+        backward: FLOPs of a backward pass; None if not seen yet.
+        again: FLOPs that the backward pass recomputes.
+        activation_bytes: bytes held when the backward pass begins; None if not seen yet or not counted.
+    """
 
     forward: int
     backward: int | None

@@ -1,4 +1,4 @@
-"""What a graph holds for its backward pass, found by walking it: nothing is hung into the pass, so nothing changes."""
+"""Find what a graph holds for its backward pass by walking it, without hooks, so that nothing changes."""
 
 import functools
 import types
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_eff._core._lightning.names import both
 
-_DEPTH = 12  # of what is looked into for tensors: hooks' objects in lists in objects
+_DEPTH = 12  # of nested objects that are searched for tensors, such as hooks' objects in lists in objects
 _CLOSED = (
     str,
     bytes,
@@ -38,7 +38,7 @@ _CLOSED = (
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The memory behind ``tensors``: bytes by address, each piece once. Of a sharded tensor, this rank's part."""
+    """Return the memory behind ``tensors``: bytes by address, each piece once. Of a sharded tensor, this rank's part."""
     found: dict[int, int] = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
@@ -53,10 +53,10 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def held_bytes(roots: Iterable[Tensor], apart: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes on ``device`` that the graphs of ``roots`` hold, each storage once, but for those of ``apart``.
+    """Return the bytes on ``device`` that the graphs of ``roots`` hold, each storage once, without those of ``apart``.
 
-    What hooks for saved tensors put in a tensor's place (codes, copies, the inputs to compute it again from) is what
-    counts, where it is a tensor or a Python object that holds some.
+    If hooks for saved tensors replace a tensor (by codes, copies, or the inputs for recomputation), the replacement counts, if
+    it is a tensor or a Python object that holds tensors.
     """
     without = storages(apart)
     held = storages(t for t in held_tensors(roots) if t.device.type == device.type)
@@ -64,7 +64,7 @@ def held_bytes(roots: Iterable[Tensor], apart: Iterable[Tensor], device: torch.d
 
 
 def held_tensors(roots: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Every tensor that the graphs of ``roots`` hold for their backward pass; some may come twice."""
+    """Yield every tensor that the graphs of ``roots`` hold for their backward pass, some of them twice."""
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen: set[Node] = set(waiting)
     looked: dict[int, Any] = {}
@@ -78,7 +78,7 @@ def held_tensors(roots: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _tensors(value: Any, looked: dict[int, Any]) -> Iterator[Tensor]:
-    """The tensors in ``value``; ``looked`` holds, and keeps alive, what has been looked into."""
+    """Yield the tensors in ``value``; ``looked`` holds the visited objects and keeps them alive."""
     closed = both(*_CLOSED)
     waiting = [(value, 0)]
     while waiting:
@@ -98,10 +98,10 @@ def _tensors(value: Any, looked: dict[int, Any]) -> Iterator[Tensor]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What ``value`` refers to itself."""
+    """Return the objects that ``value`` refers to."""
     if isinstance(value, SavedTensor):
         hook: Any = getattr(value, "unpack_hook", None)
-        # torch's checkpoints keep what they run again from with the hook
+        # torch's checkpoints keep their inputs with the hook
         ours = [hook] if getattr(hook, "__module__", None) == "torch.utils.checkpoint" else []
         return [getattr(value, "data", None), *ours]
     if isinstance(value, Node):
@@ -121,12 +121,12 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _saved(node: Node) -> list[Any]:
-    """What a node of a graph has saved: by autograd's own means, and as attributes of a custom function's context."""
+    """Return what a graph node saved, both in autograd and as attributes of a custom function's context."""
     found: list[Any] = list(getattr(node, "__dict__", {}).values())
     for name in _raw_names(type(node)):
         try:
             found.append(getattr(node, name))
-        except RuntimeError:  # its backward pass has freed it
+        except RuntimeError:  # the backward pass has freed it
             continue
     return found
 

@@ -1,4 +1,4 @@
-"""Seconds by phase, each moment in one phase only; on CUDA by events that are read when they are over."""
+"""Seconds by phase, where each moment belongs to one phase; on CUDA by events that are read later."""
 
 import time
 from collections import defaultdict, deque
@@ -13,16 +13,16 @@ Seconds = defaultdict[str, float]  # by phase
 
 
 class PhaseClock(Generic[Record]):
-    """Splits each step's time among phases: what is entered last counts, until it is left.
+    """Split each step's time among phases. The phase that was entered last counts, until it is left.
 
-    On the CPU the time of extra passes is what their own account says, taken from the phase in which they ran. On CUDA,
-    where the host runs ahead, phases are the stretches of the device's stream between events, extra passes among them
-    where they were told of; nothing waits for the device before :meth:`stop`.
+    On a CPU, extra passes measure their own time, which is taken from the phase in which they ran. On CUDA, where the host
+    runs ahead, phases are the stretches of the device's stream between events, including marked extra passes. Nothing waits
+    for the device before :meth:`stop`.
 
     Args:
-        device: on which the run computes.
-        extra: seconds of extra passes so far, by their own account; CPU only.
-        done: called with each step's record and its seconds by phase, as soon as they are known; in order.
+        device: the device that the run computes on.
+        extra: a function that returns the seconds of extra passes so far; CPU only.
+        done: called with each step's record and its seconds by phase, in order, as soon as they are known.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class PhaseClock(Generic[Record]):
         self._done = done
         self._phases = ["other"]
         self._step: Seconds = defaultdict(float)
-        self._stretches: list[tuple[str, torch.cuda.Event]] = []  # on CUDA: each with the event at its end
+        self._stretches: list[tuple[str, torch.cuda.Event]] = []  # on CUDA, each with its final event
         self._waiting: deque[tuple[Record, torch.cuda.Event, list[tuple[str, torch.cuda.Event]]]] = deque()
         self._last = time.perf_counter()
         self._last_extra = extra()
@@ -50,7 +50,7 @@ class PhaseClock(Generic[Record]):
         return self._phases[-1]
 
     def mark(self, phase: str | None = None) -> None:
-        """What has passed since the last mark belongs to ``phase``; None is the present one."""
+        """Assign the time since the last mark to ``phase``; None is the current one."""
         phase = phase or self.phase
         if self.cuda:
             self._stretches.append((phase, self._event()))
@@ -61,9 +61,9 @@ class PhaseClock(Generic[Record]):
         self._last, self._last_extra = now, extra
 
     def enter(self, phase: str) -> None:
-        """``phase`` begins, until :meth:`leave`. Validation takes in all that is entered within it.
+        """Begin ``phase``, until :meth:`leave`. Validation includes every phase that is entered within it.
 
-        Data are a phase of their own only where nothing else has been entered: a pass that loads its own is one phase.
+        "data" is a phase only where no other has been entered: a pass that loads its own data is one phase.
         """
         if self.phase == "validation" or (phase == "data" and len(self._phases) > 1):
             phase = self.phase
@@ -72,7 +72,7 @@ class PhaseClock(Generic[Record]):
         self._phases.append(phase)
 
     def leave(self) -> None:
-        """The phase entered last ends, and that around it goes on."""
+        """End the phase that was entered last, and continue the one around it."""
         if len(self._phases) == 1:
             return  # it was entered before the clock began
         if self._phases[-1] != self._phases[-2]:
@@ -80,7 +80,7 @@ class PhaseClock(Generic[Record]):
         self._phases.pop()
 
     def end_step(self, record: Record) -> None:
-        """The step is over."""
+        """End the step."""
         self.mark()
         if not self.cuda:
             step, self._step = self._step, defaultdict(float)
@@ -106,6 +106,6 @@ class PhaseClock(Generic[Record]):
             self._done(record, step)
 
     def stop(self, record: Record) -> None:
-        """The run is over; on CUDA this waits for the device."""
+        """End the run; on CUDA this waits for the device."""
         self.end_step(record)
         self._harvest(wait=True)

@@ -1,4 +1,4 @@
-"""The table that a monitored run closes with."""
+"""The closing table of a monitored run."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ from lightning_eff.monitor._cost import Prices, cost_row
 
 
 def rows(prices: Prices, s: dict[str, Any]) -> list[tuple[str, str]]:
-    """The lines of the closing table, name and text; ``s`` is the monitor's summary."""
+    """Return the lines of the closing table, as name and text, from the monitor's summary ``s``."""
     rated = f"over {s['rated_seconds']:.1f} s of training"
     found = [
         (f"{unit}/s", f"{s[f'{unit}_per_second']:,.0f} {rated}")
@@ -17,21 +17,21 @@ def rows(prices: Prices, s: dict[str, Any]) -> list[tuple[str, str]]:
     found.append(("model FLOPs", _flops_row(s)))
     if s["extra_flops"]:
         share = s["hardware_flops_per_second"] / s["flops_per_second"] if s["flops_per_second"] else math.nan
-        found.append(("hardware FLOPs", f"{share:.2f} times those, with extra and repeated passes"))
+        found.append(("hardware FLOPs", f"{share:.2f} times the model FLOPs, with extra and recomputed passes"))
     whole = max(sum(s["phases"].values()), 1e-9)
     phases = ", ".join(f"{name} {value:.1f} ({value / whole:.0%})" for name, value in s["phases"].items() if value > 0)
-    found.append(("seconds", phases or "no step but counted ones"))
+    found.append(("seconds", phases or "unknown: FLOPs were counted in every step"))
     if s["validation_seconds"]:
         found.append(("validation", f"{s['validation_seconds']:.1f} s"))
     found.append(
         ("memory", ", ".join(f"{name} {_mib(value)}" for name, value in s["memory"].items() if value is not None))
     )
-    resident = "resident, the whole process" + ("" if s["peak_reset"] else " since it started")
+    resident = "resident memory of the process" + ("" if s["peak_reset"] else " since it started")
     found.append(
         ("peak memory", f"{_mib(s['peak_bytes'])} {resident if s['peak_kind'] == 'resident' else 'allocated'}")
     )
     if s["energy_joules"] is None:
-        found.append(("energy", "not known: this machine tells nothing by RAPL or NVML"))
+        found.append(("energy", "unknown: this machine has no readable RAPL or NVML counter"))
     else:
         co2 = "" if s["co2_grams"] is None else f", {s['co2_grams']:,.3g} g of CO2"
         found.append(("energy", f"{s['energy_joules']:,.0f} J{co2} ({', '.join(s['energy_sources'])})"))
@@ -39,7 +39,7 @@ def rows(prices: Prices, s: dict[str, Any]) -> list[tuple[str, str]]:
     if money is not None:
         found.append(("cost", money))
     found.append(
-        ("the monitor", f"counted {s['counted_batches']:,} batches, {s['counting_seconds']:.1f} s, in no rate")
+        ("monitor", f"counted FLOPs in {s['counted_batches']:,} batches, {s['counting_seconds']:.1f} s, excluded above")
     )
     return found
 
@@ -48,16 +48,16 @@ def _flops_row(s: dict[str, Any]) -> str:
     if s["flops_unknown"] is not None:
         return f"not counted: {s['flops_unknown']}"
     if s["flops_per_second"] is None:
-        return "not known: no step but counted ones"
-    told = f"{s['flops_per_second'] / 1e12:,.3g} TFLOP/s on each device, "
+        return "unknown: FLOPs were counted in every step, so none was timed"
+    text = f"{s['flops_per_second'] / 1e12:,.3g} TFLOP/s on each device, "
     if s["mfu"] is None:
-        told += "MFU not known: no peak for this device"
+        text += "MFU unknown, because the peak of this device is unknown. Set EfficiencyMonitor(peak=...)"
     else:
         peak = f"{s['peak_flops'] / 1e12:,.4g} TFLOP/s in {s['peak_dtype']} ({s['peak_source']})"
-        told += f"MFU {s['mfu']:.1%} of {peak}"
+        text += f"MFU {s['mfu']:.1%} of {peak}"
     if s["flops_left_out"]:
-        told += f"; without {', '.join(s['flops_left_out'])}, which no formula is known for"
-    return told
+        text += f"; without {', '.join(s['flops_left_out'])}, whose FLOPs are unknown"
+    return text
 
 
 def _mib(value: int) -> str:

@@ -1,15 +1,15 @@
-"""What was seen of each batch, and its sums over a run."""
+"""What is recorded of each batch, and its sums over a run."""
 
 from dataclasses import dataclass, field, fields
 
 
 @dataclass
 class Sums:
-    """Over some batches, on this rank.
+    """Sums over some batches on this rank.
 
     Attributes:
-        model: FLOPs of one forward and one backward pass of each.
-        more: FLOPs of extra passes and of what activation checkpointing computes a second time.
+        model: FLOPs of one forward and one backward pass per batch.
+        more: FLOPs of extra passes and of recomputation.
     """
 
     batches: int = 0
@@ -20,7 +20,7 @@ class Sums:
     seconds: float = 0.0
 
     def plus(self, other: "Sums", sign: int = 1) -> "Sums":
-        """With ``other`` added, or taken off where ``sign`` is -1."""
+        """Return the sum with ``other``, or the difference if ``sign`` is -1."""
         return Sums(*(getattr(self, f.name) + sign * getattr(other, f.name) for f in fields(Sums)))
 
 
@@ -29,8 +29,8 @@ class Record(Sums):
     """One batch.
 
     Attributes:
-        known: whether its FLOPs are.
-        counted: it was counted, so that its time tells nothing.
+        known: whether its FLOPs are known.
+        counted: whether its FLOPs were counted in it, which makes its time meaningless.
     """
 
     known: bool = True
@@ -39,14 +39,14 @@ class Record(Sums):
 
 @dataclass
 class Totals:
-    """Sums over all batches, over those that were not counted (``rated``), and over those of known FLOPs among them."""
+    """Sums over all batches, over those with a meaningful time (``rated``), and over those of known FLOPs among them."""
 
     every: Sums = field(default_factory=Sums)
     rated: Sums = field(default_factory=Sums)
     known: Sums = field(default_factory=Sums)
 
     def add(self, record: Record, seconds: float) -> None:
-        """Count a batch that took so many seconds."""
+        """Add a batch that took ``seconds``."""
         record.seconds = seconds
         self.every = self.every.plus(record)
         if not record.counted:

@@ -1,4 +1,4 @@
-"""What the monitor hangs into a run to see its steps, passes and phases, and takes out again."""
+"""The hooks with which the monitor sees a run's steps, passes and phases."""
 
 import functools
 import inspect
@@ -27,14 +27,16 @@ _WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on
 
 
 class Watch:
-    """Sees one fit, from :meth:`install` to :meth:`remove`.
+    """Watch one fit, from :meth:`install` to :meth:`remove`.
 
-    Phases come from Lightning's own profiler actions and from ``strategy.backward``; passes from a wrapper around the
-    user's own ``training_step``, inside all techniques' links wherever the monitor stands among the callbacks.
+    Phases come from Lightning's own profiler actions and from ``strategy.backward``. Passes come from a wrapper around the
+    module's own ``training_step``, inside the links of all techniques, wherever the monitor is in the list of callbacks.
 
     Args:
-        max_counts: of how many kinds of step to count the FLOPs.
-        activations: whether to count bytes kept for the backward pass too.
+        trainer: the Trainer of the fit.
+        module: the LightningModule.
+        max_counts: the largest number of kinds of step whose FLOPs are counted.
+        activations: whether to count bytes held for the backward pass.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, *, max_counts: int, activations: bool) -> None:
@@ -46,8 +48,8 @@ class Watch:
         self.kinds: dict[Any, counting.Kind] = {}
         self.unknown: set[str] = set()
         self.reason: str | None = None if max_counts else "max_counts=0"
-        self.busy = False  # whether torch's record was another's when a kind of step was last to be counted
-        self.counting_seconds = 0.0  # of the counted passes alone, on the host
+        self.busy = False  # whether another record was active when a kind of step was last counted
+        self.counting_seconds = 0.0  # of the counted passes only, on the host
         self.seconds: Seconds = defaultdict(float)
         self.totals = Totals()
         self.running = self.over = False
@@ -56,14 +58,14 @@ class Watch:
         self._patches = Patches()
         self._parameters = list(module.parameters())
         self._actions = self._known_actions()
-        self._chained = False  # whether the pass at hand is the training chain's, and not a technique's own
-        self._calls = 0  # of the training chain, since the last backward pass
-        self._pending: counting.Kind | None = None  # the pass whose backward is to come
+        self._chained = False  # whether the current pass is the training chain's, not a technique's own
+        self._calls = 0  # passes of the training chain since the last backward pass
+        self._pending: counting.Kind | None = None  # the pass that waits for its backward pass
         self._last: counting.Kind | None = None
-        self._counter: counting.Counter | None = None  # of the pass at hand, where it is counted as a whole
-        self._root: torch.Tensor | None = None  # the loss of the pass whose backward is to come
+        self._counter: counting.Counter | None = None  # of the current pass, if it is counted as a whole
+        self._root: torch.Tensor | None = None  # the loss of the pass that waits for its backward pass
         self._apart: list[torch.Tensor] = []  # that pass's batch
-        self._held: int | None = None  # in manual optimization: of the pass at hand
+        self._held: int | None = None  # of the current pass, with manual optimization
         self._backward_passes = 0
 
     # -- in and out
@@ -80,17 +82,17 @@ class Watch:
             self._patches.set(module, "training_step", self._training(module.training_step))
         else:
             self._patches.set(self.session.chain, "original", self._training(self.session.chain.original))
-            self.session.chain.add(Stage.REWEIGHT, self._link)  # inside all that change the loss
+            self.session.chain.add(Stage.REWEIGHT, self._link)  # inside all links that change the loss
 
     def remove(self) -> None:
-        """Put back what is still ours to put back; others may have taken theirs out, and ours with it, before."""
+        """Restore what is still patched; other code may have removed its own patches, and these with them."""
         self.running = False
         self._patches.restore(ours_alone=True)
         if self.session is not None:
             self.session.chain.links = [item for item in self.session.chain.links if item[1] != self._link]
 
     def _known_actions(self) -> dict[str, str]:
-        """What Lightning's profiler actions mean for the clock."""
+        """Map Lightning's profiler actions to phases."""
         trainer = self.trainer
         strategy, module = type(trainer.strategy).__name__, type(self.module).__name__
         actions = {
@@ -100,7 +102,7 @@ class Watch:
             f"[LightningModule]{module}.on_before_batch_transfer": "data",
             f"[Strategy]{strategy}.training_step": "forward",
             f"[LightningModule]{module}.optimizer_step": "optimizer",
-            "optimizer_step": "optimizer",  # in manual optimization
+            "optimizer_step": "optimizer",  # with manual optimization
             f"[Strategy]{strategy}.on_train_end": "end",
         }
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
@@ -156,7 +158,7 @@ class Watch:
             self._clock.leave()
 
     def _begin(self) -> None:
-        """Training begins, unless it is a tuner's trial run, which has other callbacks."""
+        """Begin training, unless this is a tuner's trial run, which has other callbacks."""
         awake = any(getattr(c, "watch", None) is self for c in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
         if self.running or self.over or not awake:
             return
@@ -168,7 +170,7 @@ class Watch:
         return getattr(self.session.chain.cost, name) if self.session is not None else 0
 
     def end(self) -> None:
-        """Training is over."""
+        """End training."""
         if self.running:
             assert self._clock is not None
             self._end_step(self._clock.stop)
@@ -192,16 +194,16 @@ class Watch:
 
     @property
     def counting_now(self) -> bool:
-        """Whether the batch at hand is one that is counted."""
+        """Whether the FLOPs of the current batch are counted."""
         return self._record.counted
 
     def batch(self, batch: Any) -> None:
-        """The batch that has been trained on, as the loader gave it."""
+        """Record the batch that was trained on, as it came from the loader."""
         self._record.batches += 1
         with (
             samples.counting(self.trainer, tensors(batch)),
             suppress(ValueError),
-        ):  # batches of no tensors have none to count
+        ):  # batches without tensors
             self._record.samples += num_samples(batch)
             self._record.tokens += num_tokens(batch)
 
@@ -221,7 +223,7 @@ class Watch:
                 return original(*args, **kwargs)
             return self._pass(original, args, kwargs)
 
-        training_step.__wrapped__ = inspect.unwrap(original)  # Lightning looks through one wrapper only
+        training_step.__wrapped__ = inspect.unwrap(original)  # Lightning unwraps only once
         return training_step
 
     def _pass(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -247,10 +249,10 @@ class Watch:
             record.more += kind.forward if kind is not None else 0
             return output
         record.known &= kind is not None
-        if self._pending is not None:  # the pass before was not the one that is trained on
+        if self._pending is not None:  # the previous pass was not the one that is trained on
             record.more += self._pending.forward
         self._calls += 1
-        if clock.cuda:  # from the first pass of a step to the last, all is extra
+        if clock.cuda:  # everything from a step's first pass to its last is extra
             clock.mark("extra" if self._calls > 1 else None)
         self._pending, self._last = kind, kind or self._last
         if kind is not None and kind.backward is None:
@@ -269,7 +271,7 @@ class Watch:
     def _may_count(self) -> bool:
         if self.reason is None and counting.compiled(self.module):
             by = [type(t).__name__ for t in self.session.working if t.compiles] if self.session is not None else []
-            self.reason = f"its blocks are compiled by {by[0]}; a run without it counts them" if by else _COMPILED
+            self.reason = f"{by[0]} compiles its blocks. Remove it to count FLOPs" if by else _COMPILED
         return self.reason is None and len(self.kinds) < self.max_counts
 
     def _count(
@@ -295,7 +297,7 @@ class Watch:
         return output, counting.Kind(flops["forward"], backward, flops["again"], self._held)
 
     def _measure(self, loss: torch.Tensor | None) -> int | None:
-        """Bytes held for the backward pass that begins."""
+        """Return the bytes held for the backward pass that begins."""
         if not self.activations or loss is None:
             return None
         apart = [*self.module.parameters(), *self.module.buffers(), *self._apart]
@@ -341,6 +343,6 @@ class Watch:
 
 
 def _loss(output: Any) -> torch.Tensor | None:
-    """The loss in what a training step returned."""
+    """Return the loss in the output of a training step."""
     found = output.get("loss") if isinstance(output, Mapping) else output
     return found if isinstance(found, torch.Tensor) else None

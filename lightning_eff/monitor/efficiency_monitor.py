@@ -1,19 +1,20 @@
-"""What a run costs, for any run: speed, FLOPs, memory, seconds by phase and energy."""
+"""Measure what any run costs: speed, FLOPs, memory, time by phase, energy and money."""
 
-import math
 import time
 from copy import copy
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core._run.metrics import CurrentMetrics
 from lightning_eff.monitor import _counting as counting
-from lightning_eff.monitor._cost import Prices, run_cost, unseen
+from lightning_eff.monitor._cost import Price, Prices, run_cost, unseen
 from lightning_eff.monitor._phases import PHASES
 from lightning_eff.monitor._table import rows
 from lightning_eff.monitor._totals import Totals
@@ -23,97 +24,88 @@ from lightning_eff.monitor.machine import peak_memory, reset_peak_memory
 from lightning_eff.monitor.peaks import Peak, measured_peak, peak_flops
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "32": torch.float32, "64": torch.float64}
-_BUSY = "torch's ExecutionTraceObserver is in use, or its record cannot be read"
+_BUSY = "another ExecutionTraceObserver of torch is in use, or its record cannot be read"
 _MEMORY = ("parameters", "gradients", "optimizer", "activations")
 
 
 @of_both
 class EfficiencyMonitor(Callback):
-    """Watches a fit of an unchanged module, with techniques or without, and tells what it cost.
+    """Measure the speed, FLOPs, memory, time by phase, energy and cost of a run.
 
-    At the trainer's log interval it logs under ``eff/monitor/``, and as fit ends it prints on rank 0:
+    The module stays unchanged, with or without techniques. The monitor logs under ``eff/monitor/`` at the Trainer's log
+    interval, and prints a table on rank 0 when fit ends. Use it to find out where time and memory go before you choose a
+    technique. Losses and weights stay bit-identical. Only the steps in which FLOPs are counted are slower; their time is
+    reported as ``counting_seconds`` and excluded from all speeds.
 
-    - ``samples_per_second`` and ``tokens_per_second``, of all ranks: what the loader handed out over training time,
-      without validation. A batch's tokens are those of its first 2-D integer tensor.
-    - ``flops_per_second`` of one device, and ``mfu``, its share of the device's peak. The FLOPs of a kind of step (the
-      shapes of the tensors that reach the user's ``training_step``, the blocks that run, what takes gradients) are
-      those of one forward and one backward pass, from torch's record of the operators that run the first time it comes
-      (``ExecutionTraceObserver``; while the user has one running, nothing is counted). Extra passes of techniques and what
-      activation checkpointing computes again stand apart, in ``hardware_flops_per_second``. What changes inside the
-      network from step to step while shapes stay (routing, sparsity) is not seen. Nothing is counted in a compiled
-      module, whose kernels are no operators; those of compiled functions are left out, which is said.
-    - ``parameters_bytes``, ``gradients_bytes``, ``optimizer_bytes`` and ``activations_bytes`` on this device, each at
-      its largest: exact sizes of the tensors, tied ones once. Activations are what the graph holds as the backward pass
-      begins: storages on this device, each once, without parameters, buffers and the batch. Where saved tensors are
-      compressed, offloaded or computed again (by techniques, ``torch.utils.checkpoint`` or hooks of one's own), what is
-      held in their place counts, and what waits in another device's memory does not. What custom functions in C++ keep
-      is not seen. ``peak_bytes`` is the CUDA allocator's, else the process's resident set.
-    - ``data_seconds``, ``forward_seconds``, ``backward_seconds`` (DDP's communication with it), ``optimizer_seconds``
-      (clipping with it), ``extra_seconds`` (extra passes) and ``other_seconds`` (other callbacks, and the loop), with
-      ``validation_seconds`` apart. On CUDA they are of the device's stream, by events that nothing waits for. In manual
-      optimization a backward pass other than through ``manual_backward`` counts as forward.
-    - ``energy_joules`` where the machine tells: the host's CPU packages by RAPL with all that runs on them, and this
-      rank's GPU by NVML. ``co2_grams`` where ``co2_per_kwh`` says what they stand for.
-    - ``cost``, so far and at the end, where prices are given: ``hours_cost`` for the time since this fit started on all
-      its devices (validation with it), ``energy_cost`` for the energy. Where energy is not known, or the counters of
-      this process do not see all devices of the run, ``cost`` lacks it, and the table says so.
+    It logs:
 
-    Steps in which FLOPs are counted are slower: their time stands apart (``counting_seconds``) and is in no rate. Losses
-    and weights are bit for bit those without the monitor, beside every technique and plugin: operators are recorded and
-    graphs are read, and nothing stands between. The peak of memory is reset as fit starts.
+    - ``samples_per_second`` and ``tokens_per_second`` over all ranks, in training time without validation. A batch's tokens
+      are the elements of its first 2-D integer tensor.
+    - ``flops_per_second`` of one device, and ``mfu``, its fraction of the device's peak. FLOPs are those of one forward and
+      one backward pass, counted once per kind of step from torch's record of operators (``ExecutionTraceObserver``). A kind
+      is defined by the shapes of the batch, the blocks that run and the parameters that take gradients.
+      ``hardware_flops_per_second`` adds the extra passes of techniques and recomputed activations.
+    - ``parameters_bytes``, ``gradients_bytes``, ``optimizer_bytes`` and ``activations_bytes`` on this device, each at its
+      largest. Tied tensors count once. Activations are what the graph holds when the backward pass begins, without
+      parameters, buffers and the batch. Compressed, offloaded or recomputed activations count as what is stored for them on
+      this device. ``peak_bytes`` is the peak of the CUDA allocator, or else of the process's resident memory. The peak is
+      reset when fit starts.
+    - ``data_seconds``, ``forward_seconds``, ``backward_seconds`` (with DDP's communication), ``optimizer_seconds`` (with
+      clipping), ``extra_seconds`` (extra passes), ``other_seconds`` (other callbacks and the loop) and
+      ``validation_seconds``. On CUDA, they are measured with events on the device's stream, without synchronization.
+    - ``energy_joules``, if the machine has counters: RAPL for the host's CPU packages with everything that runs on them, and
+      NVML for this rank's GPU. ``co2_grams``, if ``co2_per_kwh`` is set.
+    - ``hours_cost``, ``energy_cost`` and their sum ``cost``, if prices are set. Time is counted from the start of fit on all
+      devices, with validation. If energy is unknown, or the counters of this process miss devices of the run, ``cost`` lacks
+      it and the table says so.
+
+    FLOPs are not counted in compiled modules, and not while another ``ExecutionTraceObserver`` runs. Compiled functions are
+    left out and named. Changes inside the network at constant shapes, such as routing and sparsity, are not seen, nor are
+    tensors that custom C++ functions keep. With manual optimization, a backward pass outside ``manual_backward`` counts as
+    forward.
 
     Args:
-        price_per_hour: of one device, such as a rented accelerator, >= 0, in any currency: a run on n devices pays n
-            times that (of a machine rented as a whole, give its price divided by the processes on it). None tells none.
-        price_per_kwh: of the electricity used, >= 0, in that currency. None tells none.
-        co2_per_kwh: grams of CO2 for a kWh of the electricity used, >= 0; None tells no CO2.
-        grid_g_per_kwh: the same, by its older name.
-        peak: the device's peak in FLOP/s, > 0, in place of its data sheet's.
-        measure_peak: measure the peak, by large matrix products in about 0.2 s as fit starts; for CPUs and devices of
-            no known peak. ``peak`` and the data sheet go before it.
-        max_counts: kinds of step to count FLOPs of, >= 0; FLOP/s are then those of the steps of these kinds.
-        activations: count the bytes held for the backward pass.
+        price_per_hour: the price of one device for an hour, in any currency. A run on n devices pays n times that. For a
+            machine rented as a whole, divide its price by the number of processes on it.
+        price_per_kwh: the price of a kWh of electricity, in the same currency.
+        co2_per_kwh: the grams of CO2 per kWh of electricity. Grid operators publish theirs.
+        grid_g_per_kwh: the older name of ``co2_per_kwh``.
+        peak: the device's peak in FLOP/s, instead of the value in its data sheet.
+        measure_peak: whether to measure the peak with large matrix products, for about 0.2 s at the start of fit. This is
+            for CPUs and unlisted devices; ``peak`` and data sheets take precedence.
+        max_counts: the largest number of kinds of step whose FLOPs are counted. FLOP/s cover these kinds. 0 counts no FLOPs
+            and no activations.
+        activations: whether to count the bytes held for the backward pass.
 
     Raises:
-        ValueError: for other values.
+        ValueError: for a value out of range, or if both ``co2_per_kwh`` and ``grid_g_per_kwh`` are given.
+
+    Example:
+        >>> monitor = EfficiencyMonitor(price_per_hour=2.5)
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[monitor])
     """
 
-    sparse_gradients: ClassVar[bool] = True  # it counts their bytes
+    sparse_gradients: ClassVar[bool] = True  # their bytes are counted
 
+    @declared
     def __init__(
         self,
         *,
-        price_per_hour: float | None = None,
-        price_per_kwh: float | None = None,
-        co2_per_kwh: float | None = None,
-        grid_g_per_kwh: float | None = None,
-        peak: float | None = None,
+        price_per_hour: Price | None = None,
+        price_per_kwh: Price | None = None,
+        co2_per_kwh: Price | None = None,
+        grid_g_per_kwh: Price | None = None,
+        peak: Annotated[float, Number(above=0, hint="Write it in FLOP/s, such as 312e12.")] | None = None,
         measure_peak: bool = False,
-        max_counts: int = 16,
+        max_counts: Annotated[int, Count(at_least=0)] = 16,
         activations: bool = True,
     ) -> None:
-        if grid_g_per_kwh is not None and not 0 <= grid_g_per_kwh < math.inf:
-            raise ValueError(
-                f"EfficiencyMonitor(grid_g_per_kwh={grid_g_per_kwh}): expected grams of CO2 per kWh, a finite number"
-                " >= 0, or None. Grid operators publish theirs."
-            )
         if grid_g_per_kwh is not None and co2_per_kwh is not None:
             raise ValueError(
-                f"EfficiencyMonitor({co2_per_kwh=}, {grid_g_per_kwh=}): these are two names of one thing; expected one of"
-                " them. Leave grid_g_per_kwh out."
+                f"EfficiencyMonitor({co2_per_kwh=}, {grid_g_per_kwh=}): these are two names of one argument. Remove"
+                " grid_g_per_kwh."
             )
         self.prices = Prices(price_per_hour, price_per_kwh, grid_g_per_kwh if co2_per_kwh is None else co2_per_kwh)
-        self.prices.check("EfficiencyMonitor")
-        if peak is not None and not 0 < peak < math.inf:
-            raise ValueError(
-                f"EfficiencyMonitor(peak={peak}): expected FLOP/s, a finite number > 0 such as 312e12, or None for the"
-                " data sheet's."
-            )
-        if isinstance(max_counts, bool) or not isinstance(max_counts, int) or max_counts < 0:
-            raise ValueError(
-                f"EfficiencyMonitor(max_counts={max_counts!r}): expected an integer >= 0, a number of kinds of step. 0"
-                " counts no FLOPs and no activations."
-            )
         self.peak = peak
         self.measure_peak = measure_peak
         self.max_counts = max_counts
@@ -129,7 +121,7 @@ class EfficiencyMonitor(Callback):
         self._peak: Peak | None = None
         self._memory: dict[str, int] = {}
         self._peak_reset = False
-        self._logged = Totals()  # when loggers were told last
+        self._logged = Totals()  # totals at the last log
         self._first_step = 0
         self._began = time.perf_counter()
 
@@ -185,7 +177,7 @@ class EfficiencyMonitor(Callback):
                 pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
     def _due(self, trainer: Trainer) -> bool:
-        """Whether this batch is one after which Lightning logs, or in which FLOPs were counted."""
+        """Return whether Lightning logs after this batch, or its FLOPs were counted."""
         assert self.watch is not None
         logs = trainer._logger_connector.should_update_logs or trainer.is_last_batch
         return logs or self.watch.counting_now or "parameters" not in self._memory
@@ -221,7 +213,7 @@ class EfficiencyMonitor(Callback):
         self._close(trainer)
 
     def _close(self, trainer: Trainer, *, failed: bool = False) -> None:
-        """Take everything out of the run again; what it told stays."""
+        """Remove all hooks from the run; logged metrics stay."""
         if self.watch is None:
             return
         if self._current is not None:
@@ -236,12 +228,12 @@ class EfficiencyMonitor(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "watch": None, "_energy": None, "_current": None}
 
-    # -- what it tells
+    # -- reports
 
     def summary(self) -> dict[str, Any]:
-        """The numbers of the run that goes on, or of the last one; None stands for what is not known.
+        """Return the numbers of the current run, or of the last one; None marks unknown values.
 
-        Rates are over steps that were not counted. ``phases`` holds seconds by phase, ``memory`` bytes by category.
+        Speeds exclude the steps in which FLOPs were counted. ``phases`` holds seconds by phase, ``memory`` bytes by category.
 
         Raises:
             RuntimeError: before any run.
@@ -249,7 +241,9 @@ class EfficiencyMonitor(Callback):
         if self.watch is not None:
             return self._sum_up(self.watch, self.watch.trainer)
         if self._summary is None:
-            raise RuntimeError("EfficiencyMonitor has watched no run yet; it tells of a fit that it was a callback of.")
+            raise RuntimeError(
+                "EfficiencyMonitor: it has not watched a run yet. Add it to the Trainer's callbacks and call fit first."
+            )
         return self._summary
 
     def _sum_up(self, watch: Watch, trainer: Trainer) -> dict[str, Any]:
@@ -300,7 +294,7 @@ class EfficiencyMonitor(Callback):
         }
 
     def _metrics(self) -> dict[str, float]:
-        """For loggers and callbacks: rates since loggers were told last, all else since fit started."""
+        """Return the metrics: speeds since the last log, all else since fit started."""
         assert self.watch is not None
         now = self.summary()
         world = self.watch.trainer.world_size
@@ -321,7 +315,7 @@ class EfficiencyMonitor(Callback):
         return {f"eff/monitor/{name}": float(value) for name, value in found.items() if value is not None}
 
     def text(self) -> str:
-        """The closing table, a line for each thing."""
+        """Return the closing table."""
         lines = rows(self.prices, self.summary())
         width = max(len(name) for name, _ in lines)
         return "\n".join(["", "What this run cost", *(f"  {name:<{width}}  {value}" for name, value in lines), ""])

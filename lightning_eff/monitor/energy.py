@@ -1,4 +1,4 @@
-"""The energy that a machine's own counters say was used: RAPL for CPUs, NVML for GPUs."""
+"""Energy from the machine's own counters: RAPL for CPUs, NVML for GPUs."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ RAPL = Path("/sys/class/powercap")
 
 
 class _Rapl:
-    """One zone of Linux's powercap tree: a counter of microjoules that wraps around."""
+    """One zone of Linux's powercap tree, with a counter of microjoules that wraps around."""
 
     def __init__(self, zone: Path) -> None:
         self.name = f"RAPL {(zone / 'name').read_text().strip()}"
@@ -25,7 +25,7 @@ class _Rapl:
         return int((self._zone / "energy_uj").read_text())
 
     def joules(self) -> float:
-        """Since the last call."""
+        """Return the joules since the last call."""
         now = self._read()
         used = now - self._last if now >= self._last else now + self._range - self._last
         self._last = now
@@ -33,7 +33,7 @@ class _Rapl:
 
 
 class _Nvml:
-    """One GPU: its counter of millijoules where it has one, else its power, summed up by trapezoids."""
+    """One GPU: its counter of millijoules if it has one, else its power, integrated by trapezoids."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -48,7 +48,7 @@ class _Nvml:
         return self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
 
     def joules(self) -> float:
-        """Since the last call."""
+        """Return the joules since the last call."""
         last, before = self._last, self._time
         self._time = time.perf_counter()
         if self._counts:
@@ -59,16 +59,17 @@ class _Nvml:
 
 
 class EnergyMeter:
-    """The energy that the machine's own counters say was used, from :meth:`start` to :meth:`stop`.
+    """Measure energy with the machine's own counters, from :meth:`start` to :meth:`stop`.
 
-    RAPL counts whole CPU packages (and memory, where it does), with all that runs on them; NVML counts the one GPU.
-    Call :meth:`read` now and then: RAPL's counter wraps around within minutes to hours, and a GPU without a counter
-    tells its power of the moment only.
+    RAPL counts whole CPU packages (and memory, where supported), with everything that runs on them. NVML counts one GPU. Call
+    :meth:`read` regularly: RAPL's counter wraps around within minutes to hours, and a GPU without a counter only reports its
+    current power.
 
     Args:
-        device: the GPU to count, none if it is no CUDA device; None counts torch's current GPU if one is in use.
+        device: the GPU to measure. No GPU is measured for any other device; None measures torch's current GPU, if one is in
+            use.
         rapl: the powercap tree.
-        nvml: the module ``pynvml`` or one like it; None imports it if it is installed.
+        nvml: the module ``pynvml`` or a replacement; None imports it if it is installed.
     """
 
     def __init__(self, device: torch.device | None = None, *, rapl: Path = RAPL, nvml: Any = None) -> None:
@@ -78,11 +79,13 @@ class EnergyMeter:
         self._running = False
 
     def start(self) -> None:
-        """Count from zero."""
+        """Start counting from zero."""
         self._meters, self._joules = [], 0.0
         for zone in sorted(self._rapl.glob("intel-rapl:*")):
-            with suppress(OSError, ValueError):  # a zone that cannot be read (since 2020 root alone may) tells nothing
-                if (zone / "name").read_text().strip().startswith(("package", "dram")):  # others are parts of these
+            with suppress(OSError, ValueError):  # some zones cannot be read; since 2020 only root may
+                if (
+                    (zone / "name").read_text().strip().startswith(("package", "dram"))
+                ):  # other zones are parts of these
                     self._meters.append(_Rapl(zone))
         device = self._device
         if device is None and torch.cuda.is_initialized():
@@ -100,34 +103,34 @@ class EnergyMeter:
                 return
         with suppress(nvml.NVMLError):
             nvml.nvmlInit()
-            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # CUDA's indices may be others than NVML's
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # CUDA's indices may differ from NVML's
             yield _Nvml(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
 
     def read(self) -> float | None:
-        """Joules since :meth:`start`, or None where nothing on the machine tells."""
+        """Return the joules since :meth:`start`, or None without a counter."""
         if self._running:
             self._joules += sum(meter.joules() for meter in self._meters)
         return self.joules
 
     def stop(self) -> float | None:
-        """As :meth:`read`; the count stands still from now on, and can still be asked for."""
+        """Stop counting and return the joules, like :meth:`read`."""
         joules = self.read()
         self._running = False
         return joules
 
     @property
     def started(self) -> bool:
-        """Whether it counts: after :meth:`start` and before :meth:`stop`."""
+        """Whether it is counting."""
         return self._running
 
     @property
     def joules(self) -> float | None:
-        """As of the last :meth:`read`."""
+        """The joules at the last :meth:`read`, or None without a counter."""
         return self._joules if self._meters else None
 
     @property
     def sources(self) -> list[str]:
-        """What has been counted, by name."""
+        """The names of the counters."""
         return [meter.name for meter in self._meters]
 
     def __enter__(self) -> Self:

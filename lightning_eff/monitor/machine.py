@@ -1,4 +1,4 @@
-"""The machine a run is on: its fingerprint and its memory."""
+"""The machine of a run: its fingerprint and its memory."""
 
 import importlib.metadata
 import os
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 PROC = Path("/proc")
-SAME_MACHINE = ("cpu", "cores", "gpu", "threads")  #: of a fingerprint: what makes a machine another one
+SAME_MACHINE = ("cpu", "cores", "gpu", "threads")  #: the entries of a fingerprint that identify a machine
 
 
 def fingerprint(threads: int) -> dict[str, Any]:
-    """The machine and the versions that a result was got with, as in a results file's ``machine``.
+    """Return the machine and the versions behind a result, stored as a results file's ``machine``.
 
     Args:
-        threads: that torch computes with, >= 1.
+        threads: the number of threads that torch uses, >= 1.
     """
     cuda = torch.cuda.is_available()
     return {
@@ -62,7 +62,7 @@ def driver() -> str | None:
 
 
 def _output(*command: str, cwd: Path | None = None) -> str | None:
-    """What a command prints, or None if it fails or is not there."""
+    """Return what a command prints, or None if it fails or is missing."""
     try:
         return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
@@ -70,7 +70,7 @@ def _output(*command: str, cwd: Path | None = None) -> str | None:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """``{"revision": ..., "dirty": ...}`` of the repository that ``folder`` is in, or None where there is none."""
+    """Return ``{"revision": ..., "dirty": ...}`` of the repository around ``folder``, or None without one."""
     revision = _output("git", "rev-parse", "HEAD", cwd=folder)
     status = _output("git", "status", "--porcelain", cwd=folder)
     if revision is None or status is None:
@@ -82,14 +82,14 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 class Memory(NamedTuple):
-    """Bytes, and whether they are ``"allocated"`` (by torch on its device) or ``"resident"`` (the whole process)."""
+    """Bytes that are ``"allocated"`` by torch on its device, or ``"resident"`` in the whole process."""
 
     bytes: int
     kind: str
 
 
 def peak_memory(device: torch.device | None = None) -> Memory:
-    """The most memory since :func:`reset_peak_memory`: torch's on a CUDA device, else the process's resident set."""
+    """Return the peak since :func:`reset_peak_memory`: torch's on a CUDA device, else the process's resident memory."""
     if device is not None and device.type == "cuda":
         return Memory(torch.cuda.max_memory_allocated(device), "allocated")
     with suppress(OSError):
@@ -101,7 +101,7 @@ def peak_memory(device: torch.device | None = None) -> Memory:
 
 
 def reset_peak_memory(device: torch.device | None = None) -> bool:
-    """Let :func:`peak_memory` count anew; False where the system cannot, so that its peak is the whole process's."""
+    """Reset the peak, and return False if the system cannot; it is then the whole process's."""
     if device is not None and device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
@@ -113,7 +113,7 @@ def reset_peak_memory(device: torch.device | None = None) -> bool:
 
 
 def memory_in_use(device: torch.device | None = None) -> int:
-    """Bytes in use now, of the kind that :func:`peak_memory` tells; 0 where the system does not say."""
+    """Return the bytes in use, of the same kind as :func:`peak_memory`; 0 if unknown."""
     if device is not None and device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What devices can do at most: FLOP/s of products by their data sheets, and as measured."""
+"""The peak FLOP/s of devices: from data sheets, or measured."""
 
 import re
 import time
@@ -8,11 +8,11 @@ import torch
 
 
 class Peak(NamedTuple):
-    """What a device can do at most.
+    """The highest FLOP/s of a device.
 
     Attributes:
-        flops: FLOP/s, dense, with a multiplication and an addition counted as two.
-        dtype: what is multiplied, such as ``"bfloat16"`` or ``"tf32"``.
+        flops: dense FLOP/s, with a multiplication and an addition counted as two.
+        dtype: the number format of the factors, such as ``"bfloat16"`` or ``"tf32"``.
         source: the data sheet's title, or ``"measured"``.
     """
 
@@ -21,8 +21,8 @@ class Peak(NamedTuple):
     source: str
 
 
-# Names as torch.cuda.get_device_name gives them, matched in full; TFLOP/s without sparsity and, where a sheet tells
-# them apart, with accumulation in float32. Where a sheet gives the figure with sparsity, half of it stands here.
+# Names from torch.cuda.get_device_name, matched in full. TFLOP/s without sparsity and, where a sheet distinguishes, with
+# accumulation in float32. Where a sheet gives the figure with sparsity, this is half of it.
 _FORMATS = ("float32", "tf32", "float16", "bfloat16")  # None where a device lacks one
 _SHEETS: tuple[tuple[str, str, tuple[float | None, ...]], ...] = (
     (r"Tesla V100S?-SXM\d.*", "NVIDIA V100 Tensor Core GPU Datasheet (SXM2)", (15.7, None, 125, None)),
@@ -52,10 +52,10 @@ _SHEETS: tuple[tuple[str, str, tuple[float | None, ...]], ...] = (
 
 
 def sheet_peak(name: str, dtype: str) -> Peak | None:
-    """The peak of the device called ``name`` (as torch calls it) for ``dtype``, or None where no sheet here tells.
+    """Return the data sheet's peak of the device ``name`` for ``dtype``, or None if it is not listed.
 
     Args:
-        name: such as ``"NVIDIA H200"``; a slice of a device (MIG) is another device, of no known peak.
+        name: torch's name of the device, such as ``"NVIDIA H200"``. A slice of a device (MIG) has no known peak.
         dtype: ``"float32"``, ``"tf32"``, ``"float16"`` or ``"bfloat16"``.
     """
     if " MIG " in name or dtype not in _FORMATS:
@@ -68,9 +68,9 @@ def sheet_peak(name: str, dtype: str) -> Peak | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    """The device's dense peak by its data sheet, or None: for CPUs, unlisted devices and formats that a device lacks.
+    """Return the device's dense peak by its data sheet; None for CPUs, unlisted devices and unsupported formats.
 
-    float32 is looked up as TF32 where torch is allowed to multiply so (``torch.set_float32_matmul_precision``).
+    float32 counts as TF32 where torch may use it (``torch.set_float32_matmul_precision``).
     """
     if device.type != "cuda":
         return None
@@ -81,12 +81,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Peak:
-    """The best rate of large square matrix products of several sizes, in about ``seconds`` (> 0), labelled ``"measured"``.
+    """Measure the best FLOP/s of large square matrix products of several sizes, in about ``seconds`` (> 0).
 
-    It is what the device gives a program with this many threads, below its sheet's peak. The numbers are random: on equal
-    ones a GPU needs less power, and clocks higher than training lets it. The global random state is not touched.
+    The result is what a program with this many threads gets, which is below the data sheet's peak. The factors are random,
+    because a GPU needs less power for constant ones and then clocks higher than in training. The global random state is not
+    used.
     """
-    sizes = (512, 1024) if device.type == "cpu" else (4096, 8192, 16384)  # which one is the fastest, differs
+    sizes = (512, 1024) if device.type == "cpu" else (4096, 8192, 16384)  # the fastest one differs by device
     generator = torch.Generator(device).manual_seed(0)
     best = max(_rate_of_products(device, dtype, size, seconds / len(sizes), generator) for size in sizes)
     return Peak(best, str(dtype).removeprefix("torch."), "measured")
@@ -96,7 +97,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 
 def _rate_of_products(
     device: torch.device, dtype: torch.dtype, size: int, seconds: float, generator: torch.Generator
 ) -> float:
-    """The best FLOP/s of products of two square matrices of normal numbers."""
+    """Return the best FLOP/s of products of two square random matrices."""
     a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     product = torch.empty_like(a)
     torch.mm(a, b, out=product)  # warms up

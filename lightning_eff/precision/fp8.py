@@ -1,7 +1,7 @@
-"""FP8 training: linear maps in E4M3, their gradients in E5M2 (Micikevicius et al. 2022, arXiv:2209.05433)."""
+"""FP8 training: linear layers in E4M3 with gradients in E5M2 (Micikevicius et al. 2022, arXiv:2209.05433)."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -9,9 +9,13 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Count
+from lightning_eff._core._lightning.extras import install
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff.precision._linear.maps import LinearMap, Rule
-from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision
+from lightning_eff.precision._linear.plugin import LinearPrecision, Skip
+from lightning_eff.precision._linear.products import Arithmetic
 from lightning_eff.precision._scaling import ao
 from lightning_eff.precision._scaling.casts import Scaling
 from lightning_eff.precision._scaling.history import AmaxHistory
@@ -24,10 +28,10 @@ Backend = Literal["auto", "torchao", "scaled_mm", "emulated"]
 
 
 def too_small(k: int, n: int, scaling: Scaling) -> bool:
-    """Whether an H100 takes longer for a map from K to N features in float8 than in bfloat16, casts included.
+    """Return whether an H100 runs a layer from K to N features slower in float8 than in bfloat16, casts included.
 
     The thresholds are those of torchao 0.18 (``_auto_filter_for_tensorwise`` and ``_auto_filter_for_rowwise`` in
-    torchao/float8/float8_linear_utils.py), found on H100s with compiled casts; other devices may differ.
+    torchao/float8/float8_linear_utils.py), measured on H100s with compiled casts. Other devices may differ.
     """
     if scaling == "tensorwise":
         return k <= 4096 and n <= 1024
@@ -35,101 +39,98 @@ def too_small(k: int, n: int, scaling: Scaling) -> bool:
 
 
 class FP8Precision(LinearPrecision):
-    """Linear maps, forward and backward, on float8 operands: ``Trainer(plugins=[FP8Precision()])``.
+    """Run linear layers in FP8, in the forward and the backward pass.
 
-    With x (M, K) and W (N, K), the three products y = x W^T, dx = g W and dW = g^T x take x and W in E4M3 and the
-    gradient g in E5M2. What else the module does is the ``base`` plugin's; parameters, their names, optimizer and
-    checkpoints are those of the plain module. Hugging Face's ``Conv1D`` is a linear map too. The output has the dtype of
-    x, and the weight's gradient the weight's. A value that is not finite makes products with it NaN. Which maps stay as
-    they are, and why, is printed at setup.
+    With x (M, K) and W (N, K), the products y = x W^T, dx = g W and dW = g^T x take x and W in E4M3 and the gradient g in
+    E5M2. The ``base`` plugin computes everything else. Parameters, their names, the optimizer and checkpoints are those of
+    the plain module. Hugging Face's ``Conv1D`` counts as a linear layer. The output has the dtype of x, and the weight's
+    gradient that of the weight. A value that is not finite makes its products NaN. The plugin logs at setup which layers stay
+    unchanged, and why.
 
-    Between forward and backward a map holds x in float8, one byte an element, and no copy of W.
+    Use it for large linear layers on an H100, L40S, RTX 4090 or later, where float8 products run up to twice as fast as
+    bfloat16. Between forward and backward, a layer stores x in float8 (one byte per element) and no copy of W. It rounds
+    activations and gradients to 8 bits, so check the loss against bfloat16.
 
-    Three scalings: ``s = 448 / amax`` for E4M3 and ``57344 / amax`` for E5M2, with amax
+    Each cast multiplies by ``448 / amax`` for E4M3 and ``57344 / amax`` for E5M2. The scaling decides the elements over which
+    amax is taken:
 
-    - "tensorwise": of the whole operand;
-    - "rowwise": of each row of a product's left operand and each column of its right one, so x, W and g are cast twice,
-      for each of their products. Rows or channels far larger than the others do not flush these to zero;
-    - "blockwise": of each 1 x 128 along the contraction of x and g, and of each 128 x 128 of W (DeepSeek-V3,
-      arXiv:2412.19437, sec. 3.3, which has g in E4M3 too). Products are taken by a Triton kernel, or emulated.
+    - "tensorwise": the whole operand. This is the fastest.
+    - "rowwise": each row of a product's left operand and each column of its right one. x, W and g are cast twice, once per
+      product. Rows or channels with large values no longer flush the others to zero.
+    - "blockwise": each 1 x 128 block of x and g along the contraction, and each 128 x 128 block of W (DeepSeek-V3,
+      section 3.3, where g is E4M3 too). Products run in a Triton kernel, or are emulated.
 
     Args:
-        scaling: as above.
-        amax: "dynamic", of the operand that is cast; "delayed", with tensorwise scaling: the largest one of the last
-            ``history`` optimizer steps, over a step's micro-batches and all ranks, for each map's x, W and g; larger
-            values saturate. Until a tensor has a history, its own amax serves. What the Trainer's backward passes go
-            through counts: evaluation and blocks that run again leave no mark. It is saved in checkpoints. A manual
-            optimization ends a step with each optimizer's.
-        history: steps, >= 1.
-        base: the plugin for everything else: "32-true", "64-true", "16-true", "bf16-true", "bf16-mixed", or a plugin.
-        skip: what stays as it is. "head": maps outside of the blocks, whose error counts most. "small": maps that
-            float8 makes slower, by torchao's thresholds (:func:`too_small`); it applies where float8 hardware
-            runs, not to emulation. Other words are dotted paths of maps, or of modules above them.
-        accumulate: "fast" lets float8 hardware sum the forward product in fewer bits than float32's, as is common;
-            "exact" does not. Backward products are always exact. With blockwise scaling neither changes anything: every
-            product sums blocks of 128 as the hardware does by itself, and blocks in float32.
-        backend: "scaled_mm" is ``torch._scaled_mm``: on NVIDIA devices of compute capability 8.9 and later, where sizes
-            that are no multiples of 16 are padded with zeros, and results with rowwise scaling may pass through
-            bfloat16; on a CPU without a gain. With blockwise scaling it is :mod:`lightning_eff.kernels.fp8_matmul` in its
-            place, from compute capability 9.0 on, and never on a CPU. "torchao" is ``torchao.float8`` (dynamic amax,
-            tensorwise or rowwise), and ``torch._scaled_mm`` for the maps that it does not take. "emulated" runs anywhere,
-            slower than bfloat16: casts are bit for bit the hardware's, and products of the dequantised operands are taken
-            in float32, whatever ``accumulate`` says. "auto" is "torchao" where it is installed and fits, else
-            "scaled_mm"; it never emulates. The device is that of the Trainer's strategy, and outside a Trainer the
-            parameters'.
+        scaling: the elements that share a scale, as above.
+        amax: how amax is found. "dynamic" takes it from the operand that is cast. "delayed", for tensorwise scaling, takes
+            the largest value of the last ``history`` optimizer steps, over micro-batches and ranks, for each layer's x, W and
+            g. Larger values saturate. A tensor without a history uses its own amax. Only the Trainer's backward passes count,
+            not evaluation or recomputed blocks. Checkpoints store the history. With manual optimization, each optimizer's
+            step ends a step.
+        history: the number of optimizer steps that delayed scaling remembers.
+        base: the plugin for everything else. "32-true", "64-true", "16-true", "bf16-true", "bf16-mixed", or a plugin.
+        skip: the layers to leave unchanged. "head" is the layers outside the blocks, whose rounding error matters most.
+            "small" is the layers that float8 makes slower, by torchao's thresholds; it applies on float8 hardware, not to
+            emulation. Other entries are dotted paths of layers, or of modules above them.
+        accumulate: how float8 hardware sums the forward product. "fast" uses fewer bits than float32, as is common.
+            "exact" does not. Backward products are always exact. It has no effect with blockwise scaling, where the hardware
+            sums blocks of 128 and float32 sums the blocks.
+        backend: the implementation of the products. "scaled_mm" is ``torch._scaled_mm``, for NVIDIA GPUs of compute
+            capability 8.9 or later. It pads sizes to multiples of 16, and rowwise results may pass through bfloat16. It also
+            runs on a CPU, without a speed-up. With blockwise scaling it is :mod:`lightning_eff.kernels.fp8_matmul`, for
+            compute capability 9.0 or later. "torchao" is ``torchao.float8`` (dynamic amax, tensorwise or rowwise), with
+            ``torch._scaled_mm`` for layers that torchao does not support. "emulated" runs anywhere, slower than bfloat16:
+            casts are bit-identical to the hardware's, and products are computed in float32. "auto" is "torchao" where it is
+            installed and supports the settings, else "scaled_mm", and never emulates. The device is that of the Trainer's
+            strategy, or of the parameters outside a Trainer.
 
     Raises:
-        ValueError: if an argument is out of range or a combination is not offered; at setup, if the device has no float8
-            hardware and ``backend`` asks for it, or no map is left.
-        TypeError: if ``base`` or ``skip`` has the wrong type.
+        ValueError: for a value out of range or an unsupported combination. At setup, if the device has no float8 hardware and
+            ``backend`` needs it, or if no layer remains.
+        TypeError: if ``base`` has the wrong type.
         ImportError: at setup, if ``backend="torchao"`` and it is not installed.
+
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, plugins=[FP8Precision("rowwise")])
+
+    References:
+        Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433.
+        DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437 (blockwise scaling).
     """
 
-    saves: ClassVar[str] = "time: linear maps in FP8"
+    saves: ClassVar[str] = "time: linear layers run in FP8"
     paper: ClassVar[str] = "Micikevicius et al. 2022, arXiv:2209.05433; DeepSeek-V3, arXiv:2412.19437"
     constraints: ClassVar[str] = (
-        "an NVIDIA GPU of compute capability 8.9 or later, or backend='emulated', which is slow"
+        "needs an NVIDIA GPU of compute capability 8.9 or later, or backend='emulated', which is slow"
     )
     survey: ClassVar[Survey | None] = Survey("FP8 training", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"scaling": Choice(("tensorwise", "rowwise", "blockwise"))},
-        lambda profile: (
-            None if profile.float8 else "the device multiplies no FP8 matrices, and an emulation gains no time"
-        ),
+        lambda profile: None if profile.float8 else "the device has no FP8 matrix units, and emulation saves no time",
     )
     words: ClassVar[tuple[str, ...]] = ("head", "small")
 
+    @declared
     def __init__(
         self,
         scaling: Scaling = "tensorwise",
         amax: Amax = "dynamic",
         *,
-        history: int = 16,
+        history: Annotated[int, Count()] = 16,
         base: str | Precision = "bf16-mixed",
-        skip: Collection[str] = ("head", "small"),
+        skip: Skip = ("head", "small"),
         accumulate: Accumulate = "fast",
         backend: Backend = "auto",
     ) -> None:
-        choices = {
-            "scaling": (scaling, Scaling),
-            "amax": (amax, Amax),
-            "accumulate": (accumulate, Accumulate),
-            "backend": (backend, Backend),
-        }
-        for name, (given, allowed) in choices.items():
-            if given not in get_args(allowed):
-                raise ValueError(f"FP8Precision({name}={given!r}): expected one of {', '.join(get_args(allowed))}.")
-        if isinstance(history, bool) or not isinstance(history, int) or history < 1:
-            raise ValueError(f"FP8Precision({history=}): expected a number of steps, an integer >= 1.")
         if amax == "delayed" and scaling != "tensorwise":
             raise ValueError(
-                f"FP8Precision({scaling=}, {amax=}): expected scaling='tensorwise', since a history is one number for a"
-                " tensor. Or take amax='dynamic'."
+                f"FP8Precision({scaling=}, {amax=}): a history has one amax per tensor. Set scaling='tensorwise' or"
+                " amax='dynamic'."
             )
         if backend == "torchao" and (amax == "delayed" or scaling == "blockwise"):
             raise ValueError(
-                f"FP8Precision({scaling=}, {amax=}, {backend=}): torchao has dynamic amax, tensorwise or rowwise; expected"
-                " backend='scaled_mm' or 'emulated' here."
+                f"FP8Precision({scaling=}, {amax=}, {backend=}): torchao supports only dynamic amax with tensorwise or"
+                " rowwise scaling. Set backend='scaled_mm' or 'emulated'."
             )
         super().__init__(base, skip=skip)
         self.scaling: Scaling = scaling
@@ -138,12 +139,12 @@ class FP8Precision(LinearPrecision):
         self.accumulate: Accumulate = accumulate
         self.backend: Backend = backend
         self._device = torch.device("cpu")
-        self._runs = ""  # the backend, once it is known
+        self._runs = ""  # the chosen backend, once the device is known
         self._history: AmaxHistory | None = None
         self._loaded: dict[str, Any] | None = None
         self._in_backward = False
 
-    # -- what is exchanged
+    # -- the layers
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -153,11 +154,11 @@ class FP8Precision(LinearPrecision):
         return super().convert_module(module)
 
     def _choose(self, device: torch.device) -> str:
-        """The backend for a device."""
+        """Return the backend for a device."""
         if self.backend == "torchao" and not ao.installed():
             raise ImportError(
-                "FP8Precision(backend='torchao'): torchao is not installed. Install it: pip install"
-                ' "lightning-eff[torchao]". Or take backend="scaled_mm".'
+                "FP8Precision(backend='torchao'): torchao is not installed. Set backend='scaled_mm', or run in a clone of"
+                f" lightning_eff: {install('torchao')}"
             )
         blocks = self.scaling == "blockwise"
         if self.backend == "emulated" or (device.type == "cpu" and self.backend != "auto" and not blocks):
@@ -169,8 +170,8 @@ class FP8Precision(LinearPrecision):
             asked = f"scaling='blockwise', backend={self.backend!r}" if blocks else f"backend={self.backend!r}"
             least = "9.0 or later, or of 8.9 with scaling='rowwise'" if blocks else "8.9 or later"
             raise ValueError(
-                f"FP8Precision({asked}): {reason}; expected an NVIDIA GPU of compute capability {least}."
-                " To try FP8's effect on a run without its speed, take backend='emulated'."
+                f"FP8Precision({asked}): {reason}. Use an NVIDIA GPU of compute capability {least}, or"
+                " set backend='emulated' to see the effect of FP8 without its speed."
             )
         if blocks:
             return "triton"
@@ -208,8 +209,8 @@ class FP8Precision(LinearPrecision):
         )
         if self._history is None and self._runs != "triton":
             return linear
-        # a compiled backward pass would go on as it was traced, when nothing was to be recorded; and torch.compile would
-        # trace into the launch of a kernel
+        # a compiled backward pass would keep the branch that was traced, without recording; and torch.compile would trace
+        # into the launch of a kernel
         return torch.compiler.disable(linear.__call__)  # pyright: ignore[reportReturnType] -- of a function: a function
 
     def _product(self) -> Product:
@@ -223,25 +224,22 @@ class FP8Precision(LinearPrecision):
         if self.amax == "delayed":
             what += f" over {self.history_steps} steps"
         if self._runs == "emulated":
-            what += (
-                ", emulated: casts are bit for bit the hardware's, products exact in float32; slower than bfloat16, with"
-                " nothing gained but the numbers"
-            )
+            what += ", emulated (bit-identical casts, products in float32): slower than bfloat16"
             return f"{what}; skip's 'small' does not apply to emulation" if "small" in self.skip else what
         if self._runs == "triton":
-            return f"{what}, by the Triton kernel kernels/fp8_matmul.py, sums of 128 in the hardware's precision"
-        what += f", by {'torchao' if self._runs == 'torchao' else 'torch._scaled_mm'}"
+            return f"{what}, in the Triton kernel kernels/fp8_matmul.py"
+        what += f", with {'torchao' if self._runs == 'torchao' else 'torch._scaled_mm'}"
         what += f", {self.accumulate} accumulation in the forward product"
         others = [m.path for m in self._maps if self._runs == "torchao" and not ao.takes(m)]
         if others:
             what += (
-                f"; by torch._scaled_mm, since torchao takes no Conv1D and only multiples of 16: {', '.join(others)}"
+                f"; with torch._scaled_mm, since torchao needs an nn.Linear with multiples of 16: {', '.join(others)}"
             )
         odd = [str(m) for m in self._maps if m.in_features % MULTIPLE or m.out_features % MULTIPLE]
         if odd and self._on_hardware:
             what += f"; padded with zeros to multiples of {MULTIPLE}: {', '.join(odd)}"
         if self._device.type == "cpu":
-            what += "; on a CPU, which has no float8 units: slower than bfloat16"
+            what += "; slower than bfloat16, because a CPU has no float8 units"
         return what
 
     # -- the history of amax
@@ -282,7 +280,7 @@ class FP8Precision(LinearPrecision):
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module will run: at setup a Trainer has not moved it there yet."""
+    """Return the device on which a module will run; at setup a Trainer has not moved it there yet."""
     trainer = getattr(module, "_trainer", None)
     if trainer is not None:
         return trainer.strategy.root_device

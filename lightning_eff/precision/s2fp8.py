@@ -1,19 +1,19 @@
-"""Linear maps in shifted and squeezed FP8, which fits each tensor's own range (Cambier et al. 2020, arXiv:2001.05674)."""
+"""Linear layers in shifted and squeezed FP8, fitted to each tensor's range (Cambier et al. 2020, arXiv:2001.05674)."""
 
-from collections.abc import Collection
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff.precision._formats.formats import E5M2
 from lightning_eff.precision._linear.maps import LinearMap
-from lightning_eff.precision._linear.plugin import Arithmetic, LinearPrecision, by_rows
+from lightning_eff.precision._linear.plugin import LinearPrecision, Skip
+from lightning_eff.precision._linear.products import Arithmetic, Products, linear_in
 
 LOG2_MAX = 15.0
 """log2 of the largest |Y|: 2^15 is the largest power of two in E5M2."""
@@ -23,7 +23,7 @@ _FINITE = _CODES[:124]  # 0 .. 57344
 _HALFWAY = (_FINITE[:-1] + _FINITE[1:]) / 2  # below code i + 1
 _STARTS = (torch.arange(2**15, dtype=torch.int32) << 16).view(
     torch.float32
-)  # by upper half, the least number; then NaN
+)  # the smallest number by upper half; then NaN
 
 
 @cache
@@ -48,18 +48,18 @@ class Squeezed(NamedTuple):
 
 
 def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """α and μ of a tensor, over its finite elements that are not zero.
+    """Return α and μ of a tensor, over its finite nonzero elements.
 
     μ = mean log2|x|,  m = max log2|x|,  α = 15 / (m − μ),  β = −α μ
 
-    Where all magnitudes are the same, or all are zero, α is 1, so that Y is ±1, and that magnitude is kept exactly.
-    Where they are nearly the same, m − μ counts as 1e-9 at least, which is what float64 sums are good for.
+    If all magnitudes are equal, or all are zero, α is 1. Y is then ±1, and the magnitude is stored exactly. If they are almost
+    equal, m − μ counts as at least 1e-9, the accuracy of float64 sums.
 
     Args:
         x: float32, any shape.
 
     Returns:
-        Two float64 tensors of no dimension, on ``x``'s device.
+        Two 0-dimensional float64 tensors on ``x``'s device.
     """
     size = x.detach().abs()
     counted = (size > 0) & (size < torch.inf)
@@ -75,25 +75,25 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def squeeze(x: Tensor) -> Squeezed:
-    """``x`` in S2FP8, with its own statistics. Float32, any shape."""
+    """Encode ``x`` (float32, any shape) in S2FP8 with its own statistics."""
     return encode(x, *statistics(x))
 
 
 def encode(x: Tensor, alpha: Tensor, mu: Tensor) -> Squeezed:
-    """Y = 2^β sign(x) |x|^α, rounded to E5M2, to nearest and halfway to even.
+    """Round Y = 2^β sign(x) |x|^α to E5M2, to nearest with ties to even.
 
-    Y rises with |x|, so rounding it is the same as comparing |x| with the 123 magnitudes at which its code changes;
-    these are computed in float64. Zero, infinity and NaN stay what they are, and beyond E5M2 is its largest number.
+    Y grows with |x|, so rounding it is the same as comparing |x| with the 123 magnitudes at which its code changes. These are
+    computed in float64. Zero, infinity and NaN stay unchanged, and values beyond the range of E5M2 become its largest number.
 
     Args:
         x: float32, any shape.
-        alpha: α, float64, no dimension.
+        alpha: α, float64, 0-dimensional.
         mu: μ, likewise; β is −α μ.
     """
     halfway, codes = _tables(x.device)
     # |Y| = t where log2|x| = (log2 t − β) / α = log2(t) / α + μ
     at = torch.exp2(halfway.log2() / alpha + mu)
-    # the smallest float32 that has the upper code; at t itself, as far as float64 tells, the even one is right
+    # the smallest float32 with the upper code; a tie, to float64 accuracy, goes to the even code
     odd = torch.arange(1, 124, device=x.device) % 2 == 1
     first = at.float()
     tie = (first - at).abs() <= 4e-15 * at
@@ -109,92 +109,90 @@ def encode(x: Tensor, alpha: Tensor, mu: Tensor) -> Squeezed:
 
 
 def _count_up_to(size: Tensor, boundaries: Tensor) -> Tensor:
-    """How many of the rising ``boundaries`` are <= each element of ``size``, >= 0 and float32; int32.
+    """Count the sorted ``boundaries`` that are <= each element of ``size`` (float32, >= 0); return int32.
 
-    On a CPU a binary search by elements is slow. Where no two boundaries lie within numbers that share their upper 16 bits,
-    the count for the least of these numbers, and one comparison, give it.
+    An elementwise binary search is slow on a CPU. If no two boundaries lie between numbers with the same upper 16 bits, the
+    count for the smallest of these numbers plus one comparison gives the result.
     """
     if size.device.type == "cpu" and size.numel() > 4 * len(_STARTS):
         count = torch.bucketize(_STARTS, boundaries, out_int32=True, right=True)
         if bool((count.diff() <= 1).all()):
             count = count.index_select(0, (size.view(torch.int32) >> 16).flatten()).view(size.shape)
-            padded = torch.cat([boundaries, boundaries.new_full((1,), torch.nan)])  # none is left to be reached
+            padded = torch.cat([boundaries, boundaries.new_full((1,), torch.nan)])  # no further boundary
             return count.add_(padded.index_select(0, count.flatten()).view(size.shape) <= size)
     return torch.bucketize(size, boundaries, out_int32=True, right=True)
 
 
-class _S2FP8Linear(torch.autograd.Function):
-    """``y = x̂ Ŵᵀ + b``, and backward ``dx = ĝ Ŵ``, ``dW = ĝᵀ x̂``, ``db = Σ g``; a hat stands for what S2FP8 keeps."""
+class _S2FP8(Products):
+    """``y = x̂ Ŵᵀ``, ``dx = ĝ Ŵ`` and ``dW = ĝᵀ x̂``; a hat marks values in S2FP8."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        a, w = squeeze(x.float()), squeeze(weight.float())
-        # levels as integers: what compresses saved floating-point tensors must leave them alone
-        ctx.save_for_backward(a.codes, a.levels.view(torch.int32), w.codes, w.levels.view(torch.int32))
-        ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        y = a.float() @ w.float().t()
-        if bias is not None:
-            y += bias
-        return y.to(x.dtype)
+    @override
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        a, w = squeeze(x), squeeze(weight)
+        # levels as integers, so that activation compression leaves them alone
+        saved = a.codes, a.levels.view(torch.int32), w.codes, w.levels.view(torch.int32)
+        return a.float() @ w.float().t(), saved
 
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] -- one result, one gradient
-        ctx: Any, g: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        x_codes, x_levels, w_codes, w_levels = ctx.saved_tensors
-        dx = dw = db = None
-        with torch.autocast(g.device.type, enabled=False):
-            g = g.float()
-            g_hat = squeeze(g).float()
-            if ctx.needs_input_grad[0]:
-                w = Squeezed(w_codes, w_levels.view(torch.float32)).float()
-                dx = (g_hat @ w).to(ctx.dtypes[0])
-            if ctx.needs_input_grad[1]:
-                a = Squeezed(x_codes, x_levels.view(torch.float32)).float()
-                dw = (g_hat.t() @ a).to(ctx.dtypes[1])
-            if ctx.needs_input_grad[2]:
-                db = g.sum(0).to(ctx.dtypes[2])
-        return dx, dw, db
+    @override
+    def backward(
+        self, saved: tuple[Tensor, ...], g: Tensor, *, needs_x: bool, needs_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        x_codes, x_levels, w_codes, w_levels = saved
+        g_hat = squeeze(g).float()
+        dx = dw = None
+        if needs_x:
+            dx = g_hat @ Squeezed(w_codes, w_levels.view(torch.float32)).float()
+        if needs_weight:
+            dw = g_hat.t() @ Squeezed(x_codes, x_levels.view(torch.float32)).float()
+        return dx, dw
 
 
 class S2FP8Precision(LinearPrecision):
-    """Run linear maps on operands in S2FP8, an 8-bit format whose exponent range is fitted to each tensor.
+    """Emulate linear layers in S2FP8, an 8-bit format that fits its exponent range to each tensor.
 
-    ``Trainer(plugins=[S2FP8Precision()])``. Inputs, weights and gradients of the three products of a map, ``x Wᵀ``,
-    ``g W`` and ``gᵀ x``, are shifted and squeezed, so that the mean of ``log2|Y|`` is 0 and its maximum 15, and rounded
-    to E5M2; products are summed in float32, without loss scaling. Weights are kept and updated as in the base plugin.
+    The inputs, weights and gradients of a layer's three products, ``x Wᵀ``, ``g W`` and ``gᵀ x``, are shifted and squeezed so
+    that the mean of ``log2|Y|`` is 0 and its maximum 15, and then rounded to E5M2. Products are summed in float32, without loss
+    scaling. The base plugin stores and updates the weights.
 
-    No hardware has this format: it is emulated, to the bit, and slower than the base plugin. What is saved is memory:
-    between forward and backward a map holds one byte for each element of its input and of its weight.
+    Use it to study the format. No hardware has it, so it is emulated bit by bit and slower than the base plugin. It does save
+    memory: between forward and backward, a layer stores one byte per element of its input and weight.
 
-    As the format has it, a tensor with a few numbers far below the rest loses these to zero: magnitudes below
-    ``2^(μ − 17 (m − μ) / 15)``.
+    In a tensor with a few very small numbers, the format flushes magnitudes below ``2^(μ − 17 (m − μ) / 15)`` to zero.
 
     Args:
-        base: the precision of all else: "32-true", "64-true", "16-true", "bf16-true" or "bf16-mixed", or a Precision
-            plugin. Float64 operands are rounded to float32 first.
-        skip: linear maps that stay as they are: "head" for those outside the blocks, and dotted paths.
+        base: the plugin for everything else. "32-true", "64-true", "16-true", "bf16-true", "bf16-mixed", or a plugin.
+            Float64 operands are rounded to float32 first.
+        skip: the layers to leave unchanged. "head" is the layers outside the blocks; other entries are dotted paths.
 
     Raises:
-        ValueError: at setup, if no linear map is left.
-        TypeError: if an argument is of another type.
+        ValueError: at setup, if no linear layer remains.
+        TypeError: if ``base`` has the wrong type.
+
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, plugins=[S2FP8Precision()])
+
+    References:
+        Cambier et al. 2020, "Shifted and Squeezed 8-bit Floating Point Format for Low-Precision Training of Deep Neural
+        Networks", arXiv:2001.05674.
     """
 
-    saves: ClassVar[str] = "activation memory of linear maps, 1 byte an element; no time: emulated"
+    saves: ClassVar[str] = (
+        "activation memory of linear layers (1 byte per element), but no time, because it is emulated"
+    )
     paper: ClassVar[str] = "Cambier et al. 2020, arXiv:2001.05674"
-    constraints: ClassVar[str] = "emulated, slower than its base: for study"
+    constraints: ClassVar[str] = "for study: emulated, and slower than its base"
     survey: ClassVar[Survey | None] = Survey("FP8 training", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        pointless=lambda profile: "an emulation, for study: slower than its base"
+        pointless=lambda profile: "it is emulated for study, and slower than its base"
     )
 
-    def __init__(self, base: str | Precision = "32-true", *, skip: Collection[str] = ("head",)) -> None:
+    @declared
+    def __init__(self, base: str | Precision = "32-true", *, skip: Skip = ("head",)) -> None:
         super().__init__(base, skip=skip)
 
     @override
     def arithmetic(self, m: LinearMap) -> Arithmetic:
-        return by_rows(_S2FP8Linear.apply)
+        return linear_in(_S2FP8())
 
     @override
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Weights and optimizer states in bfloat16 without a float32 copy, by stochastically rounded updates.
+"""Weights and optimizer states in bfloat16 without a float32 copy, with stochastically rounded updates.
 
 Gupta et al. 2015, arXiv:1502.02551; with Adam, for large language models: Ozkara et al. 2025, PMLR 258:4402-4410.
 """
@@ -6,7 +6,7 @@ Gupta et al. 2015, arXiv:1502.02551; with Adam, for large language models: Ozkar
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Names
 from lightning_eff._core.optimizers import PER_PARAMETER, is_per_parameter, step_in_parts
 from lightning_eff._core.search_space import SearchSpace, Survey, needs_memory_bound
 from lightning_eff._core.wrapping import WrappingPrecision
@@ -26,66 +28,72 @@ from lightning_eff.kernels.bf16_adamw import adamw_
 from lightning_eff.kernels.stochastic_rounding import stochastic_round
 from lightning_eff.precision._rounding.advice import is_mixed, mixed, step_of, to_be_cast, without_bfloat16
 
-_MIXING = (_WeightedLoss, _SpectralNorm)  # whose buffers are computed with activations or weights
-CHUNK = 2**24  # weights that are in float32 at a time
+_MIXING = (_WeightedLoss, _SpectralNorm)  # their buffers are combined with activations or weights
+CHUNK = 2**24  # the number of weights in float32 at a time
 _SEEDS = 2**61
+CastBuffers = Annotated[Collection[str], Names("buffers", hint="Write a tuple, such as cast_buffers=('mask',).")]
 
 
 class StochasticRoundingBF16(WrappingPrecision):
-    """Train wholly in bfloat16: forward, backward, weights and optimizer states, with updates that are not lost.
+    """Train entirely in bfloat16, with stochastic rounding that does not lose small updates.
 
-    ``Trainer(plugins=[StochasticRoundingBF16()])``. As with ``precision="bf16-true"`` the module's parameters and inputs
-    are bfloat16; that alone loses every update below 2^-9 of a weight, as it is rounded to nearest. Here the user's own
-    optimizer makes its step in float32 on a part of the weights at a time, and the new weights and states are rounded
-    stochastically: up with the probability that makes them right on average. Nothing is kept in float32, so that with
-    AdamW a weight takes 6 bytes and its gradient 2, where float32 training, and bf16-mixed, take 16.
+    As with ``precision="bf16-true"``, the module's parameters and inputs are bfloat16. Rounding to nearest would lose every
+    update below 2^-9 of a weight. Here the module's own optimizer steps in float32 on a part of the weights at a time, and the
+    new weights and states are rounded up or down at random, with probabilities that make them correct on average.
 
-    Buffers stay as they are: running statistics, rotary frequencies and the like keep their float32, and so do weight and
-    bias of the norms that have running statistics, which torch computes with them. Of torch's own modules those are cast
-    whose buffers enter products with what is bfloat16: class weights of losses, the vectors of spectral norm. Others that
-    need it (position tables that are added to activations, float masks) are named by ``cast_buffers``. Where one is missing,
-    the first step's error names it, after running that step again with it cast.
+    Use it when weights, gradients and optimizer states do not fit into memory. Nothing is stored in float32: with AdamW, a
+    weight needs 6 bytes and its gradient 2, compared with 16 for float32 and bf16-mixed training. The cost is the noise of
+    one rounding per step.
 
-    Checkpoints hold what is trained: bfloat16 weights and states, and buffers as they are. They load strictly into the
-    plain module, which turns them into its own dtype without a change. After the run the module's own parameters have the
-    dtype that they had before, and the values that they were trained to.
+    Buffers keep their dtype, such as running statistics and rotary frequencies. The weight and bias of norms with running
+    statistics stay float32 too, because torch computes with both in one operation. The plugin casts the buffers of torch's own
+    modules that are multiplied with bfloat16 values: class weights of losses and the vectors of spectral norm. Name others
+    that need it, such as added position tables and float masks, in ``cast_buffers``. If one is missing, the first step is
+    repeated with buffers cast, and the error names the ones to add.
 
-    States of a parameter's own shape are bfloat16; smaller ones (step counts, Adafactor's rows and columns) stay as the
-    optimizer made them. AdamW has a kernel of its own, which also keeps the float32 values out of memory. Ranks round
-    alike, so that their weights stay equal, and a resumed run rounds as the undisturbed one.
+    Checkpoints hold bfloat16 weights and states, and buffers in their own dtype. They load strictly into the plain module.
+    After the run, the module's parameters have their earlier dtype and the trained values.
+
+    States with the shape of their parameter are bfloat16. Smaller ones (step counts, Adafactor's rows and columns) keep the
+    optimizer's dtype. AdamW has its own kernel, which avoids the float32 copies. All ranks round alike, so their weights stay
+    equal, and a resumed run rounds like an uninterrupted one.
 
     Args:
-        cast_buffers: buffers that are cast too while the module runs, by dotted path or its last part.
+        cast_buffers: the buffers to cast to bfloat16 as well, by dotted path or by its last part.
 
     Raises:
-        TypeError: if ``cast_buffers`` is a string.
-        ValueError: at setup, if ``cast_buffers`` names no buffer of floating-point numbers, or an optimizer is not one of
-            torch.optim's own that treat each parameter by itself, is capturable, differentiable or fused, or holds
-            parameters that are sharded.
-        RuntimeError: in the first step, if a buffer that stays meets what is bfloat16 in an operation that takes one dtype, or
-            the step does with a bfloat16 tensor what torch or NumPy cannot.
+        ValueError: if ``cast_buffers`` is a string. At setup, if ``cast_buffers`` names no floating-point buffer, or an
+            optimizer is not one of torch.optim's own that treat each parameter separately, is capturable, differentiable or
+            fused, or holds sharded parameters.
+        RuntimeError: in the first step, if an operation mixes a float32 buffer with bfloat16 values, or if the step passes a
+            bfloat16 tensor to something that does not support it.
+
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, plugins=[StochasticRoundingBF16()])
+
+    References:
+        Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551.
+        Ozkara et al. 2025, "Stochastic Rounding for LLM Training: Theory and Practice", PMLR 258:4402-4410.
     """
 
-    saves: ClassVar[str] = "8 of the 16 bytes a weight that weights, gradients and AdamW's states take"
+    saves: ClassVar[str] = "8 of the 16 bytes per weight that weights, gradients and AdamW's states need"
     paper: ClassVar[str] = "Gupta et al. 2015, arXiv:1502.02551"
-    constraints: ClassVar[str] = "torch.optim's own optimizers but LBFGS and SparseAdam; noise of one rounding a step"
+    constraints: ClassVar[str] = (
+        "needs an optimizer of torch.optim, not LBFGS or SparseAdam; one rounding error per step"
+    )
     survey: ClassVar[Survey | None] = Survey("low-precision weights and states", zhuang="3", shen="4.2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=needs_memory_bound)
 
-    def __init__(self, *, cast_buffers: Collection[str] = ()) -> None:
+    @declared
+    def __init__(self, *, cast_buffers: CastBuffers = ()) -> None:
         super().__init__("bf16-true")
-        if isinstance(cast_buffers, str):
-            raise TypeError(
-                f"StochasticRoundingBF16(cast_buffers={cast_buffers!r}): expected a tuple of names, such as"
-                f" ({cast_buffers!r},)."
-            )
         self.cast_buffers = tuple(cast_buffers)
         self._updates = 0
         self._parameters: list[tuple[nn.Parameter, torch.dtype]] = []
         self._cast: list[tuple[nn.Module, str, Tensor]] = []
-        self._kept: list[str] = []  # buffers that stay
+        self._kept: list[str] = []  # buffers that stay unchanged
 
-    # -- what is cast
+    # -- casts
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -96,8 +104,8 @@ class StochasticRoundingBF16(WrappingPrecision):
         for name in self.cast_buffers:
             if not any(_is_named(path, name) for path, _, _ in named):
                 raise ValueError(
-                    f"StochasticRoundingBF16(cast_buffers={self.cast_buffers}): {name!r} names no buffer of floating-point"
-                    f" numbers; expected some of {', '.join(path for path, _, _ in named) or 'none, since there is none'}."
+                    f"StochasticRoundingBF16(cast_buffers={self.cast_buffers}): {name!r} names no floating-point"
+                    f" buffer. Use names from {[path for path, _, _ in named][:5]}, or remove it."
                 )
         exact = {id(p) for m in module.modules() if _has_statistics(m) for p in m.parameters(recurse=False)}
         for p in module.parameters():
@@ -110,21 +118,23 @@ class StochasticRoundingBF16(WrappingPrecision):
                 self._kept.append(path)
                 continue
             buffer = owner._buffers[name]
-            assert buffer is not None, "a buffer of floating-point numbers"
+            assert buffer is not None, "a floating-point buffer"
             self._cast.append((owner, name, buffer))
             owner._buffers[name] = buffer.to(torch.bfloat16)
-        rank_zero_info(self._told())
+        rank_zero_info(self._message())
         return module
 
-    def _told(self) -> str:
-        told = "StochasticRoundingBF16: weights and optimizer states are bfloat16, in checkpoints too"
+    def _message(self) -> str:
+        text = "StochasticRoundingBF16: weights and optimizer states are bfloat16, also in checkpoints"
         if self._kept:
             more = f" and {len(self._kept) - 4} more" if len(self._kept) > 4 else ""
-            told += f"; as they are: buffers ({', '.join(self._kept[:4])}{more}), and weights of norms with running statistics"
-        return f"{told}. After the run the module's parameters have their own dtype again."
+            text += (
+                f"; unchanged: buffers ({', '.join(self._kept[:4])}{more}) and weights of norms with running statistics"
+            )
+        return f"{text}. After the run, parameters have their own dtype again."
 
     def _put_back(self) -> None:
-        """Let the module have its dtypes again."""
+        """Restore the module's dtypes."""
         while self._parameters:
             _turn(*self._parameters.pop())
         while self._cast:
@@ -141,7 +151,7 @@ class StochasticRoundingBF16(WrappingPrecision):
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # what is made in bfloat16 would have its buffers rounded
+        return nullcontext()  # a module created in bfloat16 would have rounded buffers
 
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
@@ -173,23 +183,23 @@ class StochasticRoundingBF16(WrappingPrecision):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """An error of mixed dtypes says which buffers to cast, after trying that; one of missing bfloat16 says where."""
+        """Explain errors: name the buffers to cast if dtypes are mixed, or the line that does not support bfloat16."""
         try:
             yield
         except (RuntimeError, TypeError) as error:
             who, module = f"StochasticRoundingBF16(cast_buffers={self.cast_buffers})", self._module
-            told = without_bfloat16(error, who)
-            step = None if told is not None else step_of(error.__traceback__)
+            message = without_bfloat16(error, who)
+            step = None if message is not None else step_of(error.__traceback__)
             if step is not None and self._kept and module is not None and is_mixed(error):
                 kept = {
-                    path: (owner, name)  # statistics belong to norms whose weights stay float32, too
+                    path: (owner, name)  # norms with statistics stay float32
                     for path, (owner, name) in _buffers(module).items()
                     if path in self._kept and not _has_statistics(owner)
                 }
-                told = mixed(error, who, self.cast_buffers, to_be_cast(step, module, kept))
-            if told is None:
+                message = mixed(error, who, self.cast_buffers, to_be_cast(step, module, kept))
+            if message is None:
                 raise
-            raise RuntimeError(told) from error
+            raise RuntimeError(message) from error
 
     # -- the update
 
@@ -226,7 +236,7 @@ class StochasticRoundingBF16(WrappingPrecision):
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The module's buffers of floating-point numbers: by path, whose they are and what they are called there."""
+    """Return the floating-point buffers by path: the module that holds each, and its name there."""
     return {
         f"{path}.{name}".lstrip("."): (owner, name)
         for path, owner in module.named_modules()
@@ -241,43 +251,43 @@ def _is_named(path: str, name: str) -> bool:
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    """Whether torch computes with the module's parameters and its buffers in one operation, which takes one dtype."""
+    """Return whether torch combines the module's parameters and buffers in one operation, which needs one dtype."""
     return isinstance(module, _NormBase) and module.running_mean is not None
 
 
 def _turn(p: nn.Parameter, dtype: torch.dtype) -> None:
-    """Let a parameter, and its gradient, be of another dtype."""
+    """Change the dtype of a parameter and its gradient."""
     grad, p.grad = p.grad, None
     p.data = p.data.to(dtype)
     p.grad = None if grad is None else grad.to(dtype)
 
 
 def _check(optimizer: Optimizer) -> None:
-    who = f"StochasticRoundingBF16: {type(optimizer).__name__}"
+    who = f"StochasticRoundingBF16: the optimizer {type(optimizer).__name__}"
     if not is_per_parameter(optimizer, but=("SparseAdam",)):
         expected = ", ".join(name for name in PER_PARAMETER if name != "SparseAdam")
         raise ValueError(
-            f"{who} is not known to treat each parameter by itself; expected one of torch.optim's own: {expected}. Use one"
-            " of them, or precision='bf16-mixed'."
+            f"{who} is not known to treat each parameter separately. Use precision='bf16-mixed', or one of torch.optim's"
+            f" own: {expected}."
         )
     for group in optimizer.param_groups:
         for flag in ("capturable", "differentiable", "fused"):
             if group.get(flag):
                 raise ValueError(
-                    f"{who} has {flag}=True; expected False, because the step is made on float32 copies of a part of the"
-                    f" weights at a time. Leave {flag} out."
+                    f"{who} has {flag}=True, but it steps on float32 copies of a part of the weights at a time. Remove"
+                    f" {flag}=True."
                 )
         for p in group["params"]:
             if type(p) not in (nn.Parameter, Tensor):
                 raise ValueError(
-                    f"{who} holds a {type(p).__name__}; expected plain parameters, because all ranks round alike. Use a"
-                    " single device or strategy='ddp'."
+                    f"{who} holds a {type(p).__name__}, but sharded parameters are not supported. Use a single device or"
+                    " strategy='ddp'."
                 )
 
 
 def _update(optimizer: Optimizer, seed: int, keywords: dict[str, Any]) -> None:
-    """Step every parameter that has a gradient; the ``i``-th draws from numbers of its own."""
-    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] -- what schedulers look at
+    """Step every parameter that has a gradient, with its own random numbers."""
+    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue] -- schedulers check it
     number = 0
     for group in optimizer.param_groups:
         numbered = []
@@ -308,7 +318,7 @@ def _fits_kernel(p: Tensor) -> bool:
 
 def _adamw(optimizer: Optimizer, group: dict[str, Any], p: Tensor, seed: int) -> None:
     state, grad = optimizer.state[p], p.grad
-    assert grad is not None, "only parameters with a gradient come here"
+    assert grad is not None, "the caller passes only parameters with a gradient"
     if not state:
         state["step"] = torch.tensor(0.0)
         state["exp_avg"], state["exp_avg_sq"] = (
@@ -331,7 +341,7 @@ def _adamw(optimizer: Optimizer, group: dict[str, Any], p: Tensor, seed: int) ->
 
 
 def _chunks(numbered: list[tuple[Tensor, int]]) -> Iterator[list[tuple[Tensor, int]]]:
-    """Runs of parameters of at most ``CHUNK`` weights, or of one parameter."""
+    """Yield groups of parameters with at most ``CHUNK`` weights, or with one parameter."""
     chunk: list[tuple[Tensor, int]] = []
     size = 0
     for p, i in numbered:
@@ -351,10 +361,10 @@ def _step_chunk(
     seed: int,
     keywords: dict[str, Any],
 ) -> None:
-    """The optimizer's own step on float32 copies of these parameters, their gradients and states; then back."""
+    """Run the optimizer's step on float32 copies of these parameters, gradients and states, then copy back."""
     twins: list[nn.Parameter] = []
     for p, _ in chunk:
-        assert p.grad is not None, "only parameters with a gradient come here"
+        assert p.grad is not None, "the caller passes only parameters with a gradient"
         twin = nn.Parameter(p.detach().to(torch.float32, copy=True))
         twin.grad = p.grad.float()
         twins.append(twin)
@@ -376,7 +386,7 @@ def _step_chunk(
 def _holding(
     optimizer: Optimizer, group: dict[str, Any], twins: list[nn.Parameter], parameters: list[Tensor]
 ) -> Iterator[None]:
-    """Let the optimizer hold the twins alone, with the states of the parameters in float32."""
+    """Let the optimizer hold only the twins, with the states of the parameters in float32."""
     groups, states, held = optimizer.param_groups, optimizer.state, group["params"]
     optimizer.param_groups, group["params"] = [group], twins
     optimizer.state = defaultdict(dict)
@@ -393,5 +403,5 @@ def _holding(
 
 
 def _is_large(value: Any, p: Tensor) -> bool:
-    """Whether a state is one number for each weight of ``p``."""
+    """Return whether a state has one number per weight of ``p``."""
     return isinstance(value, Tensor) and value.shape == p.shape and value.ndim > 0 and value.is_floating_point()

@@ -329,20 +329,20 @@ def test_batches_that_do_not_fit_say_where() -> None:
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit_yaml(tmp_path, "BatchSizeWarmup", {"start": 1, "full": 3, "steps": 2, "until": 0.5, "power": 0.5}, max_steps=6)
-    assert "of the loader's batches, at 1.73 of the rate" in capsys.readouterr().out
+    assert "of the loader's batches, at 1.73 times the learning rate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"start": 0}, r"start=0\): expected an integer >= 1"),
-        ({"start": 4, "full": 2}, "expected full > start"),
-        ({"start": 2, "full": 2}, "set the Trainer's accumulate_grad_batches"),
+        ({"start": 4, "full": 2}, "full must be above start"),
+        ({"start": 2, "full": 2}, r"set Trainer\(accumulate_grad_batches=...\)"),
         ({"full": 2.5}, "full=2.5"),
-        ({"until": 0.0}, r"until=0.0\): expected a share of the budget in \(0, 1\]"),
+        ({"until": 0.0}, r"until=0.0\): expected a number in \(0, 1\]: the fraction of the budget"),
         ({"until": math.nan}, "until=nan"),
         ({"steps": 0}, "steps=0"),
-        ({"full": 3, "steps": 5}, "there are 2 rises by whole ones"),
+        ({"full": 3, "steps": 5}, "has only 2 increases by whole batches. Set steps=2 or less"),
         ({"growth": "cubic"}, "growth='cubic'"),
         ({"power": -1.0}, "power=-1.0"),
         ({"by": "loader"}, "by='loader'"),
@@ -375,7 +375,9 @@ def test_a_batch_that_cannot_grow_is_refused_before_any_step() -> None:
         def on_train_epoch_start(self, *args: Any) -> None:
             raise AssertionError("training has begun")
 
-    with pytest.raises(ValueError, match=r"an epoch has 5 batches and a step takes 6 .* the batch cannot grow"):
+    with pytest.raises(
+        ValueError, match=r"an epoch has 5 batches and the first steps take 6 each, so the batch cannot grow"
+    ):
         trainer(BatchSizeWarmup(2, full=3), Taken(), accumulate_grad_batches=3).fit(still(), loader("classifier"))
 
 

@@ -65,7 +65,7 @@ def test_micro_batches_of_known_gradients(extra: dict[str, Any]) -> None:
     assert (told["steps"], told["batch"]) == (200, 20)
     assert (told["signal"], told["noise"]) == (pytest.approx(signal, rel=1e-4), pytest.approx(noise, rel=1e-4))
     assert told["critical_batch"] == pytest.approx(noise / signal, rel=1e-4)
-    assert "by micro-batches" in technique.summary() and "a step has 20" in technique.summary()
+    assert "comparing micro-batches" in technique.summary() and "A step of 20 makes" in technique.summary()
 
 
 def test_consecutive_steps_stand_in_where_there_is_nothing_else() -> None:
@@ -74,7 +74,7 @@ def test_consecutive_steps_stand_in_where_there_is_nothing_else() -> None:
     signal, noise = by_hand(known_samples(200 * 4), 4, 2)
     told = technique.report()
     assert (told["steps"], told["batch"], told["signal"]) == (100, 4, pytest.approx(signal, rel=1e-4))
-    assert told["noise"] == pytest.approx(noise, rel=1e-4) and "by consecutive steps" in technique.summary()
+    assert told["noise"] == pytest.approx(noise, rel=1e-4) and "comparing consecutive steps" in technique.summary()
 
 
 def test_consecutive_steps_of_other_sizes() -> None:
@@ -142,7 +142,7 @@ def test_while_noise_hides_the_gradient_no_batch_is_told() -> None:
     technique = GradientNoiseScale()
     technique._take(3.0, 1.0, 4, 8, trainer())  # |G|^2 = (8 - 12) / 4 < 0
     assert technique.critical_batch is None and math.isnan(float(technique.report()["critical_batch"]))
-    assert "not known yet" in technique.summary()
+    assert "the critical batch size is unknown" in technique.summary()
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -222,7 +222,7 @@ def test_two_processes(once: Once) -> None:
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit_yaml(tmp_path, "GradientNoiseScale", {"half_life": 10}, max_steps=4, accumulate_grad_batches=2)
-    assert "by micro-batches" in capsys.readouterr().out
+    assert "comparing micro-batches" in capsys.readouterr().out
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -159,16 +159,16 @@ def test_the_batch_is_found_from_the_run(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("by tokens", "got a DataLoader that tells no batch_size"),
-        ("made batches", "got a DataLoader that tells no batch_size"),
-        ("own iterable", "got a Plain that tells no batch_size"),
-        ("several", "got 2 training loaders"),
+        ("by tokens", "found a DataLoader without batch_size"),
+        ("made batches", "found a DataLoader without batch_size"),
+        ("own iterable", "found a Plain without batch_size"),
+        ("several", "found 2 training loaders"),
     ],
 )
 def test_a_batch_that_is_not_known_is_refused_and_may_be_given(kind: str, message: str) -> None:
     net = taking(still())
     before = flat(net)
-    with pytest.raises(ValueError, match=rf"{message}.* Give LinearScaling\(..., batch_size=\)"):
+    with pytest.raises(ValueError, match=rf"{message}.* Give the samples .* LinearScaling\(5, batch_size="):
         trainer(LinearScaling(5), max_steps=2).fit(net, data(kind))
     assert torch.equal(flat(net), before)
     technique = LinearScaling(5, 0.0, batch_size=2.5)
@@ -187,7 +187,7 @@ def test_two_processes(once: Once) -> None:
     """Ranks with batches of 2 and 4, in windows of 3; and a batch that one rank alone does not know stops both."""
     found = two_processes(once)["linear"]
     assert found["reports"] == [{"batch": 18, "rate_factor": 3.0}] * 2 and found["alike"]
-    assert len(found["refused"]) == 2 and "got a DataLoader that tells no batch_size" in found["refused"][0]
+    assert len(found["refused"]) == 2 and "found a DataLoader without batch_size" in found["refused"][0]
     assert "got batches of 4 here, and on another rank" in found["refused"][1]
 
 
@@ -211,7 +211,7 @@ def test_it_is_held_against_the_full_rate_at_once() -> None:
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {"base_batch_size": 4, "warmup": 0.5}
     fit_yaml(tmp_path, "LinearScaling", arguments, keeps_state=False, max_steps=6, accumulate_grad_batches=2)
-    assert "steps of 8 samples, the last at 2 of the rate for 4" in capsys.readouterr().out
+    assert "8 samples per step, the last at 2 times the learning rate for 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         ({"base_batch_size": 0}, r"base_batch_size=0\): expected an integer >= 1"),
         ({"base_batch_size": 2.5}, "base_batch_size=2.5"),
-        ({"warmup": 5}, r"warmup=5\): expected a share of the budget in \[0, 1\]"),
+        ({"warmup": 5}, r"warmup=5\): expected a number in \[0, 1\]"),
         ({"warmup": math.nan}, "warmup=nan"),
         ({"power": -1.0}, "power=-1.0"),
         ({"batch_size": 0}, "batch_size=0"),
@@ -235,7 +235,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
     ("other", "message"),
     [
         (GradientAccumulationScheduler({0: 1, 1: 2}), "LinearScaling and GradientAccumulationScheduler cannot train"),
-        (BatchSizeWarmup(full=2), "cannot train together: both scale the rate with the batch"),
+        (BatchSizeWarmup(full=2), "cannot train together: both scale the learning rate with the batch"),
     ],
 )
 def test_what_changes_the_batch_is_refused(other: Any, message: str) -> None:

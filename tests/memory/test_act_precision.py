@@ -28,7 +28,7 @@ PLUGINS = {
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bits": 3}, "bits=3.*8, 4 or 2"),
+        ({"bits": 3}, "bits=3.*expected 2, 4 or 8"),
         ({"bits": True}, "bits=True"),
         ({"bits": "auto"}, r"ActivationCompression\(bits='auto'\)"),
         ({"inner": "8-mixed"}, "inner='8-mixed'.*bf16-mixed"),

@@ -38,16 +38,16 @@ CASES = {
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bits": 3}, "bits=3.*8, 4 or 2 bits"),
+        ({"bits": 3}, "bits=3.*expected 2, 4, 8, 32 or 'auto'"),
         ({"bits": True}, "bits=True"),
         ({"bits": "many"}, "bits='many'"),
         ({"method": "mse"}, "method='mse'.*'group'.*'mesa'"),
         ({"method": "mesa"}, "bits=4, method='mesa'.*bits=8"),
         ({"method": "mesa", "bits": "auto"}, "bits='auto', method='mesa'.*bits=8"),
         ({"group_size": 100}, "group_size=100.*power of two"),
-        ({"group_size": 8}, "group_size=8.*from 16"),
+        ({"group_size": 8}, r"group_size=8.*in \[16, 8192\]"),
         ({"budget": 3.0}, "budget=3.0.*bits='auto'"),
-        ({"bits": "auto", "budget": 0.5}, "budget=0.5.*from 1 to 8"),
+        ({"bits": "auto", "budget": 0.5}, r"budget=0.5.*in \[1, 8\]"),
         ({"bits": "auto", "interval": 0}, "interval=0.*>= 1"),
     ],
 )
@@ -59,7 +59,7 @@ def test_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_refusals() -> None:
     net = TinyGPT()
     net.blocks[1]._compiled_call_impl = net.blocks[1].forward  # as nn.Module.compile leaves it
-    with pytest.raises(ValueError, match=r"'blocks.1' is compiled; expected none.*activation_memory_budget"):
+    with pytest.raises(ValueError, match=r"'blocks.1' is compiled, so .*activation_memory_budget"):
         trainer(ActivationCompression(), max_steps=1).fit(net, loader("tiny_gpt"))
     with pytest.raises(ValueError, match="ACTPrecision cannot train together with it: it compresses activations too"):
         trainer(ActivationCompression(), plugins=[ACTPrecision()], max_steps=1).fit(TinyGPT(), loader("tiny_gpt"))
@@ -67,7 +67,7 @@ def test_refusals() -> None:
         trainer(ActivationCompression(layers="head"), max_steps=1).fit(TinyGPT(), loader("tiny_gpt"))
     manual = TinyGPT()
     manual.automatic_optimization = False
-    with pytest.raises(ValueError, match=r"automatic_optimization=False.*Give a number of bits"):
+    with pytest.raises(ValueError, match=r"automatic_optimization=False.*Set a number of bits"):
         trainer(ActivationCompression(bits="auto"), max_steps=1).fit(manual, loader("tiny_gpt"))
 
 
@@ -189,11 +189,11 @@ def test_convolutions_only() -> None:
 
 
 def test_offload_is_refused_on_a_cpu() -> None:
-    with pytest.raises(ValueError, match=r"offload=True.*on the CPU.*Leave offload out"):
+    with pytest.raises(ValueError, match=r"offload=True.*on the CPU.*Remove offload=True"):
         trainer(ActivationCompression(offload=True), max_steps=1).fit(TinyGPT(), loader("tiny_gpt"))
 
 
-@pytest.mark.filterwarnings("ignore:activations are in host memory already")
+@pytest.mark.filterwarnings("ignore:.*activations are in host memory already")
 @pytest.mark.parametrize("mesa", [False, True])
 def test_codes_in_host_memory_are_the_same_codes(mesa: bool) -> None:
     """Here the host's memory is the device's too; what is held where, and what comes back, is as on a GPU."""

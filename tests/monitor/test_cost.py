@@ -44,9 +44,9 @@ def test_what_is_not_known_is_named() -> None:
     told = bill(Prices(2.5, 0.3, 400.0), joules=None, unseen=dark)
     assert told["cost"] == pytest.approx(5.0) and told["energy_cost"] is None and told["co2_grams"] is None
     row = cost_row(Prices(2.5, 0.3), told)
-    assert row is not None and row.startswith("at least 5 (") and "without electricity, which this machine" in row
+    assert row is not None and row.startswith("at least 5 (") and "without electricity, because this machine" in row
     told = bill(Prices(None, 0.3), joules=None, unseen=dark)
-    assert told["cost"] is None and "not known; without electricity" in (cost_row(Prices(None, 0.3), told) or "")
+    assert told["cost"] is None and "unknown; without electricity" in (cost_row(Prices(None, 0.3), told) or "")
     told = bill(Prices(2.5), joules=None, unseen=dark)  # nobody asked for electricity, so the bill is whole
     assert told["cost_leaves_out"] == [] and (cost_row(Prices(2.5), told) or "").startswith("5 (")
     assert cost_row(Prices(co2_per_kwh=400.0), told) is None

@@ -272,7 +272,7 @@ def test_a_record_of_the_users_goes_before(tmp_path: Path) -> None:
     record.unregister_callback()
     assert "aten::addmm" in (tmp_path / "trace.json").read_text()
     assert seen.summary()["counted_batches"] == 0 and seen.summary()["flops_per_second"] is None
-    assert "not counted: torch's ExecutionTraceObserver is in use" in seen.text()
+    assert "not counted: another ExecutionTraceObserver of torch is in use" in seen.text()
 
 
 def test_nothing_is_printed_in_a_step(capfd: pytest.CaptureFixture[str]) -> None:

@@ -107,12 +107,10 @@ def test_other_bases(base: Any) -> None:
 def test_conv1d_is_exchanged_and_what_stays_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         fit("gpt2", list, plugins=[plugin(skip=("head", "model.transformer.h.0"))], max_steps=1)
-    assert "12 linear maps run in FP8, tensorwise scaling, dynamic amax, emulated" in caplog.text
+    assert "12 linear layers run in FP8, tensorwise scaling, dynamic amax, emulated" in caplog.text
     assert "slower than bfloat16" in caplog.text
-    assert "as they are, a head's: outside the blocks: model.lm_head (32 to 61)" in caplog.text
-    assert (
-        "as they are, skip names 'model.transformer.h.0': model.transformer.h.0.attn.c_attn (32 to 96)" in caplog.text
-    )
+    assert "unchanged, part of the head, outside the blocks: model.lm_head (32 to 61)" in caplog.text
+    assert "unchanged, skip names 'model.transformer.h.0': model.transformer.h.0.attn.c_attn (32 to 96)" in caplog.text
 
 
 def test_from_a_configuration_file(tmp_path: Path) -> None:
@@ -334,7 +332,7 @@ def test_odd_sizes_on_cuda_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     net.blocks[0].proj = nn.Linear(16, 15)
     with caplog.at_level(logging.INFO):
         FP8Precision(backend="scaled_mm", skip=("head",)).convert_module(net)
-    assert "by torch._scaled_mm, fast accumulation" in caplog.text
+    assert "with torch._scaled_mm, fast accumulation" in caplog.text
     assert "padded with zeros to multiples of 16: blocks.0.proj (16 to 15)" in caplog.text
 
 
@@ -365,15 +363,15 @@ def test_torchaos_thresholds() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"scaling": "columnwise"}, r"scaling='columnwise'\): expected one of tensorwise, rowwise, blockwise"),
-        ({"amax": "late"}, r"amax='late'\): expected one of dynamic, delayed"),
-        ({"accumulate": "slow"}, r"accumulate='slow'\): expected one of fast, exact"),
-        ({"backend": "cutlass"}, r"backend='cutlass'\): expected one of auto, torchao, scaled_mm, emulated"),
-        ({"history": 0}, r"history=0\): expected a number of steps"),
-        ({"history": 2.5}, r"history=2.5\): expected a number of steps"),
-        ({"scaling": "rowwise", "amax": "delayed"}, r"expected scaling='tensorwise', since"),
-        ({"backend": "torchao", "amax": "delayed"}, r"expected backend='scaled_mm' or 'emulated'"),
-        ({"backend": "torchao", "scaling": "blockwise"}, r"expected backend='scaled_mm' or 'emulated'"),
+        ({"scaling": "columnwise"}, r"scaling='columnwise'\): expected 'tensorwise', 'rowwise' or 'blockwise'"),
+        ({"amax": "late"}, r"amax='late'\): expected 'dynamic' or 'delayed'"),
+        ({"accumulate": "slow"}, r"accumulate='slow'\): expected 'fast' or 'exact'"),
+        ({"backend": "cutlass"}, r"backend='cutlass'\): expected 'auto', 'torchao', 'scaled_mm' or 'emulated'"),
+        ({"history": 0}, r"history=0\): expected an integer >= 1: the number of optimizer steps"),
+        ({"history": 2.5}, r"history=2.5\): expected an integer >= 1"),
+        ({"scaling": "rowwise", "amax": "delayed"}, r"a history has one amax per tensor. Set scaling='tensorwise'"),
+        ({"backend": "torchao", "amax": "delayed"}, r"Set backend='scaled_mm' or 'emulated'"),
+        ({"backend": "torchao", "scaling": "blockwise"}, r"Set backend='scaled_mm' or 'emulated'"),
         ({"base": "fp16"}, r"base='fp16'\): expected one of 32-true"),
     ],
 )
@@ -385,7 +383,7 @@ def test_arguments_out_of_range(arguments: dict[str, Any], expected: str) -> Non
 def test_wrong_types() -> None:
     with pytest.raises(TypeError, match=r"FP8Precision\(base of FP8Precision\)"):
         plugin(base=plugin())
-    with pytest.raises(TypeError, match=r"FP8Precision\(skip='head'\): expected a tuple"):
+    with pytest.raises(ValueError, match=r"FP8Precision\(skip='head'\): expected a list of keywords"):
         plugin(skip="head")
 
 
@@ -397,14 +395,14 @@ def fails(p: FP8Precision, **kwargs: Any) -> str:
 
 def test_errors_at_setup(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the device is 'cpu', which has no float8 matrix units" in fails(FP8Precision())
-    assert "take backend='emulated'" in fails(FP8Precision())
-    assert "no linear map is left" in fails(plugin(skip=("head", "blocks")))
-    assert "'block.0' names no module; expected 'head', 'small', or dotted paths" in fails(plugin(skip=("block.0",)))
+    assert "set backend='emulated'" in fails(FP8Precision())
+    assert "found no linear layer" in fails(plugin(skip=("head", "blocks")))
+    assert "'block.0' names no module. Use 'head', 'small' or a dotted path" in fails(plugin(skip=("block.0",)))
     monkeypatch.setattr("lightning_eff.precision._scaling.ao.installed", lambda: False)
-    assert 'pip install "lightning-eff[torchao]"' in fails(FP8Precision(backend="torchao"))
+    assert "'.[torchao]'" in fails(FP8Precision(backend="torchao"))
     old = on_cuda(monkeypatch, (8, 0))
     for backend in ("auto", "scaled_mm"):
-        with pytest.raises(ValueError, match=r"capability is 8\.0.*expected an NVIDIA GPU .* take backend='emulated'"):
+        with pytest.raises(ValueError, match=r"capability is 8\.0.*Use an NVIDIA GPU .* set backend='emulated'"):
             FP8Precision(backend=backend).convert_module(old)
     plugin().convert_module(old)
 
@@ -412,7 +410,7 @@ def test_errors_at_setup(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("backend", ["auto", "scaled_mm"])
 def test_blockwise_scaling_needs_its_kernels_device(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     asked = rf"FP8Precision\(scaling='blockwise', backend='{backend}'\): "
-    with pytest.raises(ValueError, match=asked + "the device is 'cpu'.*take backend='emulated'"):
+    with pytest.raises(ValueError, match=asked + "the device is 'cpu'.*set backend='emulated'"):
         FP8Precision("blockwise", backend=backend).convert_module(TinyGPT())
     for capability in ((8, 0), (8, 9)):
         with pytest.raises(ValueError, match=asked + r".*capability 9\.0 or later, or of 8\.9 with scaling='rowwise'"):
@@ -427,7 +425,7 @@ def test_blockwise_scaling_needs_its_kernels_device(monkeypatch: pytest.MonkeyPa
     net, p = on_cuda(monkeypatch), FP8Precision("blockwise", backend=backend, base="32-true", skip=())
     net.head = nn.Linear(16, 200, bias=False)
     p.convert_module(net)
-    assert "by the Triton kernel" in p.describe() and "_scaled_mm" not in p.describe()
+    assert "in the Triton kernel" in p.describe() and "_scaled_mm" not in p.describe()
     net.head(torch.randn(150, 16, requires_grad=True)).sum().backward()
     assert found == [(150, 1, 2, 1), (150, 2, 1, 2), (200, 2, 16, 2)], "y, dx and dW, with blocks of the weight"
 
@@ -445,5 +443,7 @@ def test_other_strategies_refuse_it() -> None:
         strategy = deepspeed
 
     net.__dict__["_trainer"] = Holder()
-    with pytest.raises(ValueError, match=r"FP8Precision: got DeepSpeedStrategy.*expected a single device, DDP"):
+    with pytest.raises(
+        ValueError, match=r"FP8Precision: DeepSpeedStrategy casts .* Use a single device, strategy='ddp'"
+    ):
         plugin()._check(net)

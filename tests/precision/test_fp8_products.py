@@ -301,7 +301,7 @@ def good() -> Call:
 
 
 BROKEN: dict[str, dict[str, Any]] = {
-    "one length": {"right": torch.zeros(48, 16).to(E4M3).t()},
+    "the same length": {"right": torch.zeros(48, 16).to(E4M3).t()},
     "not both E5M2": {"left": torch.zeros(8, 32).to(E5M2), "right": torch.zeros(48, 32).to(E5M2).t()},
     "operands are float8": {"left": torch.zeros(8, 32)},
     "row-major": {"left": torch.zeros(32, 8).to(E4M3).t()},
@@ -346,7 +346,7 @@ def test_devices_that_multiply_float8() -> None:
     assert refusal("cuda", (12, 0), hip=False) is None
     assert "8.0" in str(refusal("cuda", (8, 0), hip=False))
     assert refusal("cuda", (9, 0), hip=False, blocks=True) is None
-    assert "scales by block" in str(refusal("cuda", (8, 9), hip=False, blocks=True))
+    assert "blockwise scales" in str(refusal("cuda", (8, 9), hip=False, blocks=True))
     assert "ROCm" in str(refusal("cuda", (9, 4), hip=True))
     assert "'cpu'" in str(refusal("cpu", None, hip=False))
 

@@ -85,6 +85,6 @@ def test_conv1d_and_odd_sizes_run_by_our_own_path(caplog: pytest.LogCaptureFixtu
         net, t = fit("gpt2", list, plugins=[plugin()])
     assert t.global_step == NUM_STEPS and flat(net).isfinite().all()
     assert (
-        "by torch._scaled_mm, since torchao takes no Conv1D and only multiples of 16: model.transformer.h.0"
+        "with torch._scaled_mm, since torchao needs an nn.Linear with multiples of 16: model.transformer.h.0"
         in caplog.text
     )

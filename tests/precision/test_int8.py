@@ -262,9 +262,9 @@ def test_one_byte_an_element_is_saved() -> None:
 def test_arguments() -> None:
     with pytest.raises(ValueError, match=r"INT8Precision\(base='int8'\): expected one of 32-true"):
         INT8Precision("int8")
-    with pytest.raises(TypeError, match=r"INT8Precision\(stochastic_rounding=1\): expected True or False"):
+    with pytest.raises(ValueError, match=r"INT8Precision\(stochastic_rounding=1\): expected True or False"):
         INT8Precision(stochastic_rounding=1)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"INT8Precision\(skip='head'\): expected a tuple"):
+    with pytest.raises(ValueError, match=r"INT8Precision\(skip='head'\): expected a list of keywords"):
         INT8Precision(skip="head")
     assert INT8Precision().precision == "bf16-mixed"
     assert "stochastically" in INT8Precision().describe()

@@ -233,7 +233,7 @@ def test_one_byte_an_element_is_saved() -> None:
 def test_arguments() -> None:
     with pytest.raises(ValueError, match=r"S2FP8Precision\(base='8-true'\): expected one of 32-true"):
         S2FP8Precision("8-true")
-    with pytest.raises(TypeError, match=r"S2FP8Precision\(skip='head'\): expected a tuple"):
+    with pytest.raises(ValueError, match=r"S2FP8Precision\(skip='head'\): expected a list of keywords"):
         S2FP8Precision(skip="head")
     assert "emulated" in S2FP8Precision().describe()
 

@@ -11,10 +11,10 @@ from tests.strategies.rematerialization_jobs import LAYOUTS
 pytestmark = pytest.mark.timeout(900)
 
 REFUSED = {
-    ("shards", "optimal"): "sharded parameters or a pipeline; expected processes that can each run training_step",
-    ("1F1B", "optimal"): "sharded parameters or a pipeline; expected processes that can each run training_step",
+    ("shards", "optimal"): "with sharded parameters or a pipeline does not support",
+    ("1F1B", "optimal"): "with sharded parameters or a pipeline does not support",
     ("ZBVZeroBubble", "optimal"): "sharded parameters or a pipeline",
-    ("ZBVZeroBubble", "selective"): "a schedule that splits the backward pass; expected one backward pass",
+    ("ZBVZeroBubble", "selective"): "splits the backward pass, but torch returns what is stored only once",
 }
 
 

@@ -118,7 +118,7 @@ def test_a_look_lists_what_would_be_tried_and_why_not_the_rest(tuner: Tuner, fou
     assert set(look.space.techniques) == {"Lookahead"}
     assert look.space.left_out["ReplaceOptimizer"].startswith("there is no hidden matrix")
     text = "\n".join(look.lines())
-    assert "SequencePacking: samples are no sequences" in text and "LearningRateSchedule: excluded" in text
+    assert "SequencePacking: samples are not sequences" in text and "LearningRateSchedule: excluded" in text
     assert "ProgressiveStacking: not included" in text and "rate (model.init_args.lr, now 0.003)" in text
     told: list[str] = []
     assert tuner.look(told.append).lines() == look.lines() and not told, "nothing is looked for twice"

@@ -110,7 +110,7 @@ def test_declared_conflicts_are_known_beforehand() -> None:
     assert found.conflict(["ReplaceOptimizer", "RandomLTD", "SequenceLengthWarmup"]) is None
     assert found.conflict(["LinearScaling", "Lookahead", "BatchSizeWarmup"]) == (
         frozenset({"LinearScaling", "BatchSizeWarmup"}),
-        "both scale the rate with the batch. BatchSizeWarmup alone scales it from that of its first batch",
+        "both scale the learning rate with the batch. BatchSizeWarmup alone scales it from its first batch",
     )
     rates = found.conflict(["LearningRateSchedule", "ScheduleFree"])
     assert rates is not None and rates[0] == {"LearningRateSchedule", "ScheduleFree"}

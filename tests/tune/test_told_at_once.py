@@ -93,5 +93,5 @@ def test_where_nothing_applies_the_reasons_are_of_what_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_eff.tune.tuner.Places", Here)
-    with pytest.raises(UsageError, match=r"nothing to search \(PatchDropout: samples are no images or frames; "):
+    with pytest.raises(UsageError, match=r"nothing to search \(PatchDropout: samples are not images or frames; "):
         tuner(tmp_path, search=1e6, include=["PatchDropout"]).run(progress=False)

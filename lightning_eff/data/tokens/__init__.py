@@ -1,1 +1,1 @@
-"""Which tokens of a sample are computed."""
+"""Techniques that choose the tokens to compute: dropping, merging, packing, masking and sparse prediction."""

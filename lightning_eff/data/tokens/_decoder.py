@@ -1,4 +1,4 @@
-"""MAE's decoder, which paints what was left out, and its steps beside the module's own (He et al. 2021, arXiv:2111.06377)."""
+"""MAE's decoder, which reconstructs dropped tubes, and its optimizer (He et al. 2021, arXiv:2111.06377)."""
 
 from typing import Any
 
@@ -12,23 +12,23 @@ from lightning_eff._core import rng
 
 
 def normalized(pixels: Tensor) -> Tensor:
-    """``(x - mean(x)) / sqrt(var(x) + 1e-6)`` of each tube's pixels, (..., P): MAE's targets."""
+    """Return ``(x - mean(x)) / sqrt(var(x) + 1e-6)`` of each tube's pixels, (..., P): MAE's targets."""
     var, mean = torch.var_mean(pixels, dim=-1, keepdim=True)
     return (pixels - mean) / (var + 1e-6).sqrt()
 
 
 def reconstruction_loss(painted: Tensor, pixels: Tensor) -> Tensor:
-    """``1/(|D| P) sum_{i in D} ||y_i - x_i||^2``, with ``x_i`` the normalized pixels of the dropped tubes D.
+    """Return ``1/(|D| P) sum_{i in D} ||y_i - x_i||^2``, with ``x_i`` the normalized pixels of the dropped tubes D.
 
     Args:
         painted: ``y``, (B, m, P).
-        pixels: as the embedding gets them, (B, m, P).
+        pixels: the pixels as the embedding gets them, (B, m, P).
     """
     return (painted.float() - normalized(pixels.float())).square().mean()
 
 
 def places_of(place: Tensor, width: int) -> Tensor:
-    """Sines and cosines of ``place / 10000^(2i / width)``, i < width / 2, of the shape of ``place`` and ``width``, even."""
+    """Return sines and cosines of ``place / 10000^(2i / width)``, i < width / 2, shape (*place.shape, width)."""
     rates = torch.arange(0, width, 2, device=place.device, dtype=torch.float32).div(width)
     angles = place.unsqueeze(-1).float() / 10000.0**rates
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
@@ -51,13 +51,13 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """MAE's: mask tokens stand where tubes were left out, and become their pixels.
+    """MAE's decoder: mask tokens at the places of dropped tubes become their pixels.
 
     Args:
-        dim: of the hidden state of the tokens that were kept.
-        pixels: of a tube, over all channels.
-        width: of the decoder, even.
-        depth: its layers.
+        dim: the width of the kept tokens' hidden state.
+        pixels: the pixels of a tube, over all channels.
+        width: the decoder's width, even.
+        depth: the number of its layers.
     """
 
     def __init__(self, dim: int, pixels: int, width: int, depth: int) -> None:
@@ -68,7 +68,7 @@ class Decoder(nn.Module):
         self.out, self.head = nn.LayerNorm(width), nn.Linear(width, pixels)
 
     def forward(self, hidden: Tensor, kept: Tensor, dropped: Tensor) -> Tensor:
-        """The pixels (B, m, P) of the tubes ``dropped`` (B, m), from ``hidden`` (B, k, D) of those ``kept`` (B, k)."""
+        """Predict the pixels (B, m, P) of the tubes ``dropped`` (B, m) from ``hidden`` (B, k, D) of those ``kept`` (B, k)."""
         width = len(self.mask)
         seen = self.embed(self.norm(hidden)) + places_of(kept, width)
         masks = (self.mask + places_of(dropped, width)).expand(len(hidden), -1, -1)
@@ -79,11 +79,11 @@ class Decoder(nn.Module):
 
 
 class Painter:
-    """A decoder and the AdamW that steps it: a technique's own, beside the module and its optimizer.
+    """A decoder and its AdamW, which belong to the technique and not to the module.
 
     Args:
-        decoder: on the device, in float32.
-        lr: the rate.
+        decoder: the decoder, on the device, in float32.
+        lr: the learning rate.
     """
 
     def __init__(self, decoder: Decoder, lr: float) -> None:
@@ -91,7 +91,7 @@ class Painter:
         self.optimizer = AdamW(decoder.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.05)  # MAE's
 
     def step(self, trainer: Trainer) -> None:
-        """As the module's optimizer steps: by the gradients summed so far, their mean over ranks; all ranks call it."""
+        """Step on the gradients accumulated so far, averaged over ranks, with the module's optimizer; all ranks call it."""
         parameters = [*self.decoder.parameters()]
         if trainer.world_size == 1 and all(p.grad is None for p in parameters):
             return
@@ -109,14 +109,19 @@ class Painter:
         self.optimizer.zero_grad()
 
     def gradients(self) -> list[Tensor]:
-        """Those summed so far in a window, or none."""
+        """Return the gradients accumulated so far in a window, if any."""
         return [p.grad.clone() for p in self.decoder.parameters() if p.grad is not None]
 
     def state_dict(self) -> dict[str, Any]:
         return {"weights": dict(self.decoder.state_dict()), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], gradients: list[Tensor]) -> None:
-        """Args: state: what :meth:`state_dict` returned; gradients: what :meth:`gradients` did, on this rank."""
+        """Load a state.
+
+        Args:
+            state: the result of :meth:`state_dict`.
+            gradients: the result of :meth:`gradients` on this rank.
+        """
         self.decoder.load_state_dict(state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
         if gradients:
@@ -127,7 +132,7 @@ class Painter:
 def make_painter(
     dim: int, pixels: int, *, width: int | None, depth: int, lr: float, seed: int, device: torch.device
 ) -> Painter:
-    """A painter with first weights that follow from ``seed``; ``width`` None is half of ``dim``, in whole heads of 32."""
+    """Create a painter with weights drawn from ``seed``. ``width`` None is half of ``dim``, in whole heads of 32."""
     with rng.keyed(seed, "decoder"):
         decoder = Decoder(dim, pixels, width or max(dim // 64, 1) * 32, depth)
     return Painter(decoder.float().to(device), lr)

@@ -1,13 +1,13 @@
-"""Places of tokens, drawn at random."""
+"""Random choice of tokens."""
 
 import torch
 from torch import Generator, Tensor
 
 
 def draw(full: int, count: int, generator: Generator, *, always: int = 0, rows: int = 1) -> Tensor:
-    """``count`` of the places 0 .. ``full`` - 1 in each of ``rows``, ascending, (rows, count): each set is as likely.
+    """Draw ``count`` of the places 0 .. ``full`` - 1 in each of ``rows``, uniformly; return them in order, (rows, count).
 
-    The first ``always`` places are among them.
+    The first ``always`` places are always included.
     """
     numbers = torch.rand(rows, full - always, generator=generator, dtype=torch.float32)
     drawn = numbers.topk(count - always, dim=1).indices.sort(dim=1).values + always

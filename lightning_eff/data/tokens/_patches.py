@@ -1,8 +1,8 @@
-"""Which tokens of a stack are patches of images, and whether what comes after it does without some of them: by trial.
+"""Find the tokens of a stack that are image patches, and test whether the head works without some of them.
 
-A token that no image reaches (a class token, registers) is the same whatever the images are. A head that goes by class
-tokens, or by the mean of the patches, gives the same whichever way round patches come, and when each comes twice; one that
-goes by their places or their number (dense prediction, flattened patches, sums) does not.
+A token that does not depend on the image (a class token, registers) is the same for all images. A head on class tokens, or
+on the mean of the patches, gives the same result for any order of patches, and if each patch comes twice. A head that
+depends on their places or their number (dense prediction, flattened patches, sums) does not.
 """
 
 import math
@@ -23,22 +23,23 @@ from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import RunProfile, needs_blocks
 from lightning_eff._core.steps import Step, in_evaluation
 from lightning_eff._core.wrapping import unrounded
+from lightning_eff.data.tokens._texts.batches import listed
 
 
 def no_patches(profile: RunProfile) -> str | None:
-    """Why a technique that leaves out patches of images or frames would be tried in vain."""
+    """Return why a technique that drops patches of images or frames is pointless for a run, or None."""
     if not profile.grids:
-        return "samples are no images or frames"
+        return "samples are not images or frames"
     return needs_blocks(profile)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the patches stand among a sample's tokens.
+    """The position of the patches among a sample's tokens.
 
     Attributes:
-        before: tokens in front of them that no image reaches, such as a class token and registers.
-        after: such tokens behind them.
+        before: the number of tokens in front of them that do not depend on the image, such as a class token and registers.
+        after: the number of such tokens behind them.
     """
 
     before: int
@@ -46,25 +47,25 @@ class Layout:
 
 
 def keep(patches: Tensor, layout: Layout, tokens: int) -> Tensor:
-    """The places of the tokens that are kept: the patches at ``patches``, (rows, k), ascending, and all that are none."""
+    """Return the places of the kept tokens: the patches at ``patches``, (rows, k), in order, and all other tokens."""
     rows, before, after = len(patches), layout.before, layout.after
     ends = (torch.arange(before), torch.arange(tokens - after, tokens))
     return torch.cat([ends[0].expand(rows, -1), patches + before, ends[1].expand(rows, -1)], dim=1)
 
 
 def find_layout(step: Step, batch: Any, stack: BlockStack, generator: Generator, *, who: str) -> Layout:
-    """Try it with a batch, in evaluation mode, by some forward passes that leave no trace.
+    """Find the patches among the tokens and test the head, by forward passes in evaluation mode that leave no trace.
 
     Args:
         step: the step of the batch.
-        batch: what the rest of the chain gets.
-        stack: its first block that runs is handed the patches.
-        generator: of what is drawn.
+        batch: the batch that the rest of the chain gets.
+        stack: the stack whose first running block receives the patches.
+        generator: the generator for random inputs.
         who: the technique's name, for messages.
 
     Raises:
-        ValueError: if the batch holds no images, none of the tokens comes of them, other tokens stand between them, or what
-            comes after the stack goes by the patches' places or number.
+        ValueError: if the batch holds no images, none of the tokens comes from them, other tokens are between them, or the
+            head depends on the places or the number of the patches.
     """
     with trying(step, generator):
         layout, dim = _look_at_tokens(step, batch, stack, generator, who)
@@ -73,13 +74,13 @@ def find_layout(step: Step, batch: Any, stack: BlockStack, generator: Generator,
 
 
 def find_patches(step: Step, batch: Any, stack: BlockStack, generator: Generator, *, who: str) -> Layout:
-    """As :func:`find_layout`, whatever comes after the stack: it gets as many tokens as without."""
+    """Find the patches like :func:`find_layout`, without testing the head, which gets as many tokens as before."""
     with trying(step, generator):
         return _look_at_tokens(step, batch, stack, generator, who)[0]
 
 
 def entered_tokens(step: Step, batch: Any, stack: BlockStack) -> Tensor:
-    """The tokens (B, T, D) that a stack gets; within :func:`trying`."""
+    """Return the tokens (B, T, D) that a stack gets, within :func:`trying`."""
     size = num_samples(batch)
     hidden = _entered(step, batch, size, stack.running()[0])
     return hidden if token_dim(hidden, size) == 1 else hidden.transpose(0, 1)
@@ -87,7 +88,7 @@ def entered_tokens(step: Step, batch: Any, stack: BlockStack) -> Tensor:
 
 @contextmanager
 def trying(step: Step, generator: Generator) -> Iterator[None]:
-    """Passes in evaluation mode and full precision, by which something is found out."""
+    """Run test passes in evaluation mode and full precision."""
     device = next(step.module.parameters()).device.type
     with (
         in_evaluation([*step.module.modules()]),
@@ -102,28 +103,27 @@ def _look_at_tokens(step: Step, batch: Any, stack: BlockStack, generator: Genera
     size = num_samples(batch)
     images = [(path, t) for path, t in tensors(batch) if _is_image(t, size)]
     if not images:
-        held = ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in tensors(batch))
         raise ValueError(
-            f"{who}: found no images in the batch: {held}; expected a tensor of ({size}, ...) with three dimensions or more,"
-            " of floating point or uint8. Take the technique out."
+            f"{who}: found no images in the batch, which holds {listed(batch)}. Return a floating-point or uint8 tensor"
+            f" ({size}, ...) of three or more dimensions, or remove {who}."
         )
     found = [_entered(step, _noisy(batch, size, generator), size, stack.running()[0]) for _ in range(2)]
     dim = token_dim(found[0], size)
     first, second = (t if dim == 1 else t.transpose(0, 1) for t in found)
     same = ((first == second) & (first == first[:1])).all(dim=-1).all(dim=0)
     if bool(same.all()):
-        listed = ", ".join(f"{path or 'the batch'} {tuple(t.shape)}" for path, t in images)
+        shapes = ", ".join(f"{path or 'the batch'} {tuple(t.shape)}" for path, t in images)
         raise ValueError(
-            f"{who}: none of the {len(same)} tokens that {stack} gets comes of the images, {listed}. Name the stack that"
-            " gets their patches by layers=, or take the technique out."
+            f"{who}: none of the {len(same)} tokens that {stack} gets depends on the images ({shapes}). Name the stack that"
+            f" gets their patches with layers=, or remove {who}."
         )
     places = (~same).nonzero().flatten()
     before, after = int(places[0]), len(same) - 1 - int(places[-1])
     if len(places) != len(same) - before - after:
         others = same.nonzero().flatten().tolist()
         raise ValueError(
-            f"{who}: of the {len(same)} tokens that {stack} gets, those at {others} come of no image, and stand between some"
-            " that do; expected such tokens in front of all patches or behind them. Take the technique out."
+            f"{who}: the tokens at {others} of the {len(same)} that {stack} gets do not depend on the image and are between"
+            f" patches, but must be before or after all of them. Remove {who}."
         )
     return Layout(before, after), dim
 
@@ -161,20 +161,19 @@ def _try_head(
         before, patches, after = _parts(hidden, layout)
         return torch.cat([before, _shuffled(patches, generator), after], dim=1).repeat_interleave(2, dim=1)
 
-    for arrange in (patches_twice, all_twice):  # a mean over all tokens counts class tokens, too
+    for arrange in (patches_twice, all_twice):  # a mean over all tokens counts class tokens too
         try:
             with handled(stack.running()[-1], turned(arrange)):
                 loss = _loss(step, batch, size)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            reason = reason or f"with other patches training_step fails: {first_line(error, 160)}"
+            reason = reason or f"training_step fails with other patches: {first_line(error, 160)}"
             continue
         if loss is not None and abs(loss - plain) <= tolerance * max(abs(plain), 1e-3):
             return
-        reason = reason or f"the loss is {loss} instead of {plain} with each patch twice and in another order"
+        reason = reason or f"the loss is {loss} instead of {plain} with each patch twice in random order"
     raise ValueError(
-        f"{who}: what comes after {stack} goes by the places of the patches, or by their number ({reason}); expected a head"
-        " on class tokens or on the mean of the patches, which does without some of them. Dense prediction, reconstruction"
-        " and flattened patches need them all: take the technique out."
+        f"{who}: the head behind {stack} depends on the places or the number of the patches ({reason}). Use a head on class"
+        f" tokens or on the mean of the patches, or remove {who}: dense prediction and reconstruction need all patches."
     )
 
 
@@ -183,7 +182,7 @@ def _is_image(t: Tensor, size: int) -> bool:
 
 
 def _noisy(batch: Any, size: int, generator: Generator) -> Any:
-    """The batch with noise for images."""
+    """Replace the images of a batch by noise."""
 
     def noise(t: Tensor) -> Tensor:
         if not _is_image(t, size):
@@ -196,7 +195,7 @@ def _noisy(batch: Any, size: int, generator: Generator) -> Any:
 
 
 def _entered(step: Step, batch: Any, size: int, block: nn.Module) -> Tensor:
-    """The hidden state that a block gets."""
+    """Return the hidden state that a block gets."""
     found: list[Tensor] = []
 
     def handle(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,7 +213,7 @@ def _loss(step: Step, batch: Any, size: int) -> float | None:
 
 
 def _parts(hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens (B, T, D) before the patches, the patches, and those behind them."""
+    """Split tokens (B, T, D) into those before the patches, the patches, and those behind them."""
     end = hidden.shape[1] - layout.after
     return hidden[:, : layout.before], hidden[:, layout.before : end], hidden[:, end:]
 
@@ -225,7 +224,7 @@ def _shuffled(patches: Tensor, generator: Generator) -> Tensor:
 
 @contextmanager
 def handled(block: nn.Module, handle: Callable[..., Any]) -> Iterator[None]:
-    """Calls of the module go to ``handle(run, args, kwargs)``."""
+    """Send calls of the module to ``handle(run, args, kwargs)``."""
     name = "_call_impl" if block._compiled_call_impl is None else "_compiled_call_impl"
     run, patches = getattr(block, name), Patches()
     patches.set(block, name, lambda *args, **kwargs: handle(run, args, kwargs))
@@ -237,7 +236,7 @@ def handled(block: nn.Module, handle: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def _none_zero(module: nn.Module, generator: Generator) -> Iterator[None]:
-    """Parameters that are all zero hold some noise: a head that begins so would hide what it goes by."""
+    """Fill parameters that are all zero with noise, since a zero head would hide what it depends on."""
     held = [(p, p.detach().clone()) for p in module.parameters() if not bool(p.detach().any())]
     try:
         for p, _ in held:

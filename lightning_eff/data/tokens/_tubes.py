@@ -1,7 +1,7 @@
-"""Tubes of videos and patches of images that a convolution embeds, and which token each became: by trial.
+"""Tubes of videos and patches of images that a convolution embeds, matched with tokens by trial.
 
-A tube is what one place of the embedding sees: ``kernel`` pixels of every channel. Where stride and kernel are the same,
-tubes lie side by side, and each pixel is in one of them.
+A tube is the input of one place of the embedding: ``kernel`` pixels of every channel. If stride and kernel are equal, tubes
+do not overlap, and each pixel is in one of them.
 """
 
 import itertools
@@ -23,12 +23,12 @@ Embedding = nn.Conv2d | nn.Conv3d
 
 @dataclass(frozen=True)
 class Tubes:
-    """What the tokens of a stack are.
+    """The tubes that a stack's tokens embed.
 
     Attributes:
-        embedding: cuts and embeds the tubes.
-        axes: the order of its grid's dimensions in which the tubes became tokens: the last runs fastest.
-        dim: of a token.
+        embedding: the convolution that embeds the tubes.
+        axes: the order of its grid's dimensions in which the tubes became tokens. The last one runs fastest.
+        dim: the width of a token.
     """
 
     embedding: Embedding
@@ -37,16 +37,16 @@ class Tubes:
 
     @property
     def pixels(self) -> int:
-        """Of a tube, over all channels."""
+        """The pixels of a tube, over all channels."""
         return self.embedding.in_channels * math.prod(self.embedding.kernel_size)
 
     def numbers(self, x: Tensor) -> Tensor:
-        """Of each token, the number of its tube among :func:`tubes` of ``x``, (N,)."""
+        """Return for each token the number of its tube among :func:`tubes` of ``x``, (N,)."""
         return tube_numbers(grid_of(x, self.embedding.kernel_size), self.axes)
 
 
 def embeddings_of(module: nn.Module) -> dict[str, Embedding]:
-    """The convolutions of ``module`` that embed tubes side by side, by path: kernel and stride are the same, above 1."""
+    """Return the convolutions of ``module`` that embed tubes without overlap, by path: kernel and stride are equal, above 1."""
     return {
         path: m
         for path, m in module.named_modules()
@@ -60,14 +60,14 @@ def embeddings_of(module: nn.Module) -> dict[str, Embedding]:
 
 
 def grid_of(x: Tensor, kernel: tuple[int, ...]) -> tuple[int, ...]:
-    """How many tubes lie along each dimension of ``x``, (B, C, ...)."""
+    """Return the number of tubes along each dimension of ``x``, (B, C, ...)."""
     return tuple(n // k for n, k in zip(x.shape[2:], kernel, strict=True))
 
 
 def tubes(x: Tensor, kernel: tuple[int, ...]) -> Tensor:
-    """The pixels of each tube of ``x``, (B, C, T, H, W) or (B, C, H, W): (B, N, C * prod(kernel)).
+    """Return the pixels of each tube of ``x``, (B, C, T, H, W) or (B, C, H, W), as (B, N, C * prod(kernel)).
 
-    Tubes are in the order of the convolution's output, flattened; what is left over at the end of a dimension is in none.
+    Tubes are in the order of the convolution's flattened output. Remainders at the end of a dimension are in no tube.
     """
     grid, dims = grid_of(x, kernel), len(kernel)
     for dim, (n, k) in enumerate(zip(grid, kernel, strict=True)):
@@ -80,10 +80,10 @@ def tubes(x: Tensor, kernel: tuple[int, ...]) -> Tensor:
 def find_tubes(
     step: Step, batch: Any, stack: BlockStack, layout: Layout, embedding: Embedding, generator: Generator
 ) -> Tubes | str:
-    """The tubes of ``embedding`` that the stack's tokens are, or in words why they are none.
+    """Return the tubes of ``embedding`` that the stack's tokens embed, or the reason why there are none.
 
-    Tried by passes in which other tubes are changed in each sample: tubes whose number has a bit, for each bit, and those
-    without it. A token that is one tube changes with one of the two.
+    It runs passes that change some tubes in each sample: for each bit, those whose number has it, and those without it. A token
+    that embeds one tube changes with one of the two.
     """
     size, given = num_samples(batch), list[Tensor]()
     with trying(step, generator):
@@ -96,14 +96,16 @@ def find_tubes(
             tokens = entered_tokens(step, batch, stack)
         if len(given) != 1 or given[0].shape[0] != size:
             shapes = ", ".join(str(tuple(x.shape)) for x in given) or "nothing"
-            return f"it was called with {shapes} for {size} samples; expected one call, with a row for each"
+            return f"it was called with {shapes} for {size} samples instead of once with a row for each"
         grid = grid_of(given[0], embedding.kernel_size)
         number, count = math.prod(grid), tokens.shape[1] - layout.before - layout.after
         if number != count:
-            return f"it makes {number} tubes of a sample, and {count} of the tokens come of it"
+            return f"it makes {number} tubes per sample, but {count} of the tokens come from the input"
         bits = max(1, (number - 1).bit_length())
         has = (torch.arange(number)[:, None] >> torch.arange(bits)) & 1
-        chosen = torch.cat([has, 1 - has], dim=1).bool().T.reshape(2 * bits, *grid)  # of each trial, which tubes change
+        chosen = (
+            torch.cat([has, 1 - has], dim=1).bool().T.reshape(2 * bits, *grid)
+        )  # the tubes that change in each trial
         shape = given[0].shape[1:]
         noise = torch.randn(2, *shape, generator=generator).to(given[0].device, given[0].dtype)
 
@@ -126,14 +128,14 @@ def find_tubes(
         )
     with_bit, without = changed[:bits], changed[bits:]
     if not bool((with_bit ^ without).all()):
-        return "a token comes of several of its tubes, or of none"
+        return "a token comes from several of its tubes, or from none"
     tube = (with_bit.long() << torch.arange(bits)[:, None]).sum(dim=0)
     for axes in itertools.permutations(range(len(grid))):
         if torch.equal(tube, tube_numbers(grid, axes)):
             return Tubes(embedding, axes, tokens.shape[-1])
-    return "tokens are in an order that is none of its tubes along one dimension after the other"
+    return "the order of tokens does not follow the dimensions of its tubes"
 
 
 def tube_numbers(grid: tuple[int, ...], axes: tuple[int, ...]) -> Tensor:
-    """Of each token, the number of its tube in the convolution's output, flattened, (N,)."""
+    """Return for each token the number of its tube in the convolution's flattened output, (N,)."""
     return torch.arange(math.prod(grid)).reshape(grid).permute(axes).flatten()

@@ -1,15 +1,17 @@
-"""The last linear map and its cross-entropy in one, on the positions that count (Izsak et al. 2021; Hsu et al. 2024)."""
+"""The output layer and its cross-entropy in one kernel, on the positions that count (Izsak et al. 2021; Hsu et al. 2024)."""
 
+import math
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Either, Number, OneOf
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
@@ -25,18 +27,18 @@ from lightning_eff.data.tokens._head.loss import fused_loss
 
 WHO = "FusedLinearCrossEntropy"
 _MEND = (
-    "Let the loss be F.cross_entropy (or nn.CrossEntropyLoss, or Hugging Face's own) of the output of an nn.Linear, or of a"
-    " product with a parameter, outside of compiled modules; or take the technique out."
+    "Use F.cross_entropy (or nn.CrossEntropyLoss, or Hugging Face's loss) on the output of an nn.Linear, or of a product with"
+    f" a parameter, outside compiled modules, or remove {WHO}."
 )
 
 
 class _Look:
-    """Which maps' outputs reach a cross-entropy, in one pass.
+    """Find the layers whose outputs reach a cross-entropy, in one pass.
 
     Attributes:
-        found: the maps, by what tells them from others.
-        reads: by the map, what its output was computed for first.
-        unfit: cross-entropies of maps that cannot be computed without logits.
+        found: the layers, by their key.
+        reads: the first use of each layer's output.
+        unfit: cross-entropies of layers that need the logits.
         nodes: see :class:`~lightning_eff.data.tokens._head.calls.Maker`.
     """
 
@@ -60,55 +62,60 @@ class _Look:
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return "samples are no sequences, so the head has few rows" if profile.sequence_length is None else None
+    return "samples are not sequences, so the output layer has few rows" if profile.sequence_length is None else None
 
 
 class FusedLinearCrossEntropy(Technique):
-    """Make the module's last linear map and its cross-entropy one: the logits never exist, ignored positions cost nothing.
+    """Compute the output layer and its cross-entropy together, without storing the logits.
 
-    Logits are positions times vocabulary: with 128k classes they, their softmax and their gradient are most of a language
-    model's memory. Here a few rows of them are computed at a time, together with the gradients, which are added up
-    (``kernels/linear_cross_entropy.py``). Positions whose label is ``ignore_index``, or that never reach the loss, are not
-    computed at all: of a masked language model that is 85 % of the head. Loss and gradients are those of plain training
-    but for the rounding of sums; in bfloat16 they are nearer the exact ones.
+    Logits have positions times vocabulary entries. With 128k classes, they, their softmax and their gradient are most of a
+    language model's memory. Here a few rows are computed at a time, together with the gradients, which are accumulated
+    (``kernels/linear_cross_entropy.py``). Positions whose label is ``ignore_index``, or that never reach the loss, are skipped:
+    85 % of the output layer in a masked language model. Loss and gradients equal those of plain training up to rounding, and
+    are more accurate in bfloat16.
 
-    The head is found in the first batch, in a forward pass that is counted and in which no logits are made either: it is
-    each ``nn.Linear``, or product with a parameter (``F.linear(x, self.embed.weight)``), whose output reaches
-    ``F.cross_entropy`` (or ``F.nll_loss`` through ``log_softmax``), by whatever name and from whatever library, Hugging Face's
-    losses too. Shifts, reshapes, transpositions, selections by masks, casts up, scales by a number, a bias of classes and
-    caps by ``tanh`` may lie between. Tied weights, several heads and several losses are fine. ``ignore_index``,
-    ``label_smoothing``, ``reduction`` and class weights (without smoothing) are those of the call.
+    Use it for language models with a large vocabulary. A layer with few classes gains nothing, which is logged;
+    ``min_classes`` leaves it alone. For a small masked language model with 8,256 classes, most of the step time is saved
+    (docs/evidence.md), as with ModernBERT's own ``sparse_prediction``.
 
-    What the head returns in a training step stands in for the logits. All else that is done with it, such as a metric,
-    gets the logits, which are computed then, and a note says so; where they are read in each step, that costs the map's
-    forward pass again. A cross-entropy with probabilities as targets is computed of the logits. Evaluation is plain.
+    The layer is found at the first batch, in a forward pass that stores no logits either. It is each ``nn.Linear``, or product
+    with a parameter (``F.linear(x, self.embed.weight)``), whose output reaches ``F.cross_entropy`` (or ``F.nll_loss`` through
+    ``log_softmax``), in your code or in a library such as transformers. Shifts, reshapes, transpositions, selections by masks,
+    upcasts, scales by a number, a bias of classes and caps by ``tanh`` may be in between. Tied weights, several layers and
+    several losses are supported. ``ignore_index``, ``label_smoothing``, ``reduction`` and class weights (without smoothing) are
+    those of the call.
 
-    A head of few classes gains nothing, which is told; :attr:`min_classes` leaves it alone. Of a small masked language model
-    with 8,256 classes, most of a step is saved (docs/evidence.md), as by ModernBERT's own ``sparse_prediction``, where a
-    module uses that.
+    In training, a placeholder replaces the logits. Other uses of it, such as a metric, compute the logits on demand, and are
+    logged. If this happens in each step, it costs another forward pass of the layer. Cross-entropies with probabilities as
+    targets use the logits. Validation, test and prediction are unchanged.
 
-    Logged: ``rows`` that the last step computed, ``ignored_share`` of its positions, ``logits_bytes`` that plain logits
-    would have taken, and ``reads``, how often in the step something else asked for them.
+    It logs ``rows``, the rows that the last step computed, ``ignored_share``, the fraction of its positions that was skipped,
+    ``logits_bytes``, the size of plain logits, and ``reads``, the number of other uses of the logits in the step.
 
     Args:
-        rows: of logits at a time, >= 1; None for 1024 on a GPU and 256 elsewhere, and no more than a quarter of them.
-        min_classes: heads with fewer classes stay as they are, >= 2; ``math.inf`` is plain training.
+        rows: the number of rows of logits that are computed at a time. None is 1024 on a GPU and 256 elsewhere, and at most a
+            quarter of the rows.
+        min_classes: the smallest number of classes of a layer to which it applies. ``math.inf`` is plain training.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, under manual optimization; at the first batch, before any
-            weight has changed and on all ranks, if no cross-entropy of a linear map's output is seen, or none that can be
-            computed without logits.
-        RuntimeError: if the head's input is changed in place before the loss, or its gradients are differentiated.
+        ValueError: for a value out of range. At setup, under manual optimization or pipeline parallelism. At the first batch,
+            on all ranks and before any weight changes, if no cross-entropy of a linear layer's output is found, or all of
+            them need the logits.
+        RuntimeError: if the layer's input is changed in place before the loss, or its gradients are differentiated.
 
-    Sources:
-        Izsak et al. 2021, arXiv:2104.07705 (sparse token prediction); Hsu et al. 2024, arXiv:2410.10989 (Liger).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=3, callbacks=[FusedLinearCrossEntropy()])
+
+    References:
+        Izsak et al. 2021, "How to Train BERT with an Academic Budget", arXiv:2104.07705 (sparse token prediction).
+        Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989.
     """
 
-    saves: ClassVar[str] = "the logits' memory, and the head's time on positions that are not predicted"
+    saves: ClassVar[str] = "the memory of the logits, and the output layer's time on positions without a label"
     paper: ClassVar[str] = "Izsak et al. 2021, arXiv:2104.07705; Hsu et al. 2024, arXiv:2410.10989"
     constraints: ClassVar[str] = (
-        "automatic optimization; F.cross_entropy of a linear map's output, outside of compiled modules; gradients that are"
-        " not differentiated themselves"
+        "needs F.cross_entropy of a linear layer's output, outside compiled modules; automatic optimization; no second-order"
+        " gradients"
     )
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey: ClassVar[Survey | None] = Survey("token masking (sparse token prediction)", zhuang="2.2")
@@ -117,31 +124,26 @@ class FusedLinearCrossEntropy(Technique):
     )
     sparse_gradients: ClassVar[bool] = True
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds: loss and gradients are the same but for rounding, so what counts is time and"
-        " memory"
+        "the baseline for the same time, since loss and gradients differ only by rounding"
     )
-    conflicts: ClassVar = {
-        "KFAC": "its factors are made of the gradients at each map's output, for which the logits must be there"
-    }
+    conflicts: ClassVar = {"KFAC": "it needs the gradients of each layer's output, so the logits must exist"}
 
-    def __init__(self, *, rows: int | None = None, min_classes: float = 2) -> None:
-        if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-            raise ValueError(f"{WHO}({rows=}): expected an integer >= 1, rows of logits at a time, or None.")
-        if isinstance(min_classes, bool) or not isinstance(min_classes, int | float) or not min_classes >= 2:
-            raise ValueError(
-                f"{WHO}({min_classes=}): expected a number >= 2; heads with fewer classes stay as they are, and"
-                " math.inf is plain training."
-            )
+    def __init__(
+        self,
+        *,
+        rows: Annotated[int, Count()] | None = None,
+        min_classes: Annotated[float, Either(Number(at_least=2), OneOf(math.inf))] = 2,
+    ) -> None:
         self.rows = rows
         self.min_classes = min_classes
         self._reset()
 
     def _reset(self) -> None:
         self._sites: list[Site] | None = None
-        self._saved: list[list[Any]] = []  # the heads of a checkpoint, until its run goes on
+        self._saved: list[list[Any]] = []  # the layers of a checkpoint, until its run resumes
         self._window: Window | None = None
         self._checked = False
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._first_read = ""
         self._begin()
 
@@ -151,7 +153,7 @@ class FusedLinearCrossEntropy(Technique):
     @property
     @override
     def neutral(self) -> bool:
-        return self.min_classes == float("inf")
+        return self.min_classes == math.inf
 
     @override
     def attach(self, session: Session) -> None:
@@ -176,7 +178,7 @@ class FusedLinearCrossEntropy(Technique):
         return output
 
     def _close(self) -> None:
-        """The step is over: what is still held of the logits is computed, before weights move."""
+        """End the step: compute the logits that are still referenced, before weights change."""
         if sys.exc_info()[0] is None:
             for node in [node for node in self.nodes if node.held]:
                 node.value()
@@ -184,7 +186,7 @@ class FusedLinearCrossEntropy(Technique):
         if self._window is not None:
             self._window.close()
 
-    # -- the maker of stand-ins
+    # -- placeholders
 
     def loss(self, node: Node, arguments: dict[str, Any]) -> Tensor | None:
         """See :class:`~lightning_eff.data.tokens._head.calls.Maker`."""
@@ -203,9 +205,9 @@ class FusedLinearCrossEntropy(Technique):
         self._reads += 1
         where = f"torch's {name!r} at {reader()}"
         self._first_read = self._first_read or where
-        if (str(node.call.site), where) not in self._told:
-            self._told.add((str(node.call.site), where))
-            rank_zero_info(f"{WHO}: the logits of {node.call.site} are also read by {where}, and computed for it.")
+        if (str(node.call.site), where) not in self._logged:
+            self._logged.add((str(node.call.site), where))
+            rank_zero_info(f"{WHO}: {where} also reads the logits of {node.call.site}, so they are computed for it.")
 
     # -- the first batch
 
@@ -218,26 +220,26 @@ class FusedLinearCrossEntropy(Technique):
             problem = error
         every = agree(self.session, problem, sites)
         if all(found is not None for found in every):
-            # what any rank has seen, so that a checkpoint is of all
+            # the layers of all ranks, so that a checkpoint has them all
             different = dict.fromkeys(tuple(saved) for found in every for saved in found)
             sites = self._sites = [site_at(step.module, *saved) for saved in different]
             self._window = Window(step.module, self, sites)
-            told = ", ".join(f"{site} ({site.classes:,} classes)" for site in sites)
-            rank_zero_info(f"{WHO}: the loss is computed without the logits of {told}.{_few(sites)}")
+            layers = ", ".join(f"{site} ({site.classes:,} classes)" for site in sites)
+            rank_zero_info(f"{WHO}: computes the loss without the logits of {layers}.{_few(sites)}")
 
     def _look(self, step: Step, batch: Any) -> list[list[Any]] | None:
-        """The heads, as checkpoints hold them, or None where the step skips this batch."""
+        """Return the output layers in checkpoint form, or None if the step skips this batch."""
         try:
             look, maps, output = self._pass(step, batch, graph=False)
-        except RuntimeError:  # a step that takes gradients by itself
+        except RuntimeError:  # a step that computes gradients itself
             look, maps, output = self._pass(step, batch, graph=True)
         found = list(look.found.values())
         heads = [site for site in found if site.classes >= self.min_classes]
         for site in heads:
             if _is_apart(site.module):
                 raise ValueError(
-                    f"{WHO}: fully_shard was applied to {site} itself, so its weight is whole only while it is called, and the"
-                    f" loss multiplies with it later. Leave it to the root's fully_shard, or remove {WHO}."
+                    f"{WHO}: fully_shard was applied to {site} itself, so its weight is sharded when the loss needs it. Leave"
+                    f" it to the root's fully_shard, or remove {WHO}."
                 )
         if heads:
             return [site.saved for site in heads]
@@ -246,13 +248,13 @@ class FusedLinearCrossEntropy(Technique):
         if found:
             left = ", ".join(f"{site} has {site.classes}" for site in found)
             raise LossNotVisible(
-                f"{WHO}(min_classes={self.min_classes}): {left}, and no other head was found; expected one with at least"
-                " as many classes. Lower min_classes, or take the technique out."
+                f"{WHO}(min_classes={self.min_classes}): {left}, and no other output layer was found. Lower"
+                f" min_classes, or remove {WHO}."
             )
         raise LossNotVisible(f"{WHO}: {_none_found(look, maps, step.module)}")
 
     def _pass(self, step: Step, batch: Any, *, graph: bool) -> tuple[_Look, Maps, Any]:
-        """A pass of the user's step that changes nothing, with stand-ins for what all its linear maps return."""
+        """Run the module's step without side effects, with placeholders for the outputs of all its linear layers."""
         look = _Look(self.rows)
         maps = Maps(step.module, look)
 
@@ -266,15 +268,15 @@ class FusedLinearCrossEntropy(Technique):
         problem = None
         if ready and not self._calls:
             heads = ", ".join(map(str, self._sites or ()))
-            why = f" They were read by {self._first_read} instead." if self._first_read else ""
+            why = f" {self._first_read} reads them instead." if self._first_read else ""
             problem = LossNotVisible(
-                f"{WHO}: no cross-entropy of the logits of {heads} could be computed without them in the first training"
-                f" step; expected one.{why}{_compiled(step.module)} What runs without a gradient, as within a checkpoint"
-                f" with use_reentrant=True, is not followed. {_MEND}"
+                f"{WHO}: found no cross-entropy of the logits of {heads} in the first training step.{why}"
+                f"{_compiled(step.module)} Code without a gradient is not followed, such as a checkpoint with"
+                f" use_reentrant=True. {_MEND}"
             )
         self._checked = all(agree(self.session, problem, ready))
 
-    # -- what it tells
+    # -- reports
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -299,10 +301,10 @@ class FusedLinearCrossEntropy(Technique):
     @override
     def summary(self) -> str:
         if self._sites is None:
-            return "no step taken"
+            return "made no step"
         heads = ", ".join(map(str, self._sites))
         share = 1 - self._computed / self._positions if self._positions else 0.0
-        return f"{heads}: {self._bytes / 2**20:,.1f} MiB of logits never made in the last step, {share:.0%} of them ignored"
+        return f"{heads}: saved {self._bytes / 2**20:,.1f} MiB of logits in the last step, {share:.0%} of them ignored"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -316,30 +318,30 @@ class FusedLinearCrossEntropy(Technique):
 
 
 def _is_apart(module: nn.Module | None) -> bool:
-    """Whether FSDP2 puts the module's weights together for its calls alone."""
+    """Return whether FSDP2 gathers the module's weights only for its own calls."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _few(sites: Sequence[Site]) -> str:
     few = [site for site in sites if site.inputs >= site.classes]
-    told = ", ".join(f"{site} has {site.classes} classes for {site.inputs} features" for site in few)
-    return f" Little is gained where logits are smaller than what they are made of: {told}." if few else ""
+    layers = ", ".join(f"{site} has {site.classes} classes for {site.inputs} features" for site in few)
+    return f" Little is gained if logits are smaller than their input: {layers}." if few else ""
 
 
 def _none_found(look: _Look, maps: Maps, module: nn.Module) -> str:
-    """What was seen instead of a cross-entropy of a linear map's output."""
+    """Describe what was found instead of a cross-entropy of a linear layer's output."""
     seen = [f"a cross-entropy that needs the logits: {one}" for one in look.unfit]
-    seen += [f"{loss}, whose input no linear map that can be followed has made" for loss in maps.losses]
+    seen += [f"{loss}, whose input does not come from a linear layer that can be followed" for loss in maps.losses]
     if maps.divided:
         seen.append(
-            f"products with {', '.join(list(maps.divided)[-3:])}, which tensor parallelism splits, and the loss needs a head's"
-            " whole weight (leave the head out of tensor_parallel_plan)"
+            f"products with {', '.join(list(maps.divided)[-3:])}, which tensor parallelism splits, and the loss needs the whole"
+            " weight of the output layer (leave that layer out of tensor_parallel_plan)"
         )
     last = list(look.reads.items())[-1:]
-    seen += [f"the output of {site}, the last map, read by {how}" for site, how in last]
+    seen += [f"the output of the last linear layer, {site}, is read by {how}" for site, how in last]
     return (
-        "no cross-entropy in training_step was seen whose input is what a linear map returned; expected one. Seen:"
+        "found no cross-entropy of a linear layer's output in training_step. Found instead:"
         f" {'; '.join(seen[:4]) or 'no loss call'}.{_compiled(module)} {_MEND}"
     )
 
@@ -350,4 +352,4 @@ def _compiled(module: nn.Module) -> str:
         for path, m in module.named_modules()
         if m._compiled_call_impl is not None or hasattr(m, "_orig_mod")
     ]
-    return f" Compiled here: {', '.join(found[:4])}." if found else ""
+    return f" Compiled: {', '.join(found[:4])}." if found else ""

@@ -1,13 +1,14 @@
-"""MG-ViT: blocks run on the patches that Grad-CAM finds to matter, and the others bypass them (Chen et al. 2022)."""
+"""MG-ViT: most blocks compute only the patches that matter according to Grad-CAM (Chen et al. 2022)."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._tokens.checking import CannotTake, token_dim
 from lightning_eff._core._tokens.inputs import Kept, mapped
@@ -18,99 +19,97 @@ from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control
 from lightning_eff.data.tokens._patches import Layout, find_patches, handled, keep
-from lightning_eff.data.tokens._share import Share
+from lightning_eff.data.tokens._share import ComputesFewerTokens, Share
 
 WHO = "MaskGuidedTokens"
-_LAST = 1_000_000  # of its stage: on the samples that others chose
+_LAST = 1_000_000  # the last of its stage, after the techniques that choose samples
 _BOTH = "both choose the tokens that blocks compute"
-_PLACES = "it goes by where tokens stand, or by how many there are"
+_PLACES = "it depends on the positions or the number of tokens"
 
 
 def grad_cam(a: Tensor, g: Tensor) -> Tensor:
-    """``L_i = sum_k alpha_k A_ik`` with ``alpha_k = (1/N) sum_i dy/dA_ik``; shape (B, N).
+    """Return ``L_i = sum_k alpha_k A_ik`` with ``alpha_k = (1/N) sum_i dy/dA_ik``, shape (B, N).
 
-    Grad-CAM's ReLU is left out: it would make all patches alike that speak against the label, and only the order counts here.
+    Grad-CAM's ReLU is omitted: it would make all patches equal that speak against the label, and only the order matters here.
 
     Args:
         a: activations ``A`` of the patches, (B, N, D).
-        g: the gradient of what is looked for in them, ``dy/dA``, of the same shape.
+        g: the gradient ``dy/dA`` of the target quantity, same shape.
     """
     alpha = g.float().mean(dim=1, keepdim=True)
     return (alpha * a.float()).sum(dim=-1)
 
 
 def masked_in(cam: Tensor, count: int) -> Tensor:
-    """The places of the ``count`` patches of the largest ``L_i``, ascending, (B, count); of equal ones the first."""
+    """Return the places of the ``count`` patches with the largest ``L_i`` in order, (B, count); ties go to the first."""
     return cam.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
 
 
 def kept_patches(count: int, share: float) -> int:
-    """``round(keep N)`` of N patches, at least 1."""
+    """Return ``round(keep N)`` of N patches, at least 1."""
     return max(round(share * count), 1)
 
 
 def _pointless(profile: RunProfile) -> str | None:
     if profile.image_side is None:
-        return "samples are no images"
-    return (
-        None
-        if profile.num_blocks >= 3
-        else "no stack of at least three blocks was found, most of which leave patches out"
-    )
+        return "samples are not images"
+    return None if profile.num_blocks >= 3 else "found no stack of three or more blocks"
 
 
-class MaskGuidedTokens(Technique):
-    """Let all blocks but the last run on the patches of each image that Grad-CAM finds to matter for its label.
+class MaskGuidedTokens(ComputesFewerTokens):
+    """Fine-tune a vision transformer on the patches of each image that matter for its label, found by Grad-CAM.
 
-    Of N patches the ``round(keep * N)`` are kept for which ``L_i = sum_k alpha_k A_ik`` is largest, with the activations ``A``
-    that the last block gets, and ``alpha`` their mean gradient over patches: of ``-loss`` here, where Grad-CAM takes the score
-    of a class, since an unchanged ``training_step`` tells no scores. Blocks from ``full_first`` on are called on these and on
-    tokens that come of no image, such as class tokens; the others bypass them bit for bit as they are, which is the paper's
-    residual path, and rejoin in the last ``full_last`` blocks. Masks, positions and tables go along. With ``keep=1``, a mask of
-    ones, it is the plain network. Validation, test and prediction see all patches.
+    Of N patches, the ``round(keep * N)`` with the largest ``L_i = sum_k alpha_k A_ik`` are kept. ``A`` is the input of the last
+    block, and ``alpha`` the mean over patches of the gradient of ``-loss`` in it. (Grad-CAM uses a class score, which an
+    unchanged ``training_step`` does not expose.) The blocks from ``full_first`` on compute these patches and the tokens that
+    do not come from the image, such as class tokens. The others bypass them unchanged, the paper's residual path, and return in
+    the last ``full_last`` blocks. Masks, positions and tables are selected with the tokens. Validation, test and prediction see
+    all patches.
 
-    It is for fine-tuning a trained network on few images: the network must know what matters. Where it is begun from random
-    weights, masks are noise. To find them takes a forward pass on all patches and a backward pass through the last block, at
-    each step with ``reuse=0``: about what leaving out half of the patches saves. With ``reuse=n`` a mask is used in n further
-    epochs of its sample, by the data set's index: that saves, where images stay as they are. A crop or a flip that is drawn
-    anew makes the mask one of other patches. Where an image has another size than when its mask was found, the step sees all
-    of its patches, and the mask is found anew the next time.
+    Use it to fine-tune a trained network on few images. From random weights, the masks are noise. Finding masks takes a forward
+    pass on all patches and a backward pass through the last block. With ``reuse=0`` this happens at each step, and costs about
+    what dropping half of the patches saves. With ``reuse=n``, a mask serves n further epochs of its sample, by the dataset's
+    index. This pays off if images stay the same; after a random crop or flip, the mask belongs to other patches. An image whose
+    size changed is computed in full, and gets a new mask the next time.
 
-    Logged: ``kept``, the patches of an image that blocks ran on in the last step, ``share``, their share of all, and ``found``,
-    for how many batches so far masks were looked for.
+    It logs ``kept``, the patches per image in the last step, ``share``, their fraction, and ``found``, the number of batches in
+    which masks were computed.
 
     Args:
-        keep: the share of the patches that is kept, in (0, 1]; 1 is plain training.
-        reuse: in how many further epochs a sample's mask is used again, >= 0.
-        full_first: blocks at the front that run on all patches, >= 0.
-        full_last: blocks at the end that run on all patches, >= 0.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        keep: the fraction of the patches to keep. 1 is plain training.
+        reuse: the number of further epochs in which a sample's mask is used again.
+        full_first: the number of blocks at the front that compute all patches.
+        full_last: the number of blocks at the end that compute all patches.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if there is no stack, none of its blocks would leave patches
-            out, or blocks are checkpointed with ``use_reentrant=True``; at the first batch, before any weight has changed, if
-            it holds no images, none of the blocks' tokens comes of them, a block cannot be given fewer, the loss does not
-            come of what the last block gets, ``keep`` leaves none of so few out, or ``reuse`` is set and the loader tells no
-            indices.
+        ValueError: for a value out of range. At setup, if there is no stack of blocks, no block would drop patches, or blocks
+            are checkpointed with ``use_reentrant=True``. At the first batch, before any weight changes, if there are no
+            images, no token of the blocks comes from them, a block cannot work on fewer tokens, the loss does not depend on
+            the input of the last block, ``keep`` would drop no patch, or ``reuse`` is set and the loader has no indices.
 
-    Sources:
-        Chen et al. 2022, arXiv:2205.09995: the mask by Grad-CAM and the residual path. Ours: ``-loss`` for a score, as many
-        patches of each image, and the network's own gradient as it is being tuned. Their choice of samples is not built.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=20, callbacks=[MaskGuidedTokens(0.5, reuse=4)])
+
+    References:
+        Chen et al. 2022, arXiv:2205.09995: the Grad-CAM mask and the residual path. Different here: ``-loss`` instead of a
+        score, the same number of patches in each image, and the gradient of the network that is being trained. Their choice of
+        samples is not implemented.
     """
 
-    saves: ClassVar[str] = "compute and activations of patches that do not matter, in all blocks but the last"
+    saves: ClassVar[str] = "compute and activations of unimportant patches, in all blocks but the last"
     paper: ClassVar[str] = "Chen et al. 2022, arXiv:2205.09995"
     constraints: ClassVar[str] = (
-        "automatic optimization; images; a stack of blocks on (B, T, D) with positions added before it or handed in;"
-        " a trained network"
+        "needs images, a trained network, and a stack of blocks on (B, T, D) with positions added before it or passed to it;"
+        " automatic optimization"
     )
     survey: ClassVar[Survey | None] = Survey("MG-ViT", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"keep": Choice((0.25, 0.5, 0.75)), "reuse": Choice((0, 4))}, _pointless
     )
-    control: ClassVar[Control] = Control("the baseline for as many seconds; and RandomLTD, which chooses blindly")
+    control: ClassVar[Control] = Control("the baseline for the same time; and RandomLTD, which chooses at random")
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging", "PartialTokenTraining", "SequencePacking"),
@@ -119,46 +118,34 @@ class MaskGuidedTokens(Technique):
         **dict.fromkeys(("Linformer", "GatedPositionalAttention", "AttentionWindowWarmup", "NarrowAttention"), _PLACES),
         **dict.fromkeys(
             ("AutoProg", "EfficientTrain", "FixRes", "ProgressiveResizing"),
-            "masks are found in passes of its own, in which images of other sizes are not provided for",
+            "it finds masks in extra passes, which do not support changing image sizes",
         ),
-        **dict.fromkeys(("A3Attention", "DOTAAttention", "SangerAttention"), "it chooses keys by how many there are"),
+        **dict.fromkeys(("A3Attention", "DOTAAttention", "SangerAttention"), "it chooses keys by their number"),
         **dict.fromkeys(
-            ("EfficientSAM", "KSAM"), "its passes are on some of the samples, and each has a mask of its own"
+            ("EfficientSAM", "KSAM"), "its passes use a subset of the samples, and each sample has its own mask"
         ),
     }
 
     def __init__(
         self,
-        keep: float = 0.5,
+        keep: Annotated[float, Fraction(above=0)] = 0.5,
         *,
-        reuse: int = 0,
-        full_first: int = 0,
-        full_last: int = 1,
+        reuse: Annotated[int, Count(at_least=0)] = 0,
+        full_first: Annotated[int, Count(at_least=0)] = 0,
+        full_last: Annotated[int, Count(at_least=0)] = 1,
         layers: str | None = None,
     ) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-            raise ValueError(
-                f"{WHO}({keep=}): expected a share of the patches in (0, 1], that which is kept. 0.5 halves the work of most"
-                " blocks; 1 is plain training."
-            )
-        for name, value, what in (
-            ("reuse", reuse, "epochs"),
-            ("full_first", full_first, "blocks"),
-            ("full_last", full_last, "blocks"),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{WHO}({name}={value!r}): expected an integer >= 0, a number of {what}.")
         self.keep, self.reuse, self.full_first, self.full_last, self.layers = keep, reuse, full_first, full_last, layers
         self._reset()
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
-        self._masks: Tensor | None = None  # of this micro-batch, the places of what is kept, (B, k)
-        self._full = 0  # of how many tokens
-        self._held: dict[int, tuple[int, int, Tensor]] = {}  # by index: the epoch, of how many tokens, places (k,)
+        self._masks: Tensor | None = None  # the kept places of this micro-batch, (B, k)
+        self._full = 0  # the number of tokens for these masks
+        self._held: dict[int, tuple[int, int, Tensor]] = {}  # by index: the epoch, the number of tokens, places (k,)
         self._found = 0
         self._busy = False
-        self._share = Share()  # of patches
+        self._share = Share()  # of the patches
         self._where = ""
 
     @property
@@ -188,8 +175,8 @@ class MaskGuidedTokens(Technique):
             return
         if is_checkpointed_reentrantly(session.module.modules()):
             raise ValueError(
-                f"{WHO}: the module's blocks are checkpointed with use_reentrant=True; expected use_reentrant=False, because"
-                " masks come of gradients that are taken by torch.autograd.grad. Set that."
+                f"{WHO}: the module's blocks are checkpointed with use_reentrant=True, which torch.autograd.grad does not"
+                " support. Set use_reentrant=False."
             )
         self._where = str(self._tokens.find(self.layers))
 
@@ -215,7 +202,7 @@ class MaskGuidedTokens(Technique):
         return proceed(batch)
 
     def _first(self, step: Step, batch: Any) -> None:
-        """Find out which tokens are patches, on the batch as the other links change it, unless the step skips the batch."""
+        """Find the patches among the tokens, on the batch that other techniques changed, unless the step skips it."""
         given: list[Any] = []
 
         def around(run: Proceed, batch: Any) -> Any:
@@ -232,8 +219,8 @@ class MaskGuidedTokens(Technique):
                 self._check_indices(step, num_samples(batch))
         except CannotTake as error:
             problem = ValueError(
-                f"{WHO}: block 0 of {self._where} cannot be given fewer of its tokens: {error}. Name another stack by"
-                " layers=, or take the technique out."
+                f"{WHO}: block 0 of {self._where} cannot be given fewer of its tokens: {error}. Name another stack with"
+                f" layers=, or remove {WHO}."
             )
         except ValueError as error:
             problem = error
@@ -248,16 +235,15 @@ class MaskGuidedTokens(Technique):
     def _check_indices(self, step: Step, size: int) -> None:
         if self.reuse and step.indices is None:
             raise ValueError(
-                f"{WHO}(reuse={self.reuse}): it is not known which samples a batch holds, because"
+                f"{WHO}(reuse={self.reuse}): the samples of a batch are unknown, because"
                 f" {self.session.loaders.why_unknown}. Pass a torch.utils.data.DataLoader over a dataset with __getitem__ and"
                 " __len__, or set reuse=0."
             )
         if self.reuse and self._indices(step, size) is None:
             raise ValueError(
-                f"{WHO}(reuse={self.reuse}): the loader tells {len(step.indices or [])} indices"
-                f" for a batch of {size} samples; expected one integer for each, by which its mask is known again. Give the"
-                " loader a map-style data set, a batch_size and a collate_fn that makes one sample of each index, or set"
-                " reuse=0."
+                f"{WHO}(reuse={self.reuse}): the loader gives {len(step.indices or [])} indices for a batch of {size} samples,"
+                " but each mask belongs to one index. Use a map-style dataset, a batch_size and a collate_fn that makes one"
+                " sample per index, or set reuse=0."
             )
 
     def _indices(self, step: Step, size: int) -> list[int] | None:
@@ -267,7 +253,7 @@ class MaskGuidedTokens(Technique):
         return known
 
     def _remembered(self, step: Step, size: int) -> bool:
-        """Whether all masks of the batch are known, and not too old: then they are taken."""
+        """Use stored masks if all those of the batch are known and not too old; return whether they are."""
         indices, now = self._indices(step, size), self.session.trainer.current_epoch
         if not self.reuse or indices is None:
             return False
@@ -281,7 +267,7 @@ class MaskGuidedTokens(Technique):
         return True
 
     def _cam(self, step: Step, batch: Any, size: int) -> tuple[Tensor, int] | None:
-        """Each token's ``L_i``, (B, T), by a pass whose graph begins at the last block; None where the step skips the batch."""
+        """Compute each token's ``L_i``, (B, T), in a pass whose graph begins at the last block; None for a skipped batch."""
         cut: list[Tensor] = []
         *before, last = self._tokens.stack.running()
         dims: list[int] = []
@@ -311,8 +297,8 @@ class MaskGuidedTokens(Technique):
             return None
         if not found or found[0] is None:
             raise ValueError(
-                f"{WHO}: the loss does not come of what the last block of {self._where} gets, in a way that gradients take;"
-                " expected one that does. Name the stack whose output the head reads by layers=, or take the technique out."
+                f"{WHO}: the loss has no gradient in the input of the last block of {self._where}. Name the stack whose output"
+                f" the head reads with layers=, or remove {WHO}."
             )
         a, g = (t if dims[0] == 1 else t.transpose(0, 1) for t in (cut[0].detach(), -found[0]))
         layout, tokens = self._layout, a.shape[1]
@@ -327,8 +313,8 @@ class MaskGuidedTokens(Technique):
         kept = kept_patches(count, self.keep)
         if self._found == 0 and kept == count:
             raise ValueError(
-                f"{WHO}(keep={self.keep:g}): {self._where} gets {count} patches of an image, of which none would be left out;"
-                " expected one or more. Lower keep, or take the technique out."
+                f"{WHO}(keep={self.keep:g}): {self._where} gets {count} patches per image and would keep all of them. Lower"
+                f" keep, or remove {WHO}."
             )
         self._found += 1
         self._full = tokens
@@ -353,10 +339,10 @@ class MaskGuidedTokens(Technique):
         count = tokens - layout.before - layout.after
         if size != len(masks):
             raise ValueError(
-                f"{WHO}: block {at.block} of {self._where} gets {size} samples of a batch of {len(masks)}; expected as many,"
-                " since each has a mask of its own. Take the technique out, or what makes others of the samples."
+                f"{WHO}: block {at.block} of {self._where} gets {size} samples, but the batch has {len(masks)}, with a mask"
+                f" each. Remove {WHO}, or the technique that changes the number of samples."
             )
-        if tokens != self._full:  # of another size than when the mask was found
+        if tokens != self._full:  # the image had another size when its mask was found
             self._share.note(count, count)
             self._held = {}
             return None
@@ -368,7 +354,7 @@ class MaskGuidedTokens(Technique):
         self._share.end_batch()
         self._masks = None
 
-    # -- what it tells and keeps
+    # -- reports and checkpoints
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -377,9 +363,9 @@ class MaskGuidedTokens(Technique):
     @override
     def summary(self) -> str:
         if not self._share.batches:
-            return "no step taken"
+            return "made no step"
         return (
-            f"{self._share.mean:.1%} of patches seen on average by most of {self._where}, by masks that were looked for in"
+            f"most of {self._where} computed {self._share.mean:.1%} of the patches on average, with masks computed in"
             f" {self._found:,} of {self._share.batches:,} batches"
         )
 

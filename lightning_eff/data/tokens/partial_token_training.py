@@ -1,9 +1,8 @@
-"""Turbo: train on a part of each video's tokens, to classify it and to paint the tokens left out (Han et al. 2022)."""
+"""Turbo: train on a part of each video's tokens, and reconstruct the dropped ones (Han et al. 2022)."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._tokens.entering import EnteringTokens
 from lightning_eff._core._tokens.inputs import Kept
@@ -21,29 +21,29 @@ from lightning_eff._core.optimizers import evaluates_anew
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control
 from lightning_eff.data.tokens._decoder import Painter, make_painter, reconstruction_loss
 from lightning_eff.data.tokens._draw import draw
 from lightning_eff.data.tokens._patches import Layout, find_layout, handled, keep, no_patches
-from lightning_eff.data.tokens._share import Share
+from lightning_eff.data.tokens._share import ComputesFewerTokens, Share
 from lightning_eff.data.tokens._tubes import Tubes, embeddings_of, find_tubes, tubes
 
 WHO = "PartialTokenTraining"
 
 
 def kept_tubes(count: int, ratio: float) -> int:
-    """``round(r N)`` of N tubes, at least 1."""
+    """Return ``round(r N)`` of N tubes, at least 1."""
     return max(round(ratio * count), 1)
 
 
 @dataclass
 class Pass:
-    """What one pass of a training step did: lists that run along its calls of the blocks.
+    """The record of one pass of a training step; the lists have one entry per call of the blocks.
 
     Attributes:
-        given: what the embedding was called with, (B, C, ...).
-        kept: the places among a sample's tubes, as they stand among tokens, that were kept, (B, k), and of how many.
-        left: what the last block made of all tokens that it got, (B, k + others, D).
+        given: the inputs of the embedding, (B, C, ...).
+        kept: the kept places among a sample's tubes, in token order, (B, k), and the number of tubes.
+        left: the outputs of the last block, (B, k + others, D).
     """
 
     given: list[Tensor] = field(default_factory=list)
@@ -51,107 +51,98 @@ class Pass:
     left: list[Tensor] = field(default_factory=list)
 
 
-class PartialTokenTraining(Technique):
-    """Drop a random part of each video's tokens once, as they enter the network; classify by the rest, and paint the dropped.
+class PartialTokenTraining(ComputesFewerTokens):
+    """Train on a random subset of each video's tokens, and reconstruct the dropped ones with a small decoder.
 
-    Of the N tubes of a video ``round(r N)`` are kept, other ones of each video at each step, as
-    :class:`PatchDropout` keeps patches: they carry their positions, and tokens that come of no pixels (a class token) stay.
-    To the module's own loss ``reconstruction_weight`` times a second one is added, MAE's: a small decoder gets what the last
-    block made of the kept tubes, and mask tokens at the places of the dropped ones, and paints the pixels of these; the loss
-    is the mean squared error to the pixels as the embedding gets them, each tube's less their mean and divided by their
-    deviation. So what was dropped teaches the network too, at the price of the decoder.
+    Of the N tubes of a video, ``round(r N)`` are kept, drawn anew for each video and step, as :class:`PatchDropout` keeps
+    patches: tubes keep their positions, and tokens that do not come from pixels, such as a class token, stay. The loss of the
+    module is extended by ``reconstruction_weight`` times that of MAE. A small decoder gets the last block's output for the kept
+    tubes, and mask tokens for the dropped ones, whose pixels it predicts. Its loss is the mean squared error to each tube's
+    pixels, normalized by their mean and standard deviation. The dropped tokens therefore train the network as well, at the cost
+    of the decoder.
 
-    Tubes are those of the module's convolution that embeds them: an ``nn.Conv3d`` of frames, height and width, or, of single
-    images, an ``nn.Conv2d``, whose stride is its kernel. Which token is which tube is found with the first batch, by trial.
-    Where what comes after the blocks needs all tokens, or blocks go by the places of theirs (as TimeSformer's, which take
-    space and time apart, windows, and factorised attention), that is refused there.
+    Use it for video transformers, where most tokens are redundant: 0.25 computes a quarter of the tokens in every block.
+    Validation, test and prediction see every token and run no decoder.
 
-    The decoder is the technique's own, and no part of the module: checkpoints load into the plain one, and its parameters and
-    AdamW's state are kept with the technique's. It is stepped as the module's optimizer is, by the gradients of the same
-    backward pass, averaged over ranks, at a constant rate; clipping looks at the module's gradients alone.
+    Tubes are those of the convolution that embeds them: an ``nn.Conv3d`` over frames, height and width, or an ``nn.Conv2d`` for
+    images, with a stride equal to its kernel. The first batch is used to match tokens and tubes. It is refused if the head
+    needs all tokens, or if blocks depend on token positions (separate attention over space and time as in TimeSformer,
+    windows).
 
-    Validation, test and prediction see every token, and no decoder.
+    The decoder belongs to the technique, not to the module. Checkpoints load into the plain module, and the decoder's weights
+    and AdamW state are stored with the technique. It steps with the module's optimizer, on gradients of the same backward pass,
+    averaged over ranks, with a constant learning rate. Gradient clipping covers only the module.
 
-    Logged: ``kept``, the tubes of a video that the last step saw, ``share``, their share of all, and with a decoder
-    ``reconstruction``, its loss in the last step.
+    It logs ``kept``, the tubes per video in the last step, ``share``, their fraction, and, with a decoder, ``reconstruction``,
+    its loss in the last step.
 
     Args:
-        ratio: the share ``r`` of the tubes that are kept, in (0, 1]; 1 is plain training.
-        reconstruction_weight: of the second loss, >= 0; 0 makes no decoder.
-        decoder_layers: how many, >= 1.
-        decoder_width: of the decoder, even; None for half of the blocks', in whole heads of 32.
-        decoder_lr: the rate of its AdamW, > 0.
-        per_sample: keep other tubes of each video; where False, the same ones in all of a micro-batch, which needs no tables
-            and masks of each video's own.
-        embedding: dotted path of the convolution; None finds it.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        ratio: the fraction of the tubes to keep. 0.25 computes a quarter of them, and 1 is plain training.
+        reconstruction_weight: the weight of the decoder's loss. 0 trains without a decoder.
+        decoder_layers: the number of layers of the decoder.
+        decoder_width: the width of the decoder, an even number. None is half of the blocks' width, in whole heads of 32.
+        decoder_lr: the learning rate of the decoder's AdamW.
+        per_sample: whether each video of a micro-batch gets its own draw. False uses the same places in all videos, which
+            needs no tables and masks per video.
+        embedding: the dotted path of the convolution. None finds it.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if there is no stack or no such convolution, or, with a
-            decoder, blocks are checkpointed reentrantly or the optimizer evaluates the loss anew within its step; at the first
-            batch, before any weight has changed, if it holds no videos or images, tokens are no tubes of them, a block or what
-            comes after the blocks cannot do without some, or ``ratio`` keeps all of so few.
+        ValueError: for a value out of range. At setup, if there is no stack of blocks or no such convolution. With a decoder,
+            at setup, if blocks are checkpointed reentrantly or the optimizer evaluates the loss again within its step. At the
+            first batch, before any weight changes, if there are no videos or images, tokens do not match tubes, a block or
+            the head cannot work on fewer tokens, or ``ratio`` would keep all of them.
 
-    Sources:
-        Han et al. 2022, arXiv:2210.04889; the decoder and its loss: He et al. 2021, arXiv:2111.06377 (MAE), and its half
-        width: Tong et al. 2022, arXiv:2203.12602 (VideoMAE).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=50, callbacks=[PartialTokenTraining(0.25)])
+
+    References:
+        Han et al. 2022, "Turbo Training with Token Dropout", arXiv:2210.04889. The decoder and its loss: He et al. 2021,
+        arXiv:2111.06377 (MAE). Its width: Tong et al. 2022, arXiv:2203.12602 (VideoMAE).
     """
 
-    saves: ClassVar[str] = "compute and activations of the dropped tubes in every block; costs a small decoder"
+    saves: ClassVar[str] = "compute and activations of the dropped tokens in every block, less a small decoder"
     paper: ClassVar[str] = "Han et al. 2022, arXiv:2210.04889"
     constraints: ClassVar[str] = (
-        "automatic optimization; videos or images that a convolution cuts into tubes side by side; a stack of blocks on"
-        " (B, T, D) with positions added before it or handed in; a head on class tokens or on the mean of all"
+        "needs videos or images embedded by a convolution without overlap, a stack of blocks on (B, T, D) with positions"
+        " added before it or passed to it, and a head on class tokens or on the mean of all; automatic optimization"
     )
     survey: ClassVar[Survey | None] = Survey("token masking (Turbo)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"ratio": Uniform(0.1, 0.75), "reconstruction_weight": Choice((0.0, 0.1, 1.0))}, no_patches
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero; fewer frames throughout; and the same with"
-        " reconstruction_weight=0, which tells whether the decoder pays for itself"
+        "the baseline for the same time with a learning rate that decays to zero; fewer frames throughout; and"
+        " reconstruction_weight=0, which shows whether the decoder pays off"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "RandomLTD": "both choose the tokens that blocks compute, and what one drops the other cannot draw from",
+        "RandomLTD": "both choose the tokens that blocks compute",
         **dict.fromkeys(
             ("PatchDropout", "TokenDropping", "TokenMerging", "SequencePacking"),
             "both choose the tokens that blocks compute",
         ),
         **dict.fromkeys(
             ("AttentionWindowWarmup", "NarrowAttention"),
-            "of blocks on some of their tokens it cannot be told how far apart these stand",
+            "it needs the distances between tokens, which are unknown if some are dropped",
         ),
     }
 
     def __init__(
         self,
-        ratio: float = 0.25,
+        ratio: Annotated[float, Fraction(above=0)] = 0.25,
         *,
-        reconstruction_weight: float = 1.0,
-        decoder_layers: int = 1,
-        decoder_width: int | None = None,
-        decoder_lr: float = 1e-3,
+        reconstruction_weight: Annotated[float, Number(at_least=0)] = 1.0,
+        decoder_layers: Annotated[int, Count()] = 1,
+        decoder_width: Annotated[int, Count(at_least=2)] | None = None,
+        decoder_lr: Annotated[float, Number(above=0)] = 1e-3,
         per_sample: bool = True,
         embedding: str | None = None,
         layers: str | None = None,
     ) -> None:
-        if not 0.0 < ratio <= 1.0:
+        if decoder_width is not None and decoder_width % 2:
             raise ValueError(
-                f"{WHO}({ratio=}): expected a share of the tubes in (0, 1], that which is kept. 0.25 computes a quarter of"
-                " them; 1 is plain training."
+                f"{WHO}({decoder_width=}): the width must be even. Write decoder_width={decoder_width + 1}, or None."
             )
-        if not 0.0 <= reconstruction_weight < math.inf:
-            raise ValueError(f"{WHO}({reconstruction_weight=}): expected a finite number >= 0; 0 makes no decoder.")
-        if isinstance(decoder_layers, bool) or not isinstance(decoder_layers, int) or decoder_layers < 1:
-            raise ValueError(
-                f"{WHO}({decoder_layers=}): expected an integer >= 1. reconstruction_weight=0 makes no decoder."
-            )
-        if decoder_width is not None and not (
-            isinstance(decoder_width, int) and decoder_width > 0 and decoder_width % 2 == 0
-        ):
-            raise ValueError(f"{WHO}({decoder_width=}): expected an even integer > 0, or None.")
-        if not 0.0 < decoder_lr < math.inf:
-            raise ValueError(f"{WHO}({decoder_lr=}): expected a finite rate > 0, such as 0.001.")
         self.ratio = ratio
         self.reconstruction_weight = reconstruction_weight
         self.decoder_layers, self.decoder_width, self.decoder_lr = decoder_layers, decoder_width, decoder_lr
@@ -162,11 +153,11 @@ class PartialTokenTraining(Technique):
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
-        self._share = Share()  # of tubes
+        self._share = Share()  # of the tubes
         self._where = ""
         self._tubes: Tubes | None = None
         self._painter: Painter | None = None
-        self._saved: dict[str, Any] = {}  # of the decoder, until there is one
+        self._saved: dict[str, Any] = {}  # the decoder's state, until there is one
         self._pass: Pass | None = None
         self._last: float | Tensor = 0.0
 
@@ -198,16 +189,18 @@ class PartialTokenTraining(Technique):
         name, found = type(session.module).__name__, embeddings_of(session.module)
         if not found:
             raise ValueError(
-                f"{WHO}: {name} holds no nn.Conv3d or nn.Conv2d whose stride is its kernel, without padding; expected one that"
-                " embeds tubes of videos or patches of images. Set reconstruction_weight=0.0, which needs none, or take the"
-                " technique out."
+                f"{WHO}: {name} holds no nn.Conv3d or nn.Conv2d whose stride is its kernel, without padding, to embed tubes of"
+                f" videos or patches of images. Set reconstruction_weight=0.0, which needs none, or remove {WHO}."
             )
         if self.embedding is not None and self.embedding not in found:
-            raise ValueError(f"{WHO}(embedding={self.embedding!r}): expected one of {', '.join(map(repr, found))}.")
+            raise ValueError(
+                f"{WHO}(embedding={self.embedding!r}): this is not a convolution that embeds tubes. Use one of"
+                f" {', '.join(map(repr, list(found)[:5]))}."
+            )
         if is_checkpointed_reentrantly(session.module.modules()):
             raise ValueError(
-                f"{WHO}: blocks of {name} are checkpointed reentrantly, which hides from the decoder how their output was made;"
-                " expected use_reentrant=False. Say so in gradient_checkpointing_enable, or set reconstruction_weight=0.0."
+                f"{WHO}: blocks of {name} are checkpointed reentrantly, which hides their graph from the decoder. Set"
+                " use_reentrant=False in gradient_checkpointing_enable, or reconstruction_weight=0.0."
             )
 
     @override
@@ -215,8 +208,8 @@ class PartialTokenTraining(Technique):
         anew = next((type(o).__name__ for o in session.optimizers if evaluates_anew(o)), None)
         if anew is not None and self.reconstruction_weight > 0.0:
             raise ValueError(
-                f"{WHO}: the module's {anew} evaluates the loss anew within its step, and the decoder's steps would fall"
-                " between; expected an optimizer that needs gradients alone, such as AdamW. Or set reconstruction_weight=0.0."
+                f"{WHO}: the module's {anew} evaluates the loss again within its step, which the decoder's steps would disturb."
+                " Use an optimizer that needs only gradients, such as AdamW, or set reconstruction_weight=0.0."
             )
 
     def _look(self, step: Step, batch: Any) -> None:
@@ -226,8 +219,8 @@ class PartialTokenTraining(Technique):
         count = self._tokens.longest - self._layout.before - self._layout.after
         if kept_tubes(count, self.ratio) == count:
             raise ValueError(
-                f"{WHO}(ratio={self.ratio:g}): {self._where} gets {count} tubes of a sample, of which all would be kept;"
-                " expected one or more to be dropped. Lower ratio, or take the technique out."
+                f"{WHO}(ratio={self.ratio:g}): {self._where} gets {count} tubes per sample and would keep all of them. Lower"
+                f" ratio, or remove {WHO}."
             )
         problems: dict[str, str] = {}
         found_in = embeddings_of(step.module) if self.reconstruction_weight > 0.0 else {}
@@ -240,14 +233,14 @@ class PartialTokenTraining(Technique):
                 return
             problems[path] = found
         if problems:
-            told = "; ".join(f"of {path!r}, {why}" for path, why in problems.items())
+            reasons = "; ".join(f"{path!r}: {why}" for path, why in problems.items())
             raise ValueError(
-                f"{WHO}: the tokens that {self._where} gets are no tubes of a convolution: {told}. Set"
-                " reconstruction_weight=0.0, which needs to know no tubes, or take the technique out."
+                f"{WHO}: the tokens that {self._where} gets do not match the tubes of a convolution ({reasons}). Set"
+                f" reconstruction_weight=0.0, which needs no tubes, or remove {WHO}."
             )
 
     def _make_painter(self, found: Tubes, device: torch.device) -> None:
-        """The same on all ranks, and as the checkpoint has it."""
+        """Create the decoder, equal on all ranks, with the state of a checkpoint."""
         self._tubes = found
         self._painter = make_painter(
             found.dim,
@@ -265,16 +258,16 @@ class PartialTokenTraining(Technique):
             self._saved = {}
         count = sum(p.numel() for p in self._painter.decoder.parameters())
         rank_zero_info(
-            f"{WHO}: a decoder of {count:,} parameters paints tubes of {found.embedding.kernel_size} that {self._where} drops"
+            f"{WHO}: a decoder with {count:,} parameters reconstructs the dropped tubes of {found.embedding.kernel_size}"
         )
 
     def _choose(self, at: At) -> Kept | None:
-        assert self._layout is not None, "it was found with the first batch"
+        assert self._layout is not None, "the first batch finds it"
         size, tokens = at.hidden.shape[:2]
         count = tokens - self._layout.before - self._layout.after
         kept = kept_tubes(count, self.ratio)
         self._share.note(kept, count)
-        if kept == count:  # of a smaller sample
+        if kept == count:  # a smaller sample
             return None
         places = draw(count, kept, at.generator(), rows=size if self.per_sample else 1)
         if self._pass is not None and torch.is_grad_enabled():
@@ -282,7 +275,7 @@ class PartialTokenTraining(Technique):
         index = keep(places, self._layout, tokens)
         return Kept(index if self.per_sample else index[0])
 
-    # -- what was dropped
+    # -- reconstruction
 
     def _note_left(self, hidden: Tensor) -> None:
         if self._pass is not None and torch.is_grad_enabled():
@@ -294,14 +287,14 @@ class PartialTokenTraining(Technique):
         return run(*args, **kwargs)
 
     def _reconstruct(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        if self._tubes is None:  # no step has run the blocks yet
+        if self._tubes is None:  # no step has run the blocks so far
             return proceed(batch)
         self._pass = made = Pass()
         try:
             with handled(self._tubes.embedding, self._note_given):
                 output = proceed(batch)
         finally:
-            self._pass = None  # what gradient checkpointing runs again has been seen
+            self._pass = None  # recomputation by gradient checkpointing does not count
         loss = loss_of(output)
         if loss is None or not made.kept:
             return output
@@ -311,13 +304,12 @@ class PartialTokenTraining(Technique):
         return {**output, "loss": whole} if isinstance(output, Mapping) else whole
 
     def _painting(self, made: Pass) -> Tensor:
-        """The loss of the decoder on what was dropped in a pass."""
+        """Return the decoder's loss on the tubes that a pass dropped."""
         assert self._tubes is not None and self._painter is not None and self._layout is not None
         if not len(made.given) == len(made.kept) == len(made.left):
             raise ValueError(
-                f"{WHO}: a training step called the embedding {len(made.given)} times, and the blocks {len(made.kept)} times on"
-                f" fewer tokens, of which {len(made.left)} came to an end; expected as many of each. Set"
-                " reconstruction_weight=0.0, or take the technique out."
+                f"{WHO}: a training step called the embedding {len(made.given)} times, but the blocks {len(made.kept)} times on"
+                f" fewer tokens, with {len(made.left)} outputs. Set reconstruction_weight=0.0, or remove {WHO}."
             )
         losses: list[Tensor] = []
         for given, (places, count), left in zip(made.given, made.kept, made.left, strict=True):
@@ -339,14 +331,10 @@ class PartialTokenTraining(Technique):
             self._painter.step(trainer)
 
     @override
-    def on_batch_end(self, session: Session, batch_idx: int) -> None:
-        self._share.end_batch()
-
-    @override
     def detach(self, session: Session) -> None:
         self._tubes, self._pass = None, None
 
-    # -- what it tells and keeps
+    # -- reports and checkpoints
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -356,9 +344,9 @@ class PartialTokenTraining(Technique):
     @override
     def summary(self) -> str:
         if not self._share.batches:
-            return "no step taken"
-        painted = f"; the dropped were painted with an error of {float(self._last):.3g}" if self._painter else ""
-        return f"{self._share.mean:.1%} of tubes seen on average by {self._where}{painted}"
+            return "made no step"
+        painted = f"; the last reconstruction error was {float(self._last):.3g}" if self._painter else ""
+        return f"{self._where} computed {self._share.mean:.1%} of the tubes on average{painted}"
 
     @override
     def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
@@ -366,8 +354,8 @@ class PartialTokenTraining(Technique):
         here = [self.decoder_layers, self.decoder_width]
         if saved and self.reconstruction_weight > 0.0 and saved["settings"] != here:
             raise ValueError(
-                f"{WHO}(decoder_layers={here[0]}, decoder_width={here[1]}): the checkpoint's decoder was made with"
-                f" {saved['settings'][0]} and {saved['settings'][1]}; expected the same. Resume with these."
+                f"{WHO}(decoder_layers={here[0]}, decoder_width={here[1]}): the checkpoint's decoder has"
+                f" other settings. Resume with decoder_layers={saved['settings'][0]}, decoder_width={saved['settings'][1]}."
             )
 
     @override

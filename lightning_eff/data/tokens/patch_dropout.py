@@ -1,97 +1,95 @@
-"""PatchDropout: train on a random part of each image's patches (Liu et al. 2022; the saving of MAE's and FLIP's encoders)."""
+"""PatchDropout: train on a random part of each image's patches (Liu et al. 2022)."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Fraction
 from lightning_eff._core._tokens.entering import EnteringTokens
 from lightning_eff._core._tokens.inputs import Kept
 from lightning_eff._core._tokens.window import At
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control
 from lightning_eff.data.tokens._draw import draw
 from lightning_eff.data.tokens._patches import Layout, find_layout, keep, no_patches
-from lightning_eff.data.tokens._share import Share
+from lightning_eff.data.tokens._share import ComputesFewerTokens, Share
 
 WHO = "PatchDropout"
 
 
 def kept_patches(count: int, ratio: float) -> int:
-    """``N - floor(r N)`` of N patches, at least 1."""
+    """Return ``N - floor(r N)`` of N patches, at least 1."""
     return max(count - int(ratio * count + 1e-9), 1)  # 0.29 * 100 is 29 less a rounding error
 
 
-class PatchDropout(Technique):
-    """Drop a random part of each image's patches once, as they enter the network; all blocks compute the rest alone.
+class PatchDropout(ComputesFewerTokens):
+    """Train on a random subset of each image's patches, dropped once before the first block.
 
-    Of N patches ``N - floor(r N)`` are kept, other ones of each image at each step. They are taken from the hidden state that
-    the first block gets, after patches have been embedded and their positions added, so each carries its own position; what
-    the module hands to every block for all tokens (masks, rotary tables) is cut for each. Tokens that come of no image, such
-    as a class token and registers, are always kept, in their places: they are found by a trial with other images.
+    Of N patches, ``N - floor(r N)`` are kept, drawn anew for each image and step. They are selected from the hidden state that
+    the first block receives, after patch embedding and positions, so each patch keeps its position. Masks and rotary tables
+    that blocks receive are cut for each image. Tokens that do not come from the image, such as a class token and registers,
+    are always kept. The first batch is used to find them.
 
-    What comes after the blocks sees the kept tokens alone: a head on class tokens works as it did, one on the mean of the
-    patches takes the mean of those that are kept. That this is what the head does is tried with the first batch, too: dense
-    prediction, reconstruction, sums and flattened patches are refused, as are blocks that go by where tokens stand (windows
-    as Swin's, relative biases as BEiT's).
+    Use it for vision transformers whose blocks dominate the step time: a ratio of 0.5 halves the compute and the activations
+    of all blocks. Validation, test and prediction see all patches, and so does training from ``until`` on, as in FLIP. On the
+    rings task, a small ViT trained for half a minute on one CPU thread, it ran at 1.32 times the baseline's speed. Three seeds
+    do not separate this from chance (0.84 to 2.07; docs/evidence.md).
 
-    Validation, test and prediction see all patches. From the share ``until`` of the budget on training does so too, as FLIP
-    ends. Draws follow from the seed, the step, the micro-batch and the rank: a resumed run draws what the undisturbed one did.
+    The head sees only the kept tokens. A head on class tokens works unchanged, and a head on the mean of the patches takes the
+    mean of the kept ones. The first batch is used to check this: dense prediction, reconstruction, sums and flattened patches
+    are refused, and so are blocks that depend on token positions (windows as in Swin, relative biases as in BEiT). Draws
+    depend on the seed, step, micro-batch and rank, so a resumed run repeats them.
 
-    On the rings, a small ViT for half a minute of one CPU thread, it came to 1.32 times the baseline's speed; three seeds do
-    not show that this is more than chance (0.84 to 2.07; docs/evidence.md).
-
-    Logged: ``kept``, the patches of an image that the last step saw, and ``share``, their share of all.
+    It logs ``kept``, the patches per image in the last step, and ``share``, their fraction.
 
     Args:
-        ratio: the share ``r`` of the patches that are dropped, in [0, 1); 0 is plain training. MAE drops 0.75, FLIP 0.5.
-        until: the share of the budget in [0, 1] from which on all patches are seen; 0 is plain training.
-        per_image: draw other patches of each image; where False, the same places in all images of a micro-batch, which
-            needs no tables and masks of each image's own.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        ratio: the fraction of the patches to drop. MAE drops 0.75, FLIP 0.5, and 0 is plain training. Also accepted as ``p``
+            and ``prob``.
+        until: the fraction of the budget from which on all patches are used. 0 is plain training.
+        per_image: whether each image of a micro-batch gets its own draw. False uses the same places in all images, which
+            needs no tables and masks per image.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if there is no stack; at the first batch, before any weight
-            has changed, if it holds no images, none of the blocks' tokens comes of them, a block or what comes after the
-            blocks cannot do without some, or ``ratio`` drops none of so few.
+        ValueError: for a value out of range. At setup, if no stack of blocks is found. At the first batch, before any weight
+            changes, if there are no images, no token of the blocks comes from them, a block or the head cannot work on fewer
+            tokens, or ``ratio`` would drop no patch.
 
-    Sources:
-        Liu et al. 2022, arXiv:2208.07220; He et al. 2021, arXiv:2111.06377 (MAE); Li et al. 2022, arXiv:2212.00794 (FLIP).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=100, callbacks=[PatchDropout(0.5, until=0.9)])
+
+    References:
+        Liu et al. 2022, "PatchDropout: Economizing Vision Transformers Using Patch Dropout", arXiv:2208.07220.
+        He et al. 2021, arXiv:2111.06377 (MAE). Li et al. 2022, arXiv:2212.00794 (FLIP).
     """
 
     saves: ClassVar[str] = "compute and activations of the dropped patches in every block: half at ratio 0.5"
     paper: ClassVar[str] = "Liu et al. 2022, arXiv:2208.07220"
     constraints: ClassVar[str] = (
-        "automatic optimization; images; a stack of blocks on (B, T, D) with positions added before it or handed in; a head on"
-        " class tokens or on the mean of the patches"
+        "needs images, a stack of blocks on (B, T, D) with positions added before it or passed to it, and a head on class"
+        " tokens or on the mean of the patches; automatic optimization"
     )
     survey: ClassVar[Survey | None] = Survey("token masking (MAE, FLIP)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"ratio": Uniform(0.25, 0.75), "until": Choice((0.8, 1.0))}, no_patches
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero; and smaller images throughout"
+        "the baseline for the same time with a learning rate that decays to zero; and smaller images throughout"
     )
-    conflicts: ClassVar[Mapping[str, str]] = {
-        "RandomLTD": "both choose the tokens that blocks compute, and what one drops the other cannot draw from"
-    }
+    conflicts: ClassVar[Mapping[str, str]] = {"RandomLTD": "both choose the tokens that blocks compute"}
     needs_budget: ClassVar[bool] = True
 
     def __init__(
-        self, ratio: float = 0.5, *, until: float = 1.0, per_image: bool = True, layers: str | None = None
+        self,
+        ratio: Annotated[float, Fraction(below=1), Alias("p"), Alias("prob")] = 0.5,
+        *,
+        until: Annotated[float, Fraction()] = 1.0,
+        per_image: bool = True,
+        layers: str | None = None,
     ) -> None:
-        if not 0.0 <= ratio < 1.0:
-            raise ValueError(
-                f"{WHO}({ratio=}): expected a share of the patches in [0, 1), that which is dropped. 0.5 halves the compute;"
-                " 0 is plain training."
-            )
-        if not 0.0 <= until <= 1.0:
-            raise ValueError(
-                f"{WHO}({until=}): expected a fraction of the budget in [0, 1], from which on all patches are seen."
-            )
         self.ratio = ratio
         self.until = until
         self.per_image = per_image
@@ -100,7 +98,7 @@ class PatchDropout(Technique):
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
-        self._share = Share()  # of patches
+        self._share = Share()  # of the patches
         self._where = ""
 
     @property
@@ -133,8 +131,8 @@ class PatchDropout(Technique):
         count = self._tokens.longest - self._layout.before - self._layout.after
         if kept_patches(count, self.ratio) == count:
             raise ValueError(
-                f"{WHO}(ratio={self.ratio:g}): {self._where} gets {count} patches of an image, of which none would be dropped;"
-                " expected one or more. Raise ratio, or take the technique out."
+                f"{WHO}(ratio={self.ratio:g}): {self._where} gets {count} patches per image, too few for any to be dropped."
+                f" Set ratio={-(-1000 // count) / 1000} or more, or remove {WHO}."
             )
 
     def _choose(self, at: At) -> Kept | None:
@@ -143,32 +141,16 @@ class PatchDropout(Technique):
         count = tokens - self._layout.before - self._layout.after
         kept = kept_patches(count, self.ratio)
         self._share.note(kept, count)
-        if kept == count:  # in a smaller image
+        if kept == count:  # a smaller image
             return None
         patches = draw(count, kept, at.generator(), rows=size if self.per_image else 1)
         index = keep(patches, self._layout, tokens)
         return Kept(index if self.per_image else index[0])
 
     @override
-    def on_batch_end(self, session: Session, batch_idx: int) -> None:
-        self._share.end_batch()
-
-    @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {**self._share.report()}
-
-    @override
     def summary(self) -> str:
         if not self._share.batches:
-            return "no step taken"
+            return "made no step"
         apart = 0 if self._layout is None else self._layout.before + self._layout.after
-        beside = f", beside {apart} other token{'s' * (apart != 1)}" if apart else ""
-        return f"{self._share.mean:.1%} of patches seen on average by {self._where}{beside}"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self._share.state_dict()
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._share.load_state_dict(state_dict)
+        others = f", and {apart} other token{'s' * (apart != 1)}" if apart else ""
+        return f"{self._where} computed {self._share.mean:.1%} of the patches on average{others}"

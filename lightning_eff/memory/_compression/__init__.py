@@ -1,1 +1,1 @@
-"""Saved tensors in compressed form: what each of them is, how it is held, and how many bits it gets."""
+"""Saved tensors in compressed form: their roles, codes and bits."""

@@ -1,7 +1,7 @@
-"""Tensors that are ``a x + b`` of another tensor: the codes of ``x`` are theirs too.
+"""Tensors that are ``a x + b`` of another tensor, and share the codes of ``x``.
 
-Decoded, ``x`` is ``minimum + scale code``, so ``a x + b`` is ``(a minimum + b) + (a scale) code``. Of GELU's tanh form,
-``0.5 x (1 + tanh(...))``, autograd saves ``x``, the tangent ``t``, ``0.5 x`` and ``1 + t``: two need no codes of their own.
+Decoded, ``x`` is ``minimum + scale code``, so ``a x + b`` is ``(a minimum + b) + (a scale) code``. For GELU's tanh form,
+``0.5 x (1 + tanh(...))``, autograd saves ``x``, the tangent ``t``, ``0.5 x`` and ``1 + t``. Two of them need no codes.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ _SUBTRACT_FROM = frozenset(("rsub", "__rsub__"))
 _DIVIDE = frozenset(("div", "divide", "true_divide", "__truediv__"))
 _NEGATE = frozenset(("neg", "negative", "__neg__"))
 OPERATIONS = _MULTIPLY | _ADD | _SUBTRACT | _SUBTRACT_FROM | _DIVIDE | _NEGATE
-LARGEST = 2.0**40  # numbers beyond this, and factors below its inverse, are left alone: float32 would not hold products
-MOST_CANCELLED = 16.0  # an offset that leaves less than this part of what it is the sum of, is that of rounded numbers
+LARGEST = 2.0**40  # larger numbers, and factors below its inverse, are ignored, because products would leave float32
+MOST_CANCELLED = 16.0  # an offset that cancels to less than this fraction of its terms is dominated by rounding
 
 
 class Line(NamedTuple):
@@ -30,7 +30,7 @@ class Line(NamedTuple):
     offset: float
 
     def after(self, first: "Line") -> "Line | None":
-        """``first``, and then this; None where the offsets cancel so far that rounding in between would count."""
+        """Return ``first`` followed by this; None if the offsets cancel so far that intermediate rounding would matter."""
         shifted = self.factor * first.offset
         offset = shifted + self.offset
         if abs(offset) * MOST_CANCELLED < abs(shifted):
@@ -42,12 +42,12 @@ SAME = Line(1.0, 0.0)
 
 
 def affine(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Line] | None:
-    """The one tensor that an operation takes, and what it makes of it; None where it is not ``a x + b``.
+    """Return the tensor argument of an operation and the line that it applies; None if it is not ``a x + b``.
 
     Args:
-        name: of the operation.
-        args: as it is called; only one tensor, and one Python number where it takes two, are looked at.
-        kwargs: any (``alpha``, ``out``, ``rounding_mode``) make it another operation.
+        name: the name of the operation.
+        args: its arguments. Only one tensor, and one Python number for binary operations, are supported.
+        kwargs: any keyword (``alpha``, ``out``, ``rounding_mode``) makes it another operation.
     """
     if kwargs:
         return None
@@ -80,10 +80,10 @@ def _line(factor: float, offset: float) -> Line | None:
 
 
 class AffineNotes:
-    """Of which tensors the tensors of a forward pass are affine functions.
+    """Record which tensors of a forward pass are affine functions of others.
 
     Args:
-        smallest: elements; tensors with fewer are not noted.
+        smallest: the smallest number of elements of a recorded tensor.
     """
 
     def __init__(self, smallest: int) -> None:
@@ -91,12 +91,12 @@ class AffineNotes:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget everything."""
         self._sources: dict[Identity, tuple[Identity, Line]] = {}
         self._storages = Storages()
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
-        """An operation of ``OPERATIONS`` has returned ``y``, which is not changed in place since."""
+        """Record that an operation of ``OPERATIONS`` returned ``y``, which has not been changed in place."""
         if type(y) is not Tensor or not y.requires_grad or y.numel() < self._smallest:
             return
         found = affine(name, args, kwargs)
@@ -106,14 +106,14 @@ class AffineNotes:
         plain = type(x) in (Tensor, nn.Parameter) and x.layout is strided and x.is_floating_point()
         if not plain or x.dtype != y.dtype or x.shape != y.shape or x.stride() != y.stride():
             return
-        if is_functorch_wrapped_tensor(y):  # without a storage of its own
+        if is_functorch_wrapped_tensor(y):  # it has no storage of its own
             return
         self._storages.keep(x)
         self._storages.keep(y)
         self._sources[identity(y)] = identity(x), line
 
     def sources(self, y: Identity) -> Iterator[tuple[Identity, Line]]:
-        """What ``y`` is an affine function of, the nearest first, and which."""
+        """Yield the tensors of which ``y`` is an affine function, the nearest first, and the lines."""
         line = SAME
         while y in self._sources:
             y, step = self._sources[y]

@@ -1,9 +1,9 @@
-"""Fused attention whose backward pass runs on queries, keys and values alone: what it returned is computed anew from them.
+"""Fused attention whose backward pass recomputes its output from queries, keys and values.
 
-Fused attention saves ``q, k, v``, its output ``o`` and the log-sum-exp of each row, and its backward pass takes
-``p = exp(q k^T - lse)`` and ``delta = rowsum(do o)``. With ``q`` and ``k`` rounded and ``lse`` exact, rows of ``p`` no
-longer sum to one, and ``delta`` is not ``rowsum(p dp)``: the gradient of the softmax loses what makes it small. Computed
-anew from the rounded ``q, k, v``, both are consistent, at the price of the forward kernel once more; and neither is held.
+Fused attention saves ``q, k, v``, its output ``o`` and the log-sum-exp of each row. Its backward pass computes
+``p = exp(q k^T - lse)`` and ``delta = rowsum(do o)``. With rounded ``q`` and ``k`` and an exact ``lse``, the rows of ``p`` no
+longer sum to one, and ``delta`` differs from ``rowsum(p dp)``, so the softmax gradient loses its cancellation. Recomputed from
+the rounded ``q, k, v``, both are consistent, at the cost of another forward kernel, and neither is stored.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,10 @@ OnResult = Callable[[Tensor, int], Any]
 
 
 class Call(NamedTuple):
-    """A call of ``F.scaled_dot_product_attention`` for which torch would take a fused kernel, without dropout.
+    """A call of ``F.scaled_dot_product_attention`` for which torch would use a fused kernel, without dropout.
 
     Attributes:
-        tensors: queries, keys, values and the mask, in the dtype that autocast gives them.
+        tensors: queries, keys, values and the mask, in the dtype of autocast.
         options: the other arguments, by name.
         backend: the kernel.
     """
@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Call | None":
-        """The call with these arguments; None where another kernel runs, or nothing would be saved."""
+        """Return the call with these arguments, or None if another kernel runs or nothing would be saved."""
         options: dict[str, Any] = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
         given: list[Tensor | None] = [options.pop(name, None) for name in _NAMES[:4]]
         q, k, v, mask = given
@@ -59,11 +59,11 @@ class Call(NamedTuple):
         return cls((q, k, v, mask), options, backend) if backend in _FUSED else None
 
     def run(self, on_result: OnResult) -> Tensor:
-        """What the call returns.
+        """Return the result of the call.
 
         Args:
-            on_result: called with that and with the bytes of the log-sum-exp, which plain autograd would both save and
-                this does not; what it returns is kept as long as the graph.
+            on_result: a function that is called with the result and the bytes of the log-sum-exp, both of which plain autograd
+                would save. Its return value is kept as long as the graph.
         """
         (output,) = _Attention.apply(*self.tensors, self.options, self.backend, on_result)  # pyright: ignore[reportGeneralTypeIssues]
         return output
@@ -74,12 +74,12 @@ def _is_plain(x: Any) -> bool:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` as autocast passes it on."""
+    """Return ``x`` in the dtype that autocast passes on."""
     return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that saves what it was given.
+    """Attention that saves its arguments.
 
     Shapes: queries (B, H, T, E), keys (B, H', S, E), values (B, H', S, E'), output (B, H, T, E').
     """
@@ -109,7 +109,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors
         needed = ctx.needs_input_grad[:4]
-        # no hooks of a forward pass that this backward pass may run in
+        # disable the hooks of a forward pass that may contain this backward pass
         with (
             untraced_hooks(_same, _same),
             torch.autocast(saved[0].device.type, enabled=False),

@@ -1,19 +1,19 @@
-"""How many bits each saved tensor gets under an average (GACT: Liu et al. 2022, arXiv:2206.11357, section 4).
+"""Choose the bits of each saved tensor under an average (GACT: Liu et al. 2022, arXiv:2206.11357, section 4).
 
-Rounding tensor ``i`` to ``b`` bits adds an expected squared error of ``c_i / (2^b - 1)^2`` to the gradient of all
-parameters, and the errors of different tensors add up, since each is rounded by numbers of its own. The sensitivities
-``c_i`` are measured in training:
+Rounding tensor ``i`` to ``b`` bits adds an expected squared error of ``c_i / (2^b - 1)^2`` to the gradient of all parameters.
+The errors of different tensors add up, since each is rounded with its own random numbers. The sensitivities ``c_i`` are
+measured in training:
 
-- Of the input ``X`` of a linear map only the weight's gradient ``dW = dY^T X`` knows: ``c = |dY|^2 sum_j R_j^2 / (6 n)``
-  with ``R_j`` the range of the group that holds element ``j``, and ``n`` rows of ``X`` and ``dY``. Both come out of one
-  ordinary backward pass.
-- Tensors of one kind (the same place in each block) are rounded otherwise than in that pass, all together, in one more
-  forward and backward pass; ``c`` of the kind is the squared difference of the two gradients, over
-  ``1 / (2^b - 1)^2 + 1 / (2^b' - 1)^2``. It is divided among the blocks as ``|dY|^2 sum_j R_j^2 / n`` is.
+- The input ``X`` of a linear layer affects only the weight's gradient ``dW = dY^T X``. Then
+  ``c = |dY|^2 sum_j R_j^2 / (6 n)``, with ``R_j`` the range of the group that holds element ``j``, and ``n`` rows of ``X`` and
+  ``dY``. One ordinary backward pass gives both.
+- Tensors of one kind (the same place in each block) are rounded differently from that pass, all together, in one more forward
+  and backward pass. ``c`` of the kind is the squared difference of the two gradients, over
+  ``1 / (2^b - 1)^2 + 1 / (2^b' - 1)^2``. It is divided among the blocks in proportion to ``|dY|^2 sum_j R_j^2 / n``.
 
-At 1 bit an element is decoded as one end of its group's range. Where its operation is no linear map, what that does is not
-told from how a finer rounding acts: the squared error of 1 bit counts ``ONE_BIT_PENALTY`` times there. Without it an
-average of 3 bits was further from a trained GPT-2's gradient than with 2 bits at least, 0.030 instead of 0.023 of it.
+At 1 bit, an element is decoded as one end of its group's range. For operations other than linear layers, the effect cannot be
+extrapolated from finer rounding, so the squared error of 1 bit counts ``ONE_BIT_PENALTY`` times there. Without it, an average
+of 3 bits was further from a trained GPT-2's gradient than at least 2 bits (0.030 compared with 0.023 of it).
 """
 
 import heapq
@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 CHOICES = (1, 2, 3, 4, 8)
-MEASURING_BITS = 8  # of all tensors but the probed ones: the less noise there is, the better a difference tells
+MEASURING_BITS = 8  # for all tensors but the probed ones, since less noise makes differences clearer
 PROBE_BITS = 4
-WIDE_BITS = 4  # the fewest of what has 8 where the rule is one number
+WIDE_BITS = 4  # the fewest bits of tensors that get 8 with a fixed number of bits
 ONE_BIT_PENALTY = 4.0
 _DIRECT = ("linear", "addmm")
 
 
 def step_error(bits: int) -> float:
-    """The squared error of rounding to ``bits`` bits, in units of that to one bit: ``1 / (2^b - 1)^2``."""
+    """Return the squared error of rounding to ``bits`` bits, in units of that of one bit: ``1 / (2^b - 1)^2``."""
     return 1.0 / (2**bits - 1) ** 2
 
 
@@ -43,18 +43,18 @@ def allocate(
     penalty: float = ONE_BIT_PENALTY,
     least: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """Bits ``b_i`` that minimise ``sum_i c_i p_i / (2^b_i - 1)^2`` with ``sum_i n_i b_i <= budget sum_i n_i``.
+    """Return the bits ``b_i`` that minimize ``sum_i c_i p_i / (2^b_i - 1)^2`` with ``sum_i n_i b_i <= budget sum_i n_i``.
 
-    Every tensor begins with the fewest bits, and the step up that takes most off the sum for each bit it costs is taken
-    as long as one fits. The gains of a tensor's steps fall from one to the next, so this is optimal for the average
-    that it ends with, and short of the budget by less than one step.
+    Every tensor starts with the fewest bits. The step that reduces the sum most per bit is taken as long as one fits. The
+    gains of a tensor's steps decrease, so the result is optimal for its own average, which is below the budget by less than
+    one step.
 
     Args:
         sensitivity: ``c_i >= 0`` by name.
-        numel: ``n_i > 0``, elements, by at least the same names.
-        budget: bits of an element, on average over all elements, >= 1.
-        penalty: ``p_i`` at 1 bit where the tensor is no linear map's input; 1 elsewhere.
-        least: the bits that a tensor begins with; 1 where it is not named.
+        numel: ``n_i > 0``, the number of elements, by at least the same names.
+        budget: the average bits per element, >= 1.
+        penalty: ``p_i`` at 1 bit for tensors that are not inputs of linear layers; 1 otherwise.
+        least: the bits that a tensor starts with, 1 by default.
     """
     bits = {name: (least or {}).get(name, CHOICES[0]) for name in sensitivity}
     left = sum((budget - bits[name]) * numel[name] for name in sensitivity)
@@ -82,7 +82,7 @@ def allocate(
 
 
 class Statistics:
-    """What one ordinary pass tells of the tensors that are compressed in it: ``sum_j R_j^2``, elements and ``|dY|^2``."""
+    """The results of one ordinary pass for its compressed tensors: ``sum_j R_j^2``, elements and ``|dY|^2``."""
 
     def __init__(self) -> None:
         self.ranges: dict[str, Tensor] = {}
@@ -92,18 +92,18 @@ class Statistics:
         self._gradients: dict[str, list[Tensor]] = {}
 
     def on_groups(self, key: str, packed: Any) -> None:
-        """A tensor was compressed: its ranges are ``scale (2^b - 1)``."""
+        """Record a compressed tensor, whose ranges are ``scale (2^b - 1)``."""
         levels = 2**packed.bits - 1
         self.ranges[key] = packed.scale.double().square().sum() * (levels**2 * packed.group_size)
         self.numel[key] = packed.shape.numel()
         self.bits[key] = packed.bits
 
     def on_shared(self, key: str, numel: int) -> None:
-        """A tensor of so many elements is held in the codes of ``key``, and needs none of its own."""
+        """Record that a tensor of ``numel`` elements uses the codes of ``key``."""
         self.shared[key] = self.shared.get(key, 0) + numel
 
     def on_output(self, keys: list[str], output: Any) -> None:
-        """The operation that saved these tensors returned ``output``; its gradient is to be looked at."""
+        """Watch the gradient of the output of the operation that saved these tensors."""
         if not isinstance(output, Tensor) or not output.requires_grad:
             return
 
@@ -115,7 +115,7 @@ class Statistics:
         output.register_hook(look)
 
     def guesses(self) -> dict[str, float]:
-        """``|dY|^2 sum_j R_j^2 / (6 n)`` by key: of a linear map's input, its sensitivity."""
+        """Return ``|dY|^2 sum_j R_j^2 / (6 n)`` by key, which is the sensitivity for inputs of linear layers."""
         zero = torch.zeros((), dtype=torch.float64)
         return {
             key: float(ranges * sum(self._gradients.get(key, []), zero.to(ranges.device))) / 6
@@ -124,16 +124,16 @@ class Statistics:
 
 
 def is_direct(key: str) -> bool:
-    """Whether the tensor of that key is the input of a linear map, and nothing but a weight's gradient knows of it."""
+    """Return whether the tensor of that key is the input of a linear layer, which affects only a weight's gradient."""
     return key.partition(":")[2].partition(":")[0] in _DIRECT
 
 
 class Allocation:
-    """The bits of each tensor by its key, from what has been measured so far.
+    """The bits of each tensor by its key, from the measurements so far.
 
     Args:
-        budget: bits of an element, on average, in [1, 8].
-        family: a key's kind, the same for all blocks of a stack.
+        budget: the average bits per element, in [1, 8].
+        family: a function that returns a key's kind, the same for all blocks of a stack.
     """
 
     def __init__(self, budget: float, family: Callable[[str], str]) -> None:
@@ -147,14 +147,14 @@ class Allocation:
         self._kinds: dict[str, int] = {}
 
     def __call__(self, key: str, wide: bool) -> int:
-        """The bits of a tensor; one not seen yet gets the most that its kind has, or what is safe."""
+        """Return the bits of a tensor; an unseen one gets the most that its kind has, or a safe value."""
         bits = self.bits.get(key)
         if bits is not None:
             return bits
         bits = self._kinds.get(self.family(key))
         if bits is not None:
             return bits
-        if not self.bits and not wide:  # nothing is known yet, and the budget is to be kept
+        if not self.bits and not wide:  # nothing is known yet, and the budget must hold
             return max(choice for choice in CHOICES if choice <= self.budget)
         return CHOICES[-1]
 
@@ -165,15 +165,15 @@ class Allocation:
         shared: Mapping[str, int] | None = None,
         wide: Iterable[str] = (),
     ) -> None:
-        """Take over what was measured, and solve anew; what was not measured this time stays as it was.
+        """Adopt measurements and solve again; tensors that were not measured keep theirs.
 
         Args:
-            sensitivity: by key.
-            numel: elements of each of them.
-            shared: elements of the tensors that need no codes, by the key of those that they are held in; they count in
-                the average, with no bits.
-            wide: keys that have ``WIDE_BITS`` at least, whatever was measured: what rounding queries and keys does grows
-                with the weights as an exponential, faster than is measured.
+            sensitivity: the sensitivities by key.
+            numel: the elements of each of them.
+            shared: the elements of tensors without their own codes, by the key of the codes they use. They count in the average
+                with 0 bits.
+            wide: keys that get at least ``WIDE_BITS``, because the effect of rounding queries and keys grows exponentially with
+                the weights, faster than it is measured.
         """
         self.sensitivity.update(sensitivity)
         self.numel.update({key: numel[key] for key in sensitivity})
@@ -184,7 +184,7 @@ class Allocation:
     def _solve(self) -> None:
         elements = sum(self.numel[key] for key in self.sensitivity)
         whole = self.budget * (elements + sum(self.shared.values()))
-        # sensitivities drift between measurements, and what has few bits then suffers most: the floor is as high as fits
+        # sensitivities drift between measurements, which hurts tensors with few bits most, so use the highest floor
         for few in (2, 1):
             least = {key: WIDE_BITS if key in self.wide else few for key in self.sensitivity}
             if sum(least[key] * self.numel[key] for key in least) <= whole:
@@ -196,7 +196,7 @@ class Allocation:
             self._kinds[kind] = max(bits, self._kinds.get(kind, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers, from which the same bits follow."""
+        """Return plain containers that determine the bits."""
         of_keys = {"sensitivity": dict(self.sensitivity), "numel": dict(self.numel), "shared": dict(self.shared)}
         return {**of_keys, "wide": sorted(self.wide)}
 
@@ -208,7 +208,7 @@ class Allocation:
 
 
 def kinds(statistics: Statistics, family: Callable[[str], str]) -> dict[str, list[str]]:
-    """The keys to be probed, by kind, in an order that does not depend on that of the pass."""
+    """Return the keys to probe, by kind, in an order that does not depend on that of the pass."""
     found: dict[str, list[str]] = {}
     for key in statistics.numel:
         if not is_direct(key):
@@ -217,13 +217,13 @@ def kinds(statistics: Statistics, family: Callable[[str], str]) -> dict[str, lis
 
 
 def divide(total: float, keys: Iterable[str], guesses: Mapping[str, float]) -> dict[str, float]:
-    """``total`` divided among ``keys`` as their guesses are, or evenly where these say nothing."""
+    """Divide ``total`` among ``keys`` in proportion to their guesses, or evenly if these are zero."""
     keys = list(keys)
     whole = sum(guesses[key] for key in keys)
     return {key: total * (guesses[key] / whole if whole > 0 else 1 / len(keys)) for key in keys}
 
 
 def squared_distance(a: list[Tensor | None], b: list[Tensor | None]) -> float:
-    """``|a - b|^2`` over all tensors; of those that are in both."""
+    """Return ``|a - b|^2`` over the tensors that are in both."""
     pairs = zip(a, b, strict=False)
     return sum(float((x - y).double().square().sum()) for x, y in pairs if x is not None and y is not None)

@@ -1,4 +1,4 @@
-"""A tensor in codes of a few bits, and what decodes it: by groups, with the codes on its device or in host memory."""
+"""A tensor in codes of a few bits and its decoder: by groups, with the codes on its device or in host memory."""
 
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,10 +13,10 @@ class Codes(Protocol):
     """A tensor in codes.
 
     Attributes:
-        bits: of an element's code.
-        numel: elements.
-        num_bytes: that are held on the tensor's device.
-        host_bytes: that are held in host memory instead.
+        bits: the bits per element.
+        numel: the number of elements.
+        num_bytes: the bytes held on the tensor's device.
+        host_bytes: the bytes held in host memory instead.
     """
 
     @property
@@ -32,15 +32,15 @@ class Codes(Protocol):
     def host_bytes(self) -> int: ...
 
     def decode(self, line: Line = SAME) -> Tensor:
-        """``line`` of the tensor, contiguous, of its shape and dtype."""
+        """Return ``line`` of the tensor, contiguous, in its shape and dtype."""
         ...
 
 
 class Host(Protocol):
-    """Where codes wait that are not to stay on their device; see :class:`lightning_eff.memory._hosting.host.HostStore`."""
+    """The place of codes that leave their device; see :class:`lightning_eff.memory._hosting.host.HostStore`."""
 
     def put(self, tensor: Tensor) -> Any:
-        """Begin to copy ``tensor`` to host memory; what it gives has a ``get`` that brings it back."""
+        """Start copying ``tensor`` to host memory; ``get`` of the result brings it back."""
         ...
 
 
@@ -49,7 +49,7 @@ class GroupCodes:
 
     Args:
         packed: the compressed tensor.
-        host: where the codes proper go; None leaves them on their device, where scales and minima stay in any case.
+        host: the destination of the codes. None leaves them on their device, where scales and minima always stay.
     """
 
     __slots__ = ("_packed", "_ticket", "bits", "host_bytes", "num_bytes", "numel")

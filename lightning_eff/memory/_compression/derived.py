@@ -1,8 +1,8 @@
-"""Tensors that follow from what a norm or an activation saves anyway: they need no codes of their own.
+"""Tensors that follow from what a norm or an activation saves, and need no codes of their own.
 
-The input of a linear map behind ``y = (x - mean) rstd weight + bias`` is that of the decoded ``x`` and of the mean and rstd
-that the norm keeps exactly: the weight's gradient stays unbiased, since ``y`` is a line in ``x``. Behind GELU or SiLU it is
-the function of the decoded ``x``: curved, so that the mean of many roundings is off by ``g''(x) Var / 2``.
+The input of a linear layer behind ``y = (x - mean) rstd weight + bias`` is computed from the decoded ``x`` and the norm's exact
+mean and rstd. The weight's gradient stays unbiased, since ``y`` is a line in ``x``. Behind GELU or SiLU, it is the function of
+the decoded ``x``, which is curved, so the mean over roundings is off by ``g''(x) Var / 2``.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class _Place(NamedTuple):
-    """Where a contiguous tensor lies: equal for two that have the same elements in the same order."""
+    """The memory of a contiguous tensor: equal for two with the same elements in the same order."""
 
     storage: int
     offset: int
@@ -37,13 +37,13 @@ class _Place(NamedTuple):
 
 
 class Derivations:
-    """Which tensors of a forward pass follow from which others.
+    """Record which tensors of a forward pass follow from which others.
 
     Args:
-        smallest: elements; tensors with fewer are not noted.
+        smallest: the smallest number of elements of a recorded tensor.
 
     Attributes:
-        curved: note GELU and SiLU too.
+        curved: whether GELU and SiLU are recorded too.
     """
 
     def __init__(self, smallest: int) -> None:
@@ -52,19 +52,19 @@ class Derivations:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget everything."""
         self._known: dict[_Place, tuple[Identity, Function]] = {}
         self._storages = Storages()
 
     def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any, statistics: list[Tensor]) -> None:
-        """An operation of ``OPERATIONS`` has returned ``y``.
+        """Record that an operation of ``OPERATIONS`` returned ``y``.
 
         Args:
-            name: of the operation.
-            args: as it was called.
-            kwargs: as it was called.
-            y: what it returned.
-            statistics: mean and reciprocal standard deviation that a norm saved, (..., 1) each.
+            name: the name of the operation.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            y: its result.
+            statistics: the mean and reciprocal standard deviation that a norm saved, (..., 1) each.
         """
         x = args[0] if args else None
         if type(x) is not Tensor or type(y) is not Tensor or not y.requires_grad or y.numel() < self._smallest:
@@ -83,7 +83,7 @@ class Derivations:
         return lambda x: _CURVED[name](x, **kwargs)
 
     def of(self, y: Tensor) -> tuple[Identity, Function] | None:
-        """What ``y`` follows from, and how, in the shape of ``y``."""
+        """Return the source of ``y`` and the function that computes it, in the shape of ``y``."""
         found = self._known.get(_Place.of(y)) if y.is_contiguous() else None
         if found is None:
             return None

@@ -1,7 +1,7 @@
 """Compressed activations: saved-tensor hooks that hold codes instead of tensors, and a ledger of what they hold.
 
-The forward pass is exact. What an operation saves for its backward pass is told by :class:`SavedTensors`, compressed
-when it is saved, and decoded when the backward pass asks for it.
+The forward pass is exact. :class:`SavedTensors` identifies what an operation saves. It is compressed when it is saved, and
+decoded when the backward pass asks for it.
 """
 
 import sys
@@ -27,10 +27,10 @@ from lightning_eff.memory._compression.ranges import RunningRanges
 from lightning_eff.memory._compression.saved import KEPT, SavedTensors, Treatment
 
 WIDE_BITS = 8
-_FLOOR = 4  # the bits that serve instead, of what others follow from, where a rule by sensitivity has weighed both
-_IN_FLIGHT = 4  # verdicts of a CUDA device that may be open before the oldest is waited for
-_ODD = 0x9E3779B97F4A7C15  # spreads the seeds of a pass's tensors
-_OTHER_ROUNDING = 1 << 32  # more than a pass saves tensors
+_FLOOR = 4  # the bits that suffice for the source of derived tensors, if sensitivities were measured
+_IN_FLIGHT = 4  # open verdicts of a CUDA device before the oldest is awaited
+_ODD = 0x9E3779B97F4A7C15  # separates the seeds of a pass's tensors
+_OTHER_ROUNDING = 1 << 32  # more than the number of tensors that a pass saves
 
 BitsOf = Callable[[str, bool], int]
 
@@ -40,22 +40,21 @@ class Engine:
 
     Args:
         module: the module that is trained.
-        bits: of an element that is compressed by groups: 1, 2, 4 or 8; or a function of a tensor's key (see
-            :meth:`key`) and of whether it is one of those that get more bits than others where the rule is one number.
-            ``EXACT_BITS`` keeps a tensor as it is.
-        group_size: elements of a group that share scale and minimum, a power of two from 16 to 8192.
-        ranges: where given, codes tensors instead of groups; ``bits`` are 8 then.
-        host: where given, codes wait there instead of on their device.
-        stochastic: round stochastically, else to nearest.
-        only: where given, says whether what is saved now is to be compressed at all.
+        bits: the bits per element of groups: 1, 2, 4 or 8; or a function of a tensor's key (see :meth:`key`) and of whether it
+            is one of those that get more bits than others with a fixed number. ``EXACT_BITS`` keeps a tensor as it is.
+        group_size: the number of elements that share scale and minimum, a power of two from 16 to 8192.
+        ranges: running ranges, which code tensors instead of groups; ``bits`` are 8 then.
+        host: the host memory for codes. None leaves them on their device.
+        stochastic: whether to round stochastically instead of to nearest.
+        only: a function that returns whether the current save may be compressed.
 
     Attributes:
-        bits: as above; may be set between passes.
-        reseeded: where set, says by key whose rounding draws from other numbers than it would.
-        on_groups: where set, called with each tensor compressed by groups, its key and its codes.
-        on_shared: where set, called with the key of codes that serve another tensor too, and its number of elements.
-        on_output: where set, called with the keys of what an operation saved, and with what the operation returns.
-        ledger: of the last pass.
+        bits: as above. It may be set between passes.
+        reseeded: a function that returns by key whose rounding uses other random numbers.
+        on_groups: a function that is called with each key and the codes of a tensor compressed by groups.
+        on_shared: a function that is called with the key of codes that serve another tensor, and its number of elements.
+        on_output: a function that is called with the keys of what an operation saved, and its output.
+        ledger: the ledger of the last pass.
     """
 
     def __init__(
@@ -87,9 +86,9 @@ class Engine:
         self._seed = seed
         self._number = 0
         self._unfit = 0
-        self._counted = 0  # tensors saved when the ledger was filled last
+        self._counted = 0  # the number of tensors when the ledger was last filled
         self._entries: list[Entry] = []
-        self._installed: Callable[[Tensor], Any] | None = None  # the pack hook as autograd has it
+        self._installed: Callable[[Tensor], Any] | None = None  # the pack hook as autograd stores it
         self._known: dict[tuple[Identity, bool], ReferenceType[Held]] = {}
         self._storages = Storages()
         self._occurrences: dict[str, int] = {}
@@ -100,11 +99,11 @@ class Engine:
 
     @contextmanager
     def forward(self, seed: int, batch: Any) -> Iterator[None]:
-        """Compress what the code run inside saves.
+        """Compress what the code inside saves.
 
         Args:
-            seed: in [0, 2^63): what rounding draws from; two passes with the same seed round alike.
-            batch: any nest of tensors that stay alive anyway.
+            seed: the seed for rounding, in [0, 2^63). Two passes with the same seed round alike.
+            batch: nested tensors that stay alive anyway.
         """
         self._clear(seed)
         self.tensors.begin(t for t in tree_leaves(batch) if isinstance(t, Tensor))
@@ -155,7 +154,7 @@ class Engine:
         return None if known is None else known()
 
     def _least(self, treatment: Treatment) -> int:
-        """The fewest bits with which an earlier copy of a tensor serves this treatment."""
+        """Return the fewest bits with which an earlier copy of a tensor serves this treatment."""
         if treatment is Treatment.EXACT:
             return EXACT_BITS
         if treatment is Treatment.WIDE:
@@ -165,7 +164,7 @@ class Engine:
         return 1
 
     def _line(self, x: Tensor, place: Identity, treatment: Treatment) -> Held | None:
-        """``x`` by the codes of a tensor that it is an affine function of, or follows from, if one is held that serves."""
+        """Hold ``x`` in the codes of a tensor that it is an affine function of, or follows from, if possible."""
         if treatment not in (Treatment.GROUPS, Treatment.DOUBLE, Treatment.WIDE):
             return None
         for source, line in self.tensors.notes.sources(place):
@@ -184,28 +183,28 @@ class Engine:
         return kept
 
     def _source(self, place: Identity, least: int) -> Held | None:
-        """What is held in codes of at least so many bits there."""
+        """Return what is held there in codes of at least ``least`` bits."""
         held = self._find(place)
         if held is None or held.codes is None or held.derived or held.bits < least:
             return None
         return held
 
     def _share(self, x: Tensor, held: Held, restore: Restore, line: Line) -> Held:
-        """``x`` by the codes of ``held``."""
+        """Hold ``x`` in the codes of ``held``."""
         assert held.codes is not None
         if self._named:
-            self.key()  # names do not depend on whether this way was open
+            self.key()  # names must not depend on whether codes are shared
         also = [(verdict, event) for other, verdict, event in self._open if other is held]
         kept = Held.of_codes(x, held.codes, restore, line, keep=bool(also))
         kept.key = held.key
         if self.on_shared is not None:
             self.on_shared(held.key, x.numel())
         self._keys.append(held.key)
-        self._open.extend((kept, *verdict) for verdict in also)  # fit for use where the source is
+        self._open.extend((kept, *verdict) for verdict in also)  # fit for use if the source is
         return kept
 
     def _unpack(self, held: Held) -> Tensor:
-        if self._entries:  # a backward pass inside the forward context
+        if self._entries:  # a backward pass within the forward context
             self._count()
         return held.get()
 
@@ -241,7 +240,7 @@ class Engine:
             return Held.exact(x)
         held = Held.of_codes(x, codes, restore, keep=x.is_cuda)
         held.key = key
-        if x.is_cuda:  # the host does not wait for the verdict, but keeps the tensor until it is known
+        if x.is_cuda:  # the host keeps the tensor until the verdict is known, without waiting
             verdict = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(fit, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
@@ -251,7 +250,7 @@ class Engine:
         return held
 
     def _coded(self, x: Tensor, y: Tensor, key: str, bits: int, seed: int | None) -> tuple[Codes, Tensor]:
-        """Codes of ``y``, which is ``x`` in its memory's order, and whether they are fit for use."""
+        """Encode ``y``, which is ``x`` in its memory order, and return whether the codes are fit for use."""
         if self.ranges is not None:
             return self.ranges.encode(key, y, self._heads(x, y), seed, self.host)
         packed = quantize(y, bits, self.group_size, seed=seed)
@@ -261,21 +260,21 @@ class Engine:
         return GroupCodes(packed, self.host), fit
 
     def _heads(self, x: Tensor, y: Tensor) -> tuple[int, int] | None:
-        """The dimension of ``y`` along which attention's heads lie, and their number; None where it is not attention's."""
+        """Return the dimension of ``y`` with attention's heads, and their number; None if it is not attention's."""
         found = self.tensors.heads(x)
-        if found is None or y.shape.numel() != x.shape.numel():  # expanded, and kept once
+        if found is None or y.shape.numel() != x.shape.numel():  # expanded dimensions are stored once
             return None
         return memory_order(x).index(found[0]), found[1]
 
     def _on_attention(self) -> OnResult | None:
-        """What hears of attention's result, unless what it saves goes elsewhere: a checkpoint will run it outside of this."""
+        """Return the receiver of attention's result; None if what it saves goes to another hook, as in a checkpoint."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
         if hooks is None or hooks[0] is not self._installed or (self.only is not None and not self.only()):
             return None
         return self._attended
 
     def _attended(self, output: Tensor, lse_bytes: int) -> Held:
-        """Fused attention saves neither its output nor the log-sum-exp: in the ledger both stand with nothing held."""
+        """Record fused attention, which saves neither its output nor the log-sum-exp."""
         none = Held.coded(output, _no_tensor, 0, 0)
         self._entries.append(Entry(ref(none), "statistic", -id(none), lse_bytes))
         place = identity(output)
@@ -284,7 +283,7 @@ class Engine:
         return none
 
     def _settle(self, in_flight: int) -> None:
-        """Hear the verdicts on compressed tensors until that many are open."""
+        """Read the verdicts on compressed tensors until ``in_flight`` are open."""
         while len(self._open) > in_flight:
             held, verdict, event = self._open.popleft()
             event.synchronize()
@@ -293,9 +292,9 @@ class Engine:
             held.settle(fit=fit)
 
     def key(self) -> str:
-        """A name of what is being saved: module, operation, and how many this operation has saved there in this pass.
+        """Return a name for what is being saved: module, operation, and the count of saves of this operation in this pass.
 
-        It does not depend on which other modules run, so that a dropped block changes no other's names.
+        It does not depend on which other modules run, so a dropped block changes no other names.
         """
         name = f"{self.tensors.path(sys._getframe(2))}:{self.tensors.operation}"
         number = self._occurrences[name] = self._occurrences.get(name, -1) + 1
@@ -309,7 +308,7 @@ class Engine:
     # -- the ledger
 
     def _count(self) -> None:
-        """Fill the ledger with what is held at this moment, unless nothing was saved since, or more was held before."""
+        """Fill the ledger with what is held now, unless nothing was saved since, or more was held before."""
         if self._counted == len(self._entries) > 0:
             return
         self._settle(0)
@@ -320,4 +319,4 @@ class Engine:
 
 
 def _no_tensor() -> Tensor:
-    raise AssertionError("stands in the ledger alone")
+    raise AssertionError("exists only in the ledger")

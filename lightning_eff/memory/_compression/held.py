@@ -10,11 +10,11 @@ from lightning_eff.kernels.group_quantization import Packed
 from lightning_eff.memory._compression.affine import SAME, Line
 from lightning_eff.memory._compression.codes import Codes
 
-EXACT_BITS = 32  # said of what is kept as it is, whatever its dtype
+EXACT_BITS = 32  # marks a tensor that is kept as it is, of any dtype
 _SAMPLED_GROUPS = 64
-# A tensor is kept exact where rounding's expected squared error is above this part of its variance inside a group.
+# A tensor is kept exactly if the expected squared rounding error exceeds this multiple of its variance inside a group.
 WORST_ERROR = 4.0
-# The same at 1 bit, which is given by measured sensitivity alone: it is 7.5 in groups of 256 normal numbers.
+# The same at 1 bit, which only measured sensitivities choose; it is 7.5 in groups of 256 normal numbers.
 WORST_ERROR_OF_ONE_BIT = 16.0
 
 Restore = Callable[[Tensor], Tensor]
@@ -22,13 +22,13 @@ _nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 class Version:
-    """Tells whether a tensor was changed in place, without keeping its storage.
+    """Detects whether a tensor was changed in place, without keeping its storage.
 
-    A detached alias shares the version counter of its tensor, and goes on doing so with another storage put under it.
+    A detached alias shares the version counter of its tensor, even with another storage.
 
     Args:
         x: the tensor.
-        alias: its detached alias, where that is kept anyway.
+        alias: its detached alias, if that is kept anyway.
     """
 
     __slots__ = ("alias", "saved", "shape")
@@ -45,7 +45,7 @@ class Version:
         self.shape = x.shape
 
     def check(self) -> None:
-        """Raise as autograd does for a saved tensor that is not what it was.
+        """Raise autograd's error if the saved tensor has changed.
 
         Raises:
             RuntimeError: if the tensor was changed in place after it was saved.
@@ -60,15 +60,15 @@ class Version:
 
 
 class Held:
-    """What is held for one saved tensor, and how many bytes that takes.
+    """What is held for one saved tensor, and its size.
 
     Attributes:
-        bits: of each element; ``EXACT_BITS`` where the tensor is kept as it is.
-        num_bytes: of masks and signs; what ``codes`` take is theirs to say, as several tensors may be held in one.
-        codes: the codes that it is a ``line`` of, where it is held in such.
-        restore: what gives the decoded codes the form of the tensor.
-        key: the name under which its bits are decided; empty where it has none.
-        derived: it follows from what is in the codes, but is no line of it.
+        bits: the bits per element; ``EXACT_BITS`` if the tensor is kept as it is.
+        num_bytes: the size of masks and signs. ``codes`` report their own size, since they may serve several tensors.
+        codes: the codes of which it is a ``line``, if any.
+        restore: the function that gives decoded codes the form of the tensor.
+        key: the name under which its bits are decided; empty without one.
+        derived: whether it follows from the codes without being a line of them.
     """
 
     __slots__ = (
@@ -89,20 +89,20 @@ class Held:
 
     @classmethod
     def exact(cls, x: Tensor) -> "Held":
-        """Holds ``x`` itself, without its graph."""
+        """Hold ``x`` itself, without its graph."""
         tensor = x.detach()
         return cls(x, Version(x, tensor), tensor)
 
     @classmethod
     def coded(cls, x: Tensor, decode: Callable[[], Tensor], bits: int, num_bytes: int) -> "Held":
-        """Holds what ``decode`` needs, of ``num_bytes``."""
+        """Hold what ``decode`` needs, of ``num_bytes``."""
         held = cls(x, Version(x), None)
         held._decode, held.bits, held.num_bytes = decode, bits, num_bytes
         return held
 
     @classmethod
     def of_codes(cls, x: Tensor, codes: Codes, restore: Restore, line: Line = SAME, *, keep: bool = False) -> "Held":
-        """Holds ``codes``, of which ``x`` is that ``line``; and ``x`` too if ``keep``, until :meth:`settle`."""
+        """Hold ``codes``, of which ``x`` is that ``line``, and with ``keep`` also ``x`` until :meth:`settle`."""
         held = cls(x, Version(x), x.detach() if keep else None)
         held.bits, held.codes, held.restore, held.line = codes.bits, codes, restore, line
         return held
@@ -115,7 +115,7 @@ class Held:
             self.codes, self.bits = None, EXACT_BITS
 
     def get(self) -> Tensor:
-        """The tensor, decoded anew at each call.
+        """Return the tensor, decoded anew at each call.
 
         Raises:
             RuntimeError: if it was changed in place after it was saved.
@@ -130,16 +130,16 @@ class Held:
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """The dimensions of ``x`` from the one with the longest stride on, as :func:`dense` orders them."""
+    """Return the dimensions of ``x`` from the longest stride to the shortest, as :func:`dense` orders them."""
     stride = x.stride()
     return list(range(x.ndim)) if x.is_contiguous() else sorted(range(x.ndim), key=lambda dim: -stride[dim])
 
 
 def dense(x: Tensor) -> tuple[Tensor, Restore]:
-    """``x`` as a contiguous tensor in its own memory order, and what gives such a tensor the form of ``x`` again.
+    """Return ``x`` as a contiguous tensor in its own memory order, and the function that restores the form of ``x``.
 
-    A dimension along which ``x`` is expanded is kept once. A permuted tensor gets its strides back; one with gaps
-    (a slice) the order of its dimensions in memory.
+    An expanded dimension is stored once. A permuted tensor gets its strides back; one with gaps (a slice) gets the order of its
+    dimensions in memory.
     """
     x = x.detach()
     if x.is_contiguous():
@@ -163,7 +163,7 @@ def _as_it_is(y: Tensor) -> Tensor:
 
 
 def mask(x: Tensor) -> Held | None:
-    """Holds one bit for each element, if ``x`` is boolean or has two values at most."""
+    """Hold one bit per element, if ``x`` is boolean or has at most two values."""
     y, restore = dense(x)
     if x.dtype is torch.bool:
         codes, shape = pack_mask(y), y.shape
@@ -175,25 +175,25 @@ def mask(x: Tensor) -> Held | None:
 
 
 def sign(x: Tensor) -> Held:
-    """Holds one bit for each element, decoded as 1 where it is above zero or NaN, and as 0 elsewhere."""
+    """Hold one bit per element, decoded as 1 for positive values and NaN, and as 0 otherwise."""
     y, restore = dense(x)
     codes, shape, dtype = pack_mask(~(y <= 0)), y.shape, x.dtype
     return Held.coded(x, lambda: restore(unpack_mask(codes, shape).to(dtype)), 1, codes.numel())
 
 
 def fits(y: Tensor, packed: Packed) -> Tensor:
-    """Whether the compressed form of ``y`` (contiguous) is fit for use, a boolean scalar on its device.
+    """Return whether the compressed form of ``y`` (contiguous) is fit for use, a boolean scalar on its device.
 
-    It is not where a scale or a minimum is not finite (NaN, infinity, a range beyond float32), nor where the expected
-    squared error of stochastic rounding, ``scale^2 f (1 - f)`` with ``f`` the fraction that is rounded away, is above
-    ``WORST_ERROR`` times the variance inside a group, both averaged over at most 64 groups: a few elements are then so
-    far out that the others are lost. From 4 bits on, groups of 256 cannot come to that.
+    It is unfit if a scale or a minimum is not finite (NaN, infinity, a range beyond float32). It is also unfit if the expected
+    squared error of stochastic rounding, ``scale^2 f (1 - f)`` with the fraction ``f`` that is rounded away, exceeds
+    ``WORST_ERROR`` times the variance inside a group, both averaged over at most 64 groups: a few outliers then hide the other
+    elements. With 4 bits or more, groups of 256 cannot reach that.
     """
     fit = (packed.scale.sum() + packed.minimum.sum()).isfinite()
     size, levels = packed.group_size, 2**packed.bits - 1
     worst = WORST_ERROR_OF_ONE_BIT if packed.bits == 1 else WORST_ERROR
     whole = y.numel() // size
-    # n elements of range R have a deviation of at least R / sqrt(2 n), f (1 - f) is at most 1/4, and scale = R / levels
+    # n elements of range R have a standard deviation of at least R / sqrt(2 n), f (1 - f) <= 1/4, scale = R / levels
     if whole and 2 * size > 4 * levels**2 * worst:
         every = -(-whole // _SAMPLED_GROUPS)
         groups = y.view(-1)[: whole * size].view(whole, size)[::every].float()

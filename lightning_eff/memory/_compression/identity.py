@@ -1,4 +1,4 @@
-"""Which tensor is which, without keeping any: its storage's number, its place in it, and how often it was changed."""
+"""Identify tensors without keeping them, by storage, place in it, and version."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Identity(NamedTuple):
-    """Equal for two tensors exactly where they have the same elements, as long as :class:`Storages` knows the storage."""
+    """Equal for two tensors exactly if they have the same elements, while :class:`Storages` knows the storage."""
 
     storage: int
     offset: int
@@ -19,23 +19,23 @@ class Identity(NamedTuple):
 
 
 def storage_id(x: Tensor) -> int:
-    """What tells a storage from all others that exist, or to which a weak reference exists."""
+    """Return an id that distinguishes a storage from all others that exist or are weakly referenced."""
     return x.untyped_storage()._cdata
 
 
 def identity(x: Tensor) -> Identity:
-    """What tells ``x``, as it is now, from all other tensors."""
+    """Return what distinguishes ``x`` in its current state from all other tensors."""
     return Identity(storage_id(x), int(x.storage_offset()), x.shape, x.stride(), x.dtype, x._version)
 
 
 class Storages:
-    """Weak references to storages: no other storage gets the number of one that is known here."""
+    """Weak references to storages, which keep their ids from being reused."""
 
     def __init__(self) -> None:
         self._known: dict[int, StorageWeakRef] = {}
 
     def keep(self, x: Tensor) -> None:
-        """Let the number of this tensor's storage stay its own."""
+        """Keep the id of this tensor's storage from being reused."""
         storage = x.untyped_storage()
         if storage._cdata not in self._known:
             self._known[storage._cdata] = StorageWeakRef(storage)

@@ -1,4 +1,4 @@
-"""What compressed activations hold between a forward pass and its backward pass, in bytes."""
+"""The bytes that compressed activations hold between a forward pass and its backward pass."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,17 +22,17 @@ class Entry(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Bytes that are held between a forward pass and its backward pass.
+    """The bytes held between a forward pass and its backward pass.
 
     Attributes:
         exact_bytes: what plain autograd would hold: the storages of all saved tensors, each once, without those of
             parameters, buffers and the batch, which stay alive anyway.
-        exact_by_category: ``exact_bytes`` by category; a storage counts where it was saved first.
+        exact_by_category: ``exact_bytes`` by category. A storage counts where it was saved first.
         by_category: what is held instead, by category.
-        bits: the mean bits of an element of what is held in codes; a tensor that needs none of its own counts with 0.
-        unfit: tensors kept exact because they hold NaN or infinity, or would round too badly.
-        host_bytes: what is held in host memory beside that.
-        allocated_bytes: by how much the forward pass raised what CUDA's allocator has handed out; 0 elsewhere.
+        bits: the mean bits per element of coded tensors. A tensor without its own codes counts as 0.
+        unfit: the number of tensors kept exactly because they hold NaN or infinity, or would round too badly.
+        host_bytes: the bytes held in host memory in addition.
+        allocated_bytes: the growth of CUDA's allocated memory in the forward pass; 0 elsewhere.
     """
 
     exact_bytes: int = 0
@@ -45,16 +45,16 @@ class Ledger:
 
     @property
     def saved_bytes(self) -> int:
-        """All that is held."""
+        """The sum of all held bytes."""
         return sum(self.by_category.values())
 
 
 def ledger_of(entries: Iterable[Entry], unfit: int) -> Ledger:
-    """What is held at this moment: codes that serve several tensors, and storages, count once, with the first of them.
+    """Return what is held now. Codes that serve several tensors, and storages, count once, with the first of them.
 
     Args:
-        entries: of the tensors saved so far.
-        unfit: how many of them were kept exact though they would have been compressed.
+        entries: the entries of the tensors saved so far.
+        unfit: the number of them that were kept exactly instead of compressed.
     """
     ledger = Ledger(unfit=unfit)
     seen: set[int] = set()
@@ -70,7 +70,7 @@ def ledger_of(entries: Iterable[Entry], unfit: int) -> Ledger:
         codes = held.codes
         if codes is not None:
             elements += codes.numel
-            if id(codes) not in coded:  # else counted with the first tensor that it serves
+            if id(codes) not in coded:  # otherwise counted with the first tensor that it serves
                 coded.add(id(codes))
                 ledger.by_category[category] += codes.num_bytes
                 ledger.host_bytes += codes.host_bytes

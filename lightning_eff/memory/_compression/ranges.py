@@ -1,12 +1,12 @@
-"""8-bit codes by running ranges, one for each head of attention and one for each other tensor (Mesa: Pan et al. 2021).
+"""8-bit codes by running ranges, one per attention head and one per other tensor (Mesa: Pan et al. 2021, arXiv:2111.11124).
 
-arXiv:2111.11124. For the tensor of one name, with ``m`` and ``R`` its running minimum and range, ``x`` what it is now:
+For the tensor ``x`` of one name, with its running minimum ``m`` and range ``R``:
 
     m <- 0.9 m + 0.1 min(x)        R <- 0.9 R + 0.1 (max(x) - min(x))        at first m = min(x), R = max(x) - min(x)
     code = clamp(floor(255 (x - m) / R + u), 0, 255)        u ~ U(0, 1)        decoded = m + R / 255 code
 
-Only two numbers of a head are kept beside the codes, which are clamped at both ends. The extremes of ``x`` count as no
-further than ``REACH`` ranges from the running one, so that ``R`` at most doubles from one tensor to the next.
+Only two numbers per head are stored besides the codes, which are clamped at both ends. The extremes of ``x`` count as at most
+``REACH`` ranges away from the running one, so ``R`` at most doubles from one tensor to the next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,21 +22,21 @@ from lightning_eff.memory._compression.codes import Host
 DECAY = 0.9
 LEVELS = 255
 REACH = 5.0
-# A tensor is kept exact where what is clamped off has more than this part of the variance, within any of its heads ...
+# A tensor is kept exactly if clamping removes more than this fraction of the variance in any of its heads ...
 WORST_CLIPPED = 0.01
-# ... or where rounding's expected squared error is above this part of it, as for codes by groups.
+# ... or if the expected squared rounding error exceeds this multiple of it, as for groups.
 WORST_ROUNDED = 4.0
 
 
 def follow(running: Tensor | None, low: Tensor, high: Tensor) -> Tensor:
-    """The running minimum and range after a tensor whose heads have these extremes.
+    """Return the running minimum and range after a tensor whose heads have these extremes.
 
-    A tensor that holds NaN or infinity leaves them as they are. A range of 0 is as good as none.
+    A tensor with NaN or infinity does not change them. A range of 0 counts as none.
 
     Args:
-        running: minimum and range, float32 of shape (2, num_heads), NaN before the first tensor; None is NaN.
-        low: each head's least element, float32 of shape (num_heads,).
-        high: each head's greatest, likewise.
+        running: minimum and range, float32, shape (2, num_heads), NaN before the first tensor; None is NaN.
+        low: each head's smallest element, float32, shape (num_heads,).
+        high: each head's largest, likewise.
     """
     if running is None or running.shape[1] != len(low):
         running = low.new_full((2, len(low)), float("nan"))
@@ -51,15 +51,15 @@ def follow(running: Tensor | None, low: Tensor, high: Tensor) -> Tensor:
 
 
 class RangeCodes:
-    """A tensor in 8 bits an element, with the minimum and the scale that it was coded with.
+    """A tensor in 8 bits per element, with its minimum and scale.
 
     Args:
         codes: uint8, contiguous, of the tensor's shape.
-        scale: the width of a step, float32, of a shape that broadcasts.
-        minimum: likewise; nobody else changes either.
-        shape: of the tensor.
-        dtype: of the tensor.
-        host: where the codes go; None leaves them on their device.
+        scale: the width of a step, float32, broadcastable.
+        minimum: likewise; no other code changes either.
+        shape: the tensor's shape.
+        dtype: the tensor's dtype.
+        host: the destination of the codes; None leaves them on their device.
     """
 
     __slots__ = (
@@ -83,10 +83,10 @@ class RangeCodes:
 
 
 class RunningRanges:
-    """Codes tensors by running ranges, which it keeps by the tensors' names.
+    """Encodes tensors by running ranges, stored by the tensors' names.
 
     Args:
-        state: of another, from :meth:`state_dict`, to go on from.
+        state: the result of :meth:`state_dict` to continue from.
     """
 
     def __init__(self, state: Mapping[str, Tensor] | None = None) -> None:
@@ -95,14 +95,14 @@ class RunningRanges:
     def encode(
         self, key: str, y: Tensor, heads: tuple[int, int] | None, seed: int | None, host: Host | None = None
     ) -> tuple[RangeCodes, Tensor]:
-        """Follow the tensor's range, and code it by what that is then.
+        """Update the tensor's range, and encode it with the result.
 
         Args:
             key: the tensor's name.
-            y: of any floating-point dtype, contiguous.
-            heads: the dimension along which its heads lie, the last within it, and their number; None for one range.
-            seed: what stochastic rounding draws from; None rounds to nearest.
-            host: where the codes go; None leaves them on their device.
+            y: the tensor, floating-point, contiguous.
+            heads: the dimension with its heads, the last within it, and their number; None for one range.
+            seed: the seed for stochastic rounding; None rounds to nearest.
+            host: the destination of the codes; None leaves them on their device.
 
         Returns:
             The codes, and whether they are fit for use, a boolean scalar on the tensor's device.
@@ -122,21 +122,21 @@ class RunningRanges:
         return RangeCodes(codes, scale, minimum.clone(), y.shape, y.dtype, host), fit
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Minimum and range of each head, float32 of shape (2, num_heads) in host memory, by the tensors' names."""
-        return {key: running.cpu() for key, running in self._running.items()}  # no tensor is ever changed in place
+        """Return minimum and range of each head, float32, shape (2, num_heads), in host memory, by the tensors' names."""
+        return {key: running.cpu() for key, running in self._running.items()}  # tensors are never changed in place
 
 
 def of_rank(states: Sequence[Mapping[str, Tensor]], rank: int) -> Mapping[str, Tensor]:
-    """The ranges with which a process goes on from a checkpoint that holds those of each of its processes."""
+    """Return the ranges with which a process resumes from a checkpoint with those of each process."""
     return states[rank % len(states)]
 
 
 def _fits(scaled: Tensor, others: list[int], low: Tensor, high: Tensor, running: Tensor) -> Tensor:
-    """Whether neither clamping nor rounding ruins any head of a tensor, given in steps."""
+    """Return whether neither clamping nor rounding ruins a head of a tensor, given in steps."""
     variance = scaled.var(others, correction=0).view(-1)
     fit = torch.ones((), dtype=torch.bool, device=scaled.device)
     minimum, span = running
-    # on a CUDA device the host does not look, and both are computed
+    # on a CUDA device, both are computed without a synchronization
     if scaled.is_cuda or bool(((low < minimum) | (high > minimum + span)).any()):
         clipped = (scaled - scaled.clamp(0, LEVELS)).square_().mean(others).view(-1)
         fit = fit & ~(clipped > WORST_CLIPPED * variance).any()
@@ -147,7 +147,7 @@ def _fits(scaled: Tensor, others: list[int], low: Tensor, high: Tensor, running:
 
 
 def _clamped(scaled: Tensor, seed: int | None) -> Tensor:
-    """``clamp(floor(scaled + u), 0, 255)`` of a flat tensor, which is overwritten."""
+    """Return ``clamp(floor(scaled + u), 0, 255)`` of a flat tensor, which is overwritten."""
     table = noise(scaled.device, stochastic=seed is not None)
     first = 0 if seed is None else offset(seed)
     for at in range(0, scaled.numel(), PIECE):

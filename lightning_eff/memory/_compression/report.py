@@ -1,4 +1,4 @@
-"""What a pass is reported to have held."""
+"""Report what a pass held."""
 
 import torch
 
@@ -8,11 +8,11 @@ from lightning_eff.memory._compression.saved import COMPRESSED, SMALL
 
 
 def report(engine: Engine | None, *, offload: bool) -> dict[str, float | int]:
-    """The quantities of an engine's last pass; all zero before there is one.
+    """Return the quantities of an engine's last pass, all zero before there is one.
 
     Args:
-        engine: None before there is one.
-        offload: whether bytes in host memory are told too.
+        engine: the engine, or None before there is one.
+        offload: whether to include the bytes in host memory.
     """
     ledger = Ledger() if engine is None else engine.ledger
     of, saved = ledger.by_category, ledger.saved_bytes
@@ -33,17 +33,19 @@ def report(engine: Engine | None, *, offload: bool) -> dict[str, float | int]:
 
 
 def refuse_idle(who: str, ledger: Ledger) -> None:
-    """Raise ``ValueError`` if a pass saved tensors and none of them could be compressed.
+    """Check that a pass compressed at least one of the tensors that it saved.
 
     Args:
         who: the class's name, for the message.
-        ledger: of the pass.
+        ledger: the ledger of the pass.
+
+    Raises:
+        ValueError: if none could be compressed.
     """
     acted = any(ledger.by_category[category] for category in COMPRESSED) or ledger.host_bytes or ledger.unfit
     if ledger.exact_bytes and not acted:
         kept = ", ".join(f"{category} {count:,}" for category, count in ledger.by_category.items() if count)
         raise ValueError(
-            f"{who}: none of the {ledger.exact_bytes:,} bytes that the first step saves could be compressed; expected one"
-            f" tensor at least that is, or the technique does nothing. Kept, in bytes: {kept}. Tensors of fewer than"
-            f" {SMALL} elements are too small, and see the docstring for the others; or take it out."
+            f"{who}: none of the {ledger.exact_bytes:,} bytes that the first step saves could be compressed (kept: {kept};"
+            f" tensors of fewer than {SMALL} elements are too small). Remove {who}."
         )

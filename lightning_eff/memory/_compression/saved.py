@@ -1,8 +1,8 @@
-"""What an operation saves for its backward pass, told from the operation and the tensor: what may be compressed.
+"""Identify what an operation saves for its backward pass, and what of it may be compressed.
 
-Autograd hands every tensor that it saves to a hook, without saying which operation saves it nor as what. The operation
-is seen by a ``TorchFunctionMode``; what the tensor is follows from the operation's arguments, the tensor's shape,
-its producer and its storage. What cannot be told is kept exact.
+Autograd passes every saved tensor to a hook, without the operation or the tensor's purpose. A ``TorchFunctionMode`` sees the
+operation. The purpose follows from the operation's arguments, the tensor's shape, its producer and its storage. Tensors that
+cannot be identified are kept exactly.
 """
 
 import re
@@ -25,30 +25,30 @@ from lightning_eff.memory._compression.derived import NORMS, Derivations
 from lightning_eff.memory._compression.derived import OPERATIONS as DERIVING
 from lightning_eff.memory._compression.identity import storage_id
 
-SMALL = 256  # elements; compressing fewer saves nothing worth having
+SMALL = 256  # elements; compressing fewer saves almost nothing
 
 
 class Treatment(Enum):
-    """What may be done with a saved tensor."""
+    """The possible treatments of a saved tensor."""
 
-    ALIVE = "its storage stays alive anyway: neither compressed nor counted"
+    ALIVE = "its storage stays alive anyway, so it is neither compressed nor counted"
     EXACT = "kept as it is"
     GROUPS = "compressed by groups"
     DOUBLE = "compressed by groups, at twice the bits, or 8"
     WIDE = "compressed by groups, at 8 bits or more"
-    SIGN = "one bit an element: whether it is above zero, which is all that its operation needs"
-    MASK = "one bit an element if it has two values, else kept as it is"
-    MASK_OR_GROUPS = "one bit an element if it has two values, else compressed by groups"
+    SIGN = "one bit per element: whether it is above zero, which is all that its operation needs"
+    MASK = "one bit per element if it has two values, else kept as it is"
+    MASK_OR_GROUPS = "one bit per element if it has two values, else compressed by groups"
 
 
 class Role(NamedTuple):
-    """What a saved tensor is: under which category its bytes are counted, and how it is treated."""
+    """The category under which a saved tensor's bytes are counted, and its treatment."""
 
     category: str
     treatment: Treatment
 
 
-# The categories of what may be compressed, and of what is kept exact.
+# The categories that may be compressed, and those that are kept exactly.
 COMPRESSED = ("linear", "attention", "norm", "activation", "elementwise", "mask")
 KEPT = ("loss", "weight_copy", "statistic", "function", "other", "small", "constant", "unfit")
 
@@ -61,8 +61,8 @@ _LOSSES = (
 )
 LOSSES = frozenset(_LOSSES.split())
 SIGNS = frozenset(("relu", "relu_", "leaky_relu", "leaky_relu_"))
-# What is compressed by groups: operations whose derivative is a smooth function of what they save. One with a pole or a
-# jump (division, clamp, maximum) would turn a small error there into a large one, so any operation not named is exact.
+# Operations whose derivative is a smooth function of what they save, which is compressed by groups. A pole or a jump
+# (division, clamp, maximum) would turn a small error into a large one, so all other operations are exact.
 _FAMILIES = {
     "linear": "linear bilinear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm addmv mv einsum conv1d conv2d"
     " conv3d conv_transpose1d conv_transpose2d conv_transpose3d tensordot",
@@ -90,7 +90,7 @@ _VIEW_NODES = frozenset(f"{name}Backward{number}" for name in _VIEWS for number 
 
 
 def origin(x: Tensor) -> Any:
-    """The autograd node that made ``x``, seen through views and casts; None for a leaf."""
+    """Return the autograd node that made ``x``, through views and casts; None for a leaf."""
     node = x.grad_fn
     while node is not None and node.name() in _VIEW_NODES:
         node = node.next_functions[0][0]
@@ -98,24 +98,24 @@ def origin(x: Tensor) -> Any:
 
 
 def is_weight_copy(x: Tensor) -> bool:
-    """Whether ``x`` is a parameter, a view of one, or a copy of one in another dtype as autocast makes it."""
+    """Return whether ``x`` is a parameter, a view of one, or autocast's copy of one in another dtype."""
     if isinstance(x if x._base is None else x._base, nn.Parameter):
         return True
     return isinstance(getattr(origin(x), "variable", None), nn.Parameter)
 
 
 class SavedTensors(TorchFunctionMode):
-    """Knows, while it is entered, which operation runs, and says what a tensor is that it saves.
+    """Knows the running operation, and identifies the tensors that it saves.
 
     Args:
-        module: the module that is trained; its parameters and buffers stay alive anyway.
+        module: the module that is trained, whose parameters and buffers stay alive anyway.
 
     Attributes:
-        on_output: where set, called with what each operation returns.
-        on_attention: where set, asked as attention begins for what is to be called with its result (see :meth:`Call.run`),
-            which is then computed anew in the backward pass; None leaves it to autograd.
-        notes: of which tensors those of this pass are affine functions.
-        derivations: which tensors of this pass follow from what a norm or an activation saves.
+        on_output: a function that is called with the output of each operation.
+        on_attention: a function that attention asks for the receiver of its result (see :meth:`Call.run`), which is then
+            recomputed in the backward pass. None leaves it to autograd.
+        notes: the tensors of this pass that are affine functions of others.
+        derivations: the tensors of this pass that follow from what a norm or an activation saves.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -130,9 +130,9 @@ class SavedTensors(TorchFunctionMode):
         self.on_attention: Callable[[], OnResult | None] | None = None
         self.notes = AffineNotes(SMALL)
         self.derivations = Derivations(SMALL)
-        self._statistics: list[Tensor] = []  # that the norm which runs has saved
+        self._statistics: list[Tensor] = []  # saved by the running norm
         self._op: Any = None
-        self._anew = False  # whether the attention that runs is computed anew in the backward pass
+        self._anew = False  # whether the running attention is recomputed in the backward pass
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
 
@@ -158,7 +158,7 @@ class SavedTensors(TorchFunctionMode):
             self._op, self._args, self._kwargs = outer
 
     def _attention(self) -> Tensor | None:
-        """What fused attention returns, if that is to be computed anew in the backward pass; else None."""
+        """Return fused attention's result, if it is recomputed in the backward pass; else None."""
         on_result = None if self.on_attention is None else self.on_attention()
         call = None if on_result is None else Call.of(self._args, self._kwargs)
         if on_result is None or call is None:
@@ -170,24 +170,24 @@ class SavedTensors(TorchFunctionMode):
             self._anew = False
 
     def begin(self, batch: Iterable[Tensor]) -> None:
-        """A forward pass begins on these tensors, which stay alive too, as do parameters and buffers as they are now."""
+        """Begin a forward pass on these tensors, which stay alive, as do the current parameters and buffers."""
         tensors = [*self._module.parameters(), *self._module.buffers(), *batch]
         self._block_seen = False
         self._alive = frozenset(storage_id(t) for t in tensors if type(t) in (Tensor, nn.Parameter))
 
     @property
     def operation(self) -> str:
-        """The name of the operation that runs; "function" for a custom autograd Function."""
+        """The name of the running operation; "function" for a custom autograd Function."""
         return "function" if self._op is None else getattr(self._op, "__name__", "function")
 
     def role(self, x: Tensor) -> Role:
-        """What ``x`` is, which the operation that runs saves."""
+        """Return the role of ``x``, which the running operation saves."""
         if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
             return Role("function", Treatment.EXACT)
         if storage_id(x) in self._alive or isinstance(x if x._base is None else x._base, nn.Parameter):
             return Role("alive", Treatment.ALIVE)
         if self._op is None:
-            return Role("function", Treatment.EXACT)  # also what torch's own checkpoints recompute from
+            return Role("function", Treatment.EXACT)  # also the inputs of torch's own checkpoints
         name = self.operation
         if name in NORMS and x.shape[-1:] == (1,):
             self._statistics.append(x)
@@ -204,7 +204,7 @@ class SavedTensors(TorchFunctionMode):
         if x.requires_grad and is_weight_copy(x):
             return Role("weight_copy", Treatment.EXACT)
         if x.shape[-1] == 1:
-            return Role("statistic", Treatment.EXACT)  # one number for each row
+            return Role("statistic", Treatment.EXACT)  # one number per row
         return self._by_family(x, name, FAMILY.get(name, "other"))
 
     def _by_family(self, x: Tensor, name: str, family: str) -> Role:
@@ -213,7 +213,7 @@ class SavedTensors(TorchFunctionMode):
             return Role("other", Treatment.EXACT)
         if name in _FUSED:
             return self._of_attention(x)
-        if family == "attention":  # softmax: of the loss where it stands in no block
+        if family == "attention":  # softmax outside blocks belongs to the loss
             return groups if self._in_block() else Role("loss", Treatment.EXACT)
         if family == "mask":
             return Role("mask", Treatment.MASK_OR_GROUPS)
@@ -230,12 +230,12 @@ class SavedTensors(TorchFunctionMode):
             if node is not None and node.name().startswith(_OF_LOSSES):
                 return Role("loss", Treatment.EXACT)
         if family in ("linear", "norm") and self._blocks and not self._in_block():
-            # the head's: few bytes, and a large part of the gradient's error; the embeddings' is a small one
+            # the head has few bytes and a large part of the gradient's error; the embeddings have a small part
             return Role(family, Treatment.DOUBLE if self._is_early() else Treatment.WIDE)
         return groups
 
     def _of_attention(self, x: Tensor) -> Role:
-        """Of fused attention: q and k decide ``exp(q k - lse)``, so they get more bits, and ``lse`` is exact if it is kept."""
+        """Return the role in fused attention, where q and k determine ``exp(q k - lse)`` and get more bits."""
         node = x.grad_fn
         if node is None and not x.requires_grad and x.ndim < 4:
             return Role("attention", Treatment.MASK)  # log-sum-exp, or the dropout of unfused attention
@@ -252,10 +252,10 @@ class SavedTensors(TorchFunctionMode):
         return Role("attention", Treatment.DOUBLE if self._anew else Treatment.WIDE)
 
     def heads(self, x: Tensor) -> tuple[int, int] | None:
-        """The dimension of ``x`` along which attention's heads lie, and their number; None where it is not attention's.
+        """Return the dimension of ``x`` with attention's heads, and their number; None if it is not attention's.
 
-        Attention is told by an operation on 4-D arguments (B, H, ., .). It saves tensors of that form, or of
-        (B * H, ., .), where the number that is given is still H.
+        Attention is an operation on 4-D arguments (B, H, ., .). It saves tensors of that form, or of (B * H, ., .), for
+        which the number is still H.
         """
         if self.operation == _FUSED[1]:
             number = self._argument(4, "num_heads")
@@ -272,7 +272,7 @@ class SavedTensors(TorchFunctionMode):
         return self._args[position] if len(self._args) > position else self._kwargs.get(name)
 
     def _is_weight(self, x: Tensor) -> bool:
-        """Whether ``x`` was computed from parameters, or is autocast's copy of a frozen one, which has no graph."""
+        """Return whether ``x`` was computed from parameters, or is autocast's copy of a frozen one, which has no graph."""
         if self._op in _WEIGHTED:
             weight = self._argument(1, "weight")
             if isinstance(weight, Tensor) and storage_id(weight) == storage_id(x):
@@ -294,7 +294,7 @@ class SavedTensors(TorchFunctionMode):
         return True
 
     def _before_blocks(self) -> frozenset[str]:
-        """The paths of the modules that come before the first block, in the order in which they were registered."""
+        """Return the paths of the modules that were registered before the first block."""
         paths: list[str] = []
         for path in self._names.values():
             if self._blocks and path.startswith(self._blocks):
@@ -303,11 +303,11 @@ class SavedTensors(TorchFunctionMode):
         return frozenset()
 
     def _is_early(self) -> bool:
-        """Whether what runs stands before the blocks, both as they were registered and as they run."""
+        """Return whether the running operation comes before the blocks, both in registration and in execution."""
         return not self._block_seen and self.path(sys._getframe(2)) in self._early
 
     def path(self, frame: FrameType | None) -> str:
-        """The dotted path of the innermost module of which a method runs in ``frame`` or a frame that called it."""
+        """Return the path of the innermost module with a method running in ``frame`` or one of its callers."""
         while frame is not None:
             code = frame.f_code
             if code.co_varnames[:1] == ("self",):
@@ -318,7 +318,7 @@ class SavedTensors(TorchFunctionMode):
         return ""
 
     def family(self, key: str) -> str:
-        """``key``, which begins with a path, with the index of its block left out: the same for all blocks of a stack."""
+        """Return ``key``, which begins with a path, without the index of its block, the same for all blocks of a stack."""
         for prefix in self._blocks:
             if key.startswith(prefix):
                 return f"{prefix}*{_INDEX.sub('', key[len(prefix) :])}"

@@ -1,4 +1,4 @@
-"""What rounding each saved tensor does to a batch's gradient, measured (GACT: Liu et al. 2022, arXiv:2206.11357)."""
+"""Measure the effect of rounding each saved tensor on a batch's gradient (GACT: Liu et al. 2022, arXiv:2206.11357)."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -19,13 +19,13 @@ from lightning_eff.memory._compression.engine import Engine
 
 
 class Sensitivities(NamedTuple):
-    """What was measured, by the tensors' keys.
+    """The measurements, by the tensors' keys.
 
     Attributes:
         values: the ``c_i`` of :mod:`.bits`, >= 0.
-        numel: elements.
-        shared: elements of the tensors that are held in the codes of another.
-        wide: keys of those that get more bits than others.
+        numel: the number of elements.
+        shared: the elements of tensors that use the codes of another.
+        wide: keys of tensors that get more bits than others.
     """
 
     values: dict[str, float]
@@ -37,12 +37,13 @@ class Sensitivities(NamedTuple):
 def measure(
     engine: Engine, gradient: Callable[[], list[Tensor | None]], gather: Callable[[Any], list[Any]]
 ) -> tuple[Sensitivities, int]:
-    """This rank's sensitivities, and how many passes they took.
+    """Measure this rank's sensitivities, and return them with the number of passes.
 
     Args:
-        engine: whose bits are those of the measurement meanwhile, and afterwards as they were.
-        gradient: the gradient of every parameter, in a pass through ``engine`` that rounds alike each time.
-        gather: what every rank gives, in a list.
+        engine: the engine. Its bits are those of the measurement meanwhile, and are restored afterwards.
+        gradient: a function that returns the gradient of every parameter, in a pass through ``engine`` with the same rounding
+            each time.
+        gather: a function that gathers a value from every rank into a list.
     """
     statistics, wide_ones, passes, bits = Statistics(), set[str](), 1, engine.bits
 
@@ -77,7 +78,7 @@ def measure(
 
 
 def over_ranks(of_ranks: Iterable[Sensitivities]) -> Sensitivities:
-    """The sum of values over all ranks, and the most elements."""
+    """Sum the values over all ranks, and take the largest number of elements."""
     values: dict[str, float] = {}
     numel: dict[str, int] = {}
     shared: dict[str, int] = {}

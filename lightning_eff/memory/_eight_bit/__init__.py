@@ -1,1 +1,1 @@
-"""Optimizers whose states have few bits: which ones there are, and how the module's own becomes one."""
+"""Optimizers with quantized states, and the conversion of the module's own."""

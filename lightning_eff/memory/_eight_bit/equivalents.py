@@ -1,4 +1,4 @@
-"""Which optimizers have an equivalent with states of 8 bits (bitsandbytes) or 4 (torchao), and how it is made."""
+"""The equivalents of optimizers with states of 8 bits (bitsandbytes) or 4 bits (torchao), and how to create them."""
 
 import importlib
 from collections.abc import Callable
@@ -10,19 +10,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_eff._core._lightning.extras import install
+
 Groups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Equivalent:
-    """What stands in for one optimizer.
+    """The replacement of one optimizer.
 
     Attributes:
-        made_by: the package whose optimizer of that name it is.
-        name: of the class that stands in.
-        betas: what that class takes for ``betas``, from a group of the module's.
-        differs: why a group's settings have no equivalent, in words; None where they have.
-        trust: whether a tensor's step is as long as its rate times its weights (LAMB).
+        made_by: the package of the module's optimizer.
+        name: the name of the replacing class.
+        betas: a function that returns the class's ``betas`` for a group of the module's.
+        differs: a function that returns why a group's settings have no equivalent, or None.
+        trust: whether a step's length is its learning rate times the norm of the weights (LAMB).
     """
 
     made_by: str
@@ -42,7 +44,7 @@ def _never(group: dict[str, Any]) -> str | None:
 
 def _adam(group: dict[str, Any]) -> str | None:
     if group.get("weight_decay") and not group.get("decoupled_weight_decay"):
-        return f"weight_decay={group['weight_decay']} within the gradient (theirs is decoupled: use AdamW)"
+        return f"weight_decay={group['weight_decay']} within the gradient (the equivalent decouples it: use AdamW)"
     return _adamw(group)
 
 
@@ -89,10 +91,10 @@ FOUR_BIT = {
 
 
 def equivalent_of(optimizer: Optimizer, bits: int) -> Equivalent:
-    """What stands in for ``optimizer``.
+    """Return the equivalent of ``optimizer``.
 
     Raises:
-        ValueError: where nothing does, with what there is.
+        ValueError: if there is none; the message lists the supported optimizers.
     """
     known = EIGHT_BIT if bits == 8 else FOUR_BIT
     cls = type(optimizer)
@@ -101,50 +103,50 @@ def equivalent_of(optimizer: Optimizer, bits: int) -> Equivalent:
     has = ", ".join(f"{package}.{name}" for package, name in known)
     if found is None:
         raise ValueError(
-            f"EightBitOptimizer(bits={bits}): the module's {cls.__module__}.{cls.__name__} has no equivalent of {bits} bits;"
-            f" expected one of {has}. Let configure_optimizers return one of these, or take the technique out."
+            f"EightBitOptimizer(bits={bits}): the module's {cls.__module__}.{cls.__name__} has no {bits}-bit equivalent."
+            f" Use {has}, or remove EightBitOptimizer."
         )
     for group in optimizer.param_groups:
         problem = "maximize=True" if group.get("maximize") else found.differs(group)
         if problem is not None:
             raise ValueError(
-                f"EightBitOptimizer(bits={bits}): the module's {cls.__name__} has {problem}, which no optimizer of {bits} bits"
-                f" has; expected another setting, or one of {has} that has none such."
+                f"EightBitOptimizer(bits={bits}): the module's {cls.__name__} has {problem}, which its {bits}-bit equivalent"
+                f" does not support. Change this setting, or use another of {has}."
             )
     return found
 
 
 def imported(package: str, extra: str, what: str) -> Any:
-    """The package's optimizers.
+    """Import the package's optimizers.
 
     Raises:
-        ImportError: where it is not installed, with what to install.
+        ImportError: if it is not installed, with the command to install it.
     """
     try:
         return importlib.import_module(f"{package}.optim")
     except ImportError as error:
         raise ImportError(
-            f"{what} needs {package}, which cannot be imported ({error}). Install it: pip install 'lightning-eff[{extra}]'."
+            f"{what}: cannot import {package} ({error}). In a clone of lightning_eff, run: {install(extra)}"
         ) from error
 
 
 def eight_bit(found: Equivalent, groups: Groups, *, min_size: int) -> Optimizer:
-    """bitsandbytes' optimizer of these groups, which hold what the module's hold.
+    """Create bitsandbytes' optimizer for these groups, with all settings of the module's.
 
     Args:
         found: the equivalent.
-        groups: with ``params`` and all else of the module's groups.
-        min_size: tensors of fewer elements have states of 32 bits.
+        groups: the module's groups, with ``params`` and all settings.
+        min_size: tensors of fewer elements have 32-bit states.
     """
     optim = imported("bitsandbytes", "bitsandbytes", "EightBitOptimizer(bits=8)")
     base: Any = getattr(optim, found.name)
 
     class Following(base):
-        """Reads its settings in the module's own groups, where schedulers set them."""
+        """An optimizer that reads its settings from the module's own groups, where schedulers set them."""
 
         def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
             at = self.param_groups[gindex]
-            told = {
+            settings = {
                 "eps": 0.0,
                 "weight_decay": 0.0,
                 **at,
@@ -152,7 +154,7 @@ def eight_bit(found: Equivalent, groups: Groups, *, min_size: int) -> Optimizer:
                 "alpha": 0.0,
                 "lr": float(at["lr"]),
             }
-            config = super().get_config(gindex, pindex, told)
+            config = super().get_config(gindex, pindex, settings)
             return {**config, "optim_bits": 8, "min_8bit_size": min_size, "max_unorm": 0.0}
 
         def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
@@ -163,7 +165,7 @@ def eight_bit(found: Equivalent, groups: Groups, *, min_size: int) -> Optimizer:
                 group["weight_decay"] = decay
                 return
             rate, before = group["lr"], p.detach().clone()
-            # with a rate of 1, w - w' = u = m^ / (sqrt(v^) + eps) + lambda w
+            # with a learning rate of 1, w - w' = u = m^ / (sqrt(v^) + eps) + lambda w
             group["lr"] = 1.0
             try:
                 super().update_step(group, p, gindex, pindex)
@@ -177,21 +179,21 @@ def eight_bit(found: Equivalent, groups: Groups, *, min_size: int) -> Optimizer:
 
     name = "LAMB8bit" if found.trust else found.name
     made: Any = type(name, (Following,), {"__module__": Following.__module__})
-    settings = {"momentum": 0.9} if found.name == "SGD8bit" else {}  # every group has its own; 0 is refused
+    settings = {"momentum": 0.9} if found.name == "SGD8bit" else {}  # every group has its own momentum; 0 is refused
     return made(groups, lr=float(groups[0]["lr"]), **settings)
 
 
 def four_bit(found: Equivalent, groups: Groups) -> Optimizer:
-    """torchao's optimizer of these groups; see :func:`eight_bit`. It decides by itself which tensors are large enough.
+    """Create torchao's optimizer for these groups, see :func:`eight_bit`. It decides itself which tensors are large enough.
 
-    torch cannot load its states of 4 bits with a ``map_location`` that is a function, as Lightning gives one. So a
-    ``state_dict`` holds the plain tensors that each is made of.
+    torch cannot load its 4-bit states with a ``map_location`` function, which Lightning passes. So a ``state_dict`` holds the
+    plain tensors that make up each state.
     """
     optim = imported("torchao", "torchao", "EightBitOptimizer(bits=4)")
     base: Any = getattr(optim, found.name)
 
     class Plain(base):
-        """Saves its states as plain tensors."""
+        """An optimizer that saves its states as plain tensors."""
 
         def state_dict(self) -> dict[str, Any]:
             saved = super().state_dict()
@@ -211,7 +213,7 @@ def four_bit(found: Equivalent, groups: Groups) -> Optimizer:
 
 
 def _flat(value: Any) -> Any:
-    """A state of 4 bits as the plain tensors and settings that it is made of; other values as they are."""
+    """Return the plain tensors and settings that make up a 4-bit state; other values unchanged."""
     if not is_traceable_wrapper_subclass(value):
         return value
     names, (signed, shape, dtype) = value.__tensor_flatten__()  # pyright: ignore[reportGeneralTypeIssues]
@@ -219,7 +221,7 @@ def _flat(value: Any) -> Any:
 
 
 def _whole(value: Any, device: torch.device) -> Any:
-    """What :func:`_flat` took apart, on the device of its parameter."""
+    """Rebuild a state from :func:`_flat`, on the device of its parameter."""
     if not isinstance(value, dict):
         return value
     kind: Any = importlib.import_module("torchao.optim.subclass_4bit").OptimState4bit

@@ -1,1 +1,1 @@
-"""Copies of tensors in host memory, on their way there and back."""
+"""Copies of tensors in host memory, in both directions."""

@@ -1,4 +1,4 @@
-"""How fast copies between a device and the host's memory are."""
+"""Measure the speed of copies between a device and host memory."""
 
 import time
 from statistics import median
@@ -10,12 +10,12 @@ from torch import Tensor
 def measure_bandwidth(
     device: torch.device | str, *, num_bytes: int = 1 << 26, num_copies: int = 5
 ) -> tuple[float, float]:
-    """Bytes per second of copies from ``device`` to the host and back, each the median of several.
+    """Measure bytes per second of copies from ``device`` to the host and back, each the median of several.
 
     Args:
-        device: on CUDA the host memory is pinned; on the CPU both are copies within host memory.
-        num_bytes: how much to copy at a time.
-        num_copies: how often.
+        device: the device. On CUDA the host memory is pinned; on a CPU both are copies within host memory.
+        num_bytes: the size of a copy.
+        num_copies: the number of copies.
     """
     device = torch.device(device)
     here = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -29,7 +29,7 @@ def measure_bandwidth(
         return time.perf_counter() - began
 
     out, home = [], []
-    for _ in range(num_copies + 1):  # the first touches the memory
+    for _ in range(num_copies + 1):  # the first one only touches the memory
         out.append(seconds(host, here))
         home.append(seconds(here, host))
     return num_bytes / median(out[1:]), num_bytes / median(home[1:])

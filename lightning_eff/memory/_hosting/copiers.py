@@ -1,4 +1,4 @@
-"""How memory of a device is copied to the host and back beside the computing, and the host memory for it."""
+"""Copies of device memory to the host and back, in parallel with the computation, and reusable host memory."""
 
 import time
 from collections import defaultdict, deque
@@ -9,31 +9,31 @@ from torch import Tensor
 
 
 class Copier(Protocol):
-    """How memory of a device is copied to the host and back; events say when a copy is done, None that it is."""
+    """Copies device memory to the host and back; an event marks the end of a copy, None a finished one."""
 
     def to_host(self, source: Tensor, host: Tensor, after: Any) -> Any:
-        """Begin to copy ``source`` into ``host``, not before the event ``after``; the event of its end."""
+        """Start copying ``source`` into ``host`` after the event ``after``; return the event of its end."""
         ...
 
     def to_device(self, host: Tensor, target: Tensor, after: Any) -> Any:
-        """Begin to copy ``host`` into ``target``, not before the event ``after``; the event of its end."""
+        """Start copying ``host`` into ``target`` after the event ``after``; return the event of its end."""
         ...
 
     def wait(self, event: Any, target: Tensor) -> None:
-        """Let what the device computes from now on wait for ``event``, that of the copy into ``target``."""
+        """Let later computation on the device wait for ``event``, the end of the copy into ``target``."""
         ...
 
     def settle(self) -> None:
-        """Hold no memory any longer for copies that are under way."""
+        """Release the memory held for running copies."""
         ...
 
     def waited(self) -> float:
-        """Seconds for which computing has stood still for copies so far, as far as is known by now."""
+        """Return the seconds for which computation has waited for copies, as far as known."""
         ...
 
 
 class DirectCopier:
-    """Copies at once, in the computing's own time: for the CPU, and for devices without streams of CUDA's kind."""
+    """Copies synchronously, for the CPU and for devices without CUDA streams."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -59,14 +59,14 @@ class DirectCopier:
 
 
 class CUDACopier:
-    """Copies on two streams of its own, one for each direction, between a CUDA device and pinned host memory.
+    """Copies on two streams, one per direction, between a CUDA device and pinned host memory.
 
-    Memory is given back in the order of the computing stream, so that what is held does not depend on how far the host is
-    ahead: the sources of the last few copies out are held until the computing stream has waited for them.
+    Memory is released in the order of the computing stream, so what is held does not depend on how far the host is ahead. The
+    sources of the last few copies to the host are held until the computing stream has waited for them.
 
     Args:
         device: the CUDA device.
-        max_pending: how many copies out may be under way, >= 1, before computing waits for the oldest.
+        max_pending: the number of running copies to the host, >= 1, before computation waits for the oldest.
     """
 
     def __init__(self, device: torch.device, *, max_pending: int = 4) -> None:
@@ -86,7 +86,7 @@ class CUDACopier:
 
     def to_device(self, host: Tensor, target: Tensor, after: Any) -> torch.cuda.Event:
         self._let_go(0)
-        # the target's memory may be still in use by what the computing stream has to do
+        # queued work of the computing stream may still use the target's memory
         self._home.wait_stream(torch.cuda.current_stream(self._device))
         return self._copy(self._home, host, target, after)
 
@@ -108,7 +108,7 @@ class CUDACopier:
     def wait(self, event: torch.cuda.Event, target: Tensor) -> None:
         stream = torch.cuda.current_stream(self._device)
         self._pause(stream, event)
-        target.record_stream(stream)  # nothing, unless the copy was begun on another stream, whose memory it then is
+        target.record_stream(stream)  # needed if the copy began on another stream, which owns the memory then
 
     def settle(self) -> None:
         self._let_go(0)
@@ -128,7 +128,7 @@ class CUDACopier:
 
 
 class Pool:
-    """Host buffers that are used again: of powers of two, as torch's own allocator of pinned memory rounds them up."""
+    """Reusable host buffers, sized in powers of two, as torch's allocator of pinned memory rounds them up."""
 
     def __init__(self) -> None:
         self._free: defaultdict[tuple[int, bool], deque[tuple[Tensor, Any]]] = defaultdict(deque)
@@ -136,7 +136,7 @@ class Pool:
         self.num_bytes = 0
 
     def take(self, num_bytes: int, *, pinned: bool) -> tuple[Tensor, Any]:
-        """A buffer of at least ``num_bytes`` bytes, and the event before which it must not be written to."""
+        """Return a buffer of at least ``num_bytes`` bytes, and the event before which it must not be written to."""
         self._closed = False
         size = max(512, 1 << (num_bytes - 1).bit_length())
         try:
@@ -152,7 +152,7 @@ class Pool:
             self._free[buffer.numel(), pinned].append((buffer, event))
 
     def close(self) -> None:
-        """Keep no buffer that nobody uses, nor those that come back before another is taken."""
+        """Drop all free buffers, and those that return before another is taken."""
         self._closed = True
         self.num_bytes -= sum(size * len(free) for (size, _), free in self._free.items())
         self._free.clear()

@@ -1,4 +1,4 @@
-"""Tensors that wait in host memory: copied there beside the computing, and back before they are needed."""
+"""Tensors in host memory: copied there in parallel with the computation, and back before they are needed."""
 
 import weakref
 from threading import RLock
@@ -12,16 +12,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_eff.memory._hosting.copiers import Copier, CUDACopier, DirectCopier, Pool
 
-_MOST_OF_BASE = 4  # of what a tensor is a view of, so many times its elements are copied: its siblings' are among them
-_MOST_OF_GAPS = 1.25  # of the memory from its first to its last element
+_MOST_OF_BASE = (
+    4  # the base of a view is copied if it has at most this many times the elements, since siblings share it
+)
+_MOST_OF_GAPS = (
+    1.25  # the memory from its first to its last element is copied if it is at most this many times as large
+)
 
 
 class _Unit:
-    """What is copied as one: a stretch of a storage's memory, or the elements of one tensor, packed.
+    """A unit of copying: a range of a storage's memory, or the packed elements of one tensor.
 
     Attributes:
-        waiting: tickets for it whose tensor has not been fetched yet.
-        over: nobody holds a ticket any more, and the host memory is another's.
+        waiting: the number of tickets whose tensor has not been fetched.
+        over: whether all tickets are gone and the host memory is released.
     """
 
     __slots__ = (
@@ -44,13 +48,13 @@ class _Unit:
     )
 
     def __init__(self, store: "HostStore", key: tuple[Any, ...], source: Tensor) -> None:
-        self.over = True  # until there is something to give back
+        self.over = True  # until there is memory to release
         self.store, self.key, self.device = store, key, source.device
         self.nbytes, self.waiting = source.numel() * source.element_size(), 0
         self._back: Tensor | None = None
         self._arrived, self._waited = None, False
         self._copier, self._pinned = store._copier(source.device), store.pin_memory and source.device.type == "cuda"
-        # while it is held, no other storage has this address
+        # while this is held, no other storage has this address
         self._storage = StorageWeakRef(source.untyped_storage())
         self._buffer, self._left = store._pool.take(self.nbytes, pinned=self._pinned)
         self._host = self._buffer[: self.nbytes].view(source.dtype)
@@ -61,10 +65,10 @@ class _Unit:
         self.over = False
 
     def bring(self) -> Tensor:
-        """Begin the way back, unless it has begun; where the copy, a flat tensor, will be."""
+        """Start the copy back, unless it has started, and return its flat target."""
         if self._back is None:
             self._back = torch.empty(self._host.shape, dtype=self._host.dtype, device=self.device)
-            # the host memory may be written to again after this copy
+            # the host memory may be reused after this copy
             self._left = self._arrived = self._copier.to_device(self._host, self._back, self._left)
             self._waited = False
             self.store.bytes_to_device += self.nbytes
@@ -72,16 +76,16 @@ class _Unit:
         return self._back
 
     def fetch(self) -> Tensor:
-        """The flat copy on the device, for what is computed from now on."""
+        """Return the flat copy on the device, for later computation."""
         back = self.bring()
         self._wait(back)
         return back
 
     def let_go(self) -> None:
-        """Hold the copy on the device no longer; whoever uses it does."""
+        """Release the copy on the device; its users keep it alive."""
         if self._back is not None:
             if not self._waited:
-                self._wait(self._back)  # else its memory would be given to others while it is written to
+                self._wait(self._back)  # otherwise its memory could be reused while it is written to
             self._back = None
             self.store.bytes_on_device -= self.nbytes
 
@@ -105,7 +109,7 @@ class _Unit:
 
 
 class Ticket:
-    """Stands for a tensor that waits in host memory; without it, the host memory is used for others."""
+    """Stands for a tensor in host memory; without it, the host memory is reused."""
 
     __slots__ = ("_counter", "_empty", "_expected", "_fetched", "_packed", "_unit", "_view", "nbytes")
 
@@ -119,16 +123,16 @@ class Ticket:
         )
 
     def prefetch(self) -> None:
-        """Begin to bring the tensor back, without waiting."""
+        """Start copying the tensor back, without waiting."""
         if self._unit is not None:
             with self._unit.store._lock:
                 self._unit.bring()
 
     def get(self) -> Tensor:
-        """The tensor, on its device, with its values, shape and strides, and without a graph.
+        """Return the tensor on its device, with its values, shape and strides, and without a graph.
 
-        Views of one tensor come back as views of one copy. Only lazily conjugated or negated ones, and expanded ones of few
-        elements far apart, come back with strides of their own. It may be called again.
+        Views of one tensor return as views of one copy. Only lazily conjugated or negated tensors, and expanded ones of few
+        elements far apart, return with other strides. It may be called several times.
 
         Raises:
             RuntimeError: if the tensor, or one that shares its memory, was changed in place after :meth:`HostStore.put`.
@@ -138,12 +142,12 @@ class Ticket:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a"
                 f" tensor of shape {shape} and {dtype} is at version {self._counter._version}; expected version"
-                f" {self._expected} instead. It was copied to host memory as it was before; plain training would fail"
-                " in the same way. Change a copy of it instead."
+                f" {self._expected} instead. Plain training would fail in the same way. Change a copy of it"
+                " instead."
             )
         unit = self._unit
         if unit is None:
-            assert self._empty is not None, "a tensor without elements is kept itself"
+            assert self._empty is not None, "a tensor without elements is stored directly"
             return self._empty
         with torch.no_grad(), unit.store._lock:
             flat = unit.fetch()
@@ -162,29 +166,29 @@ class Ticket:
 
 
 class HostStore:
-    """Host memory for tensors that are needed later, in about the reverse order, as a backward pass needs them.
+    """Host memory for tensors that are needed later, in about the reverse order, as in a backward pass.
 
-    On CUDA the copies run on streams of their own, out of and into pinned buffers that later steps use again; a tensor's
-    device memory is free for others as soon as it is copied and nobody else holds it. On other devices they are made at
-    once. On the CPU nothing is gained, which is said once.
+    On CUDA, copies run on their own streams, to and from pinned buffers that later steps reuse. A tensor's device memory is
+    free as soon as it is copied and no other code holds it. On other devices, copies are synchronous. A CPU gains nothing,
+    and a warning says so once.
 
-    What is copied is a stretch of memory, and no tensor within it, of the same version, is copied again: the memory of what
-    the tensor is a view of, where the tensor is at least a quarter of it, or the tensor's own.
+    The unit of copying is a range of memory: that of the tensor's base, if the tensor is at least a quarter of it, or the
+    tensor's own. Another tensor within the same range and of the same version is not copied again.
 
     Attributes:
-        bytes_to_host: bytes copied to the host since the start.
-        bytes_to_device: bytes copied back since the start.
-        bytes_on_host: bytes that wait in host memory now, each stretch counted once.
-        peak_bytes_on_host: the most that has waited there; the caller may set it back.
-        bytes_on_device: bytes that were brought back and wait for use now.
+        bytes_to_host: the bytes copied to the host since the start.
+        bytes_to_device: the bytes copied back since the start.
+        bytes_on_host: the bytes in host memory now, each range counted once.
+        peak_bytes_on_host: the most bytes in host memory; the caller may reset it.
+        bytes_on_device: the bytes that were brought back and are not used yet.
 
     Args:
-        depth: how many of the copies made before the one that is fetched begin their way back with it, >= 0.
-        pin_memory: pin the host memory; without it copies from CUDA are slower, and stop the computing.
-        copier: how to copy, whatever the device; None chooses by the device.
+        depth: the number of earlier copies that start back together with the one that is fetched, >= 0.
+        pin_memory: whether to pin the host memory. Without it, copies from CUDA are slower, and block the computation.
+        copier: the copier for any device; None chooses by the device.
     """
 
-    outlives_graph: ClassVar[bool] = True  # what holds a ticket does not hold the memory that is kept for others
+    outlives_graph: ClassVar[bool] = True  # the owner of a ticket does not own this store's memory
 
     def __init__(self, *, depth: int = 1, pin_memory: bool = True, copier: Copier | None = None) -> None:
         self.depth = depth
@@ -194,39 +198,39 @@ class HostStore:
         self._given = copier
         self._copiers: dict[torch.device, Copier] = {}
         self._pool = Pool()
-        self._units: dict[tuple[Any, ...], weakref.ref[_Unit]] = {}  # in the order of their making
-        self._lock = RLock()  # a backward pass may run on threads of its own, and end units there
-        self._told = False
+        self._units: dict[tuple[Any, ...], weakref.ref[_Unit]] = {}  # in order of creation
+        self._lock = RLock()  # a backward pass may run on other threads, and release units there
+        self._warned = False
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of host memory taken, in use or waiting for use again."""
+        """The bytes of allocated host memory, used or free."""
         return self._pool.num_bytes
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds for which computing has stood still for copies since the start, as far as is known by now."""
+        """The seconds for which computation has waited for copies, as far as known."""
         copiers = [self._given] if self._given is not None else list(self._copiers.values())
         return sum(copier.waited() for copier in copiers)
 
     def put(self, tensor: Tensor) -> Ticket:
-        """Begin to copy ``tensor`` to host memory, and keep nothing of it on its device.
+        """Start copying ``tensor`` to host memory, and hold nothing of it on its device.
 
         Args:
-            tensor: of any shape, strides and dtype, strided and of torch's own class.
+            tensor: a strided tensor of torch's own class, of any shape, strides and dtype.
 
         Raises:
-            TypeError: if it is sparse or of a class of its own, whose memory is not its own to copy.
+            TypeError: if it is sparse or of another class.
         """
         if not can_leave(tensor):
             raise TypeError(
                 f"HostStore.put: got a {type(tensor).__name__} of layout {tensor.layout}; expected a strided torch.Tensor"
-                " or Parameter. Keep it, or put the plain tensors that it consists of."
+                " or Parameter. Keep it, or put its plain tensors instead."
             )
-        if not self._told and tensor.device.type == "cpu":
-            self._told = True
+        if not self._warned and tensor.device.type == "cpu":
+            self._warned = True
             rank_zero_warn(
-                "activations are in host memory already: nothing is gained on a CPU, where they are copied all the same.",
+                "Offloading: nothing is gained on a CPU, because activations are in host memory already. Remove it.",
                 category=PossibleUserWarning,
             )
         with torch.no_grad(), self._lock:
@@ -244,13 +248,13 @@ class HostStore:
             if unit is None or unit.over:
                 plain = tensor.detach()
                 unit = _Unit(self, key, plain if length is None else plain.as_strided((length,), (1,), begin))
-                self._units.pop(key, None)  # so that it is the last
+                self._units.pop(key, None)  # so that it becomes the last one
                 self._units[key] = weakref.ref(unit)
             unit.waiting += 1
             return Ticket(tensor, unit, int(tensor.storage_offset()) - begin, packed=packed, counted=counted)
 
     def release(self) -> None:
-        """Give the host memory back to the system, and what still waits in it as soon as that is over."""
+        """Free the host memory; buffers in use follow when they are no longer used."""
         with self._lock:
             for copier in self._copiers.values():
                 copier.settle()
@@ -264,7 +268,7 @@ class HostStore:
         return self._copiers[device]
 
     def _prefetch_before(self, unit: _Unit) -> None:
-        """Begin the way back of the ``depth`` units before ``unit`` that are waited for."""
+        """Start copying back the ``depth`` units before ``unit`` that are still needed."""
         left, found = self.depth, False
         if not left:
             return
@@ -280,7 +284,7 @@ class HostStore:
 
 
 def can_leave(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is strided and of torch's own class, so that a copy of its memory is all there is to it."""
+    """Return whether ``tensor`` is strided and of torch's own class, so that copying its memory is enough."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
 
 
@@ -289,8 +293,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def _version_counter(tensor: Tensor) -> tuple[Tensor | None, int]:
-    """An empty tensor whose ``_version`` goes on with that of ``tensor`` and keeps no memory, and what it is now."""
-    if tensor.is_inference():  # never has one
+    """Return an empty tensor whose ``_version`` follows that of ``tensor``, and its current version."""
+    if tensor.is_inference():  # it never has one
         return None, -1
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -298,14 +302,14 @@ def _version_counter(tensor: Tensor) -> tuple[Tensor | None, int]:
 
 
 def _span(tensor: Tensor) -> int:
-    """How many elements of its storage lie between the first and the last of ``tensor``, both included."""
+    """Return the number of elements of the storage from the first to the last of ``tensor``."""
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _stretch(tensor: Tensor) -> tuple[int, int | None]:
-    """Where in the storage the memory begins that is copied for ``tensor``, and its length, in elements.
+    """Return where in the storage the copied memory of ``tensor`` begins, and its length, in elements.
 
-    The length is None where the tensor's elements lie so far apart that they are packed.
+    The length is None if the elements are so far apart that they are packed.
     """
     begin, span, size = int(tensor.storage_offset()), _span(tensor), tensor.numel()
     base = tensor._base

@@ -16,47 +16,45 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_optimizer(optimizer: Optimizer, *, scaled: bool) -> None:
-    """Raise ``ValueError``, with the reason, if the update of ``optimizer`` cannot be made on the host.
+    """Check that the update of ``optimizer`` can run on the host.
 
     Args:
-        optimizer: as ``configure_optimizers`` made it.
-        scaled: a gradient scaler is in use (precision "16-mixed").
+        optimizer: the optimizer from ``configure_optimizers``.
+        scaled: whether a gradient scaler is in use (precision "16-mixed").
+
+    Raises:
+        ValueError: if it cannot, with the reason.
     """
     who = f"OptimizerOffload: {type(optimizer).__name__}"
     if not is_per_parameter(optimizer):
         lbfgs = isinstance(optimizer, torch.optim.LBFGS)
-        reason = "evaluates its closure on the device, several times a step" if lbfgs else "is not known"
+        reason = "evaluates its closure on the device, several times per step" if lbfgs else "is not supported"
         raise ValueError(
-            f"{who} {reason}; expected one of torch.optim's own: {', '.join(PER_PARAMETER)}, whose step needs parameters,"
-            " gradients and states alone. Use one of them, or take the technique out."
+            f"{who} {reason}. Use one of torch.optim's own ({', '.join(PER_PARAMETER)}), or remove OptimizerOffload."
         )
     for group in optimizer.param_groups:
         for flag in ("capturable", "differentiable"):
             if group.get(flag):
-                raise ValueError(
-                    f"{who} has {flag}=True; expected False, because the step is made on the host. Leave {flag} out."
-                )
+                raise ValueError(f"{who} has {flag}=True, but its step runs on the host. Remove {flag}=True.")
         for name, value in group.items():
             if isinstance(value, Tensor) and value.device.type != "cpu":
                 raise ValueError(
-                    f"{who} has a tensor on {value.device} as {name}; expected a number or a tensor on the CPU, where the"
-                    f" step is made. Give {name} as a float."
+                    f"{who} has a tensor on {value.device} as {name}, but its step runs on the host. Pass {name} as a float."
                 )
         for p in group["params"]:
             if p.requires_grad and (type(p) not in (nn.Parameter, Tensor) or p.device.type == "meta"):
                 raise ValueError(
-                    f"{who} holds a {type(p).__name__} on {p.device}; expected plain parameters, because others' memory is"
-                    " not their own to copy. Sharded models have offloading of their own."
+                    f"{who} holds a {type(p).__name__} on {p.device}, but only plain parameters are supported. Use the"
+                    " strategy's own offloading for sharded models."
                 )
     if scaled and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ValueError(
-            f"{who} has fused=True under a gradient scaler, which it applies itself on the device; expected gradients that"
-            " are unscaled when they go to the host. Leave fused out."
+            f"{who} has fused=True under a gradient scaler, which it applies on the device. Remove fused=True."
         )
 
 
 def _checksum(p: Tensor) -> Tensor:
-    """The sum of the bits of ``p``, read as integers: it tells of changes past autograd's version, as by ``.data``."""
+    """Sum the bits of ``p`` as integers, to detect changes that bypass autograd's version, as by ``.data``."""
     p = torch.view_as_real(p) if p.is_complex() else p
     return p.view(_BITS[p.element_size()]).sum()
 
@@ -65,9 +63,9 @@ class _Twin:
     """A parameter and its copy in host memory.
 
     Attributes:
-        parameter: the one on the device.
-        host: its twin, without elements until the first gradient comes.
-        mark: by which it is told that the parameter is as it was copied last: version, address and checksum.
+        parameter: the parameter on the device.
+        host: its copy, without elements until the first gradient comes.
+        mark: the version, address and checksum of the parameter when it was last copied.
     """
 
     __slots__ = ("_gradient", "host", "mark", "parameter")
@@ -79,7 +77,7 @@ class _Twin:
         self._gradient: Tensor | None = None
 
     def send_gradient(self, *, pinned: bool) -> int:
-        """Begin to copy the gradient to the host; its bytes."""
+        """Start copying the gradient to the host, and return its bytes."""
         gradient = self.parameter.grad
         if gradient is None:
             self.host.grad = None
@@ -96,12 +94,12 @@ class _Twin:
         return gradient.numel() * gradient.element_size()
 
     def send(self, *, pinned: bool) -> int:
-        """Begin to copy the parameter to the host; its bytes."""
+        """Start copying the parameter to the host, and return its bytes."""
         self.host.data.copy_(self.parameter, non_blocking=pinned)
         return self.parameter.numel() * self.parameter.element_size()
 
     def fetch(self, *, pinned: bool) -> int:
-        """Begin to copy the host's values into the parameter; its bytes."""
+        """Start copying the host's values into the parameter, and return its bytes."""
         p = self.parameter
         p.copy_(self.host, non_blocking=pinned)
         self.mark = (p._version, p.data_ptr(), _checksum(p))
@@ -113,21 +111,21 @@ def _on_host(like: Tensor, *, pinned: bool) -> Tensor:
 
 
 class HostUpdate:
-    """Makes the steps of an optimizer on the host, for parameters that stay on their device.
+    """Run the steps of an optimizer on the host, for parameters that stay on their device.
 
-    The optimizer stays the same object: between steps its groups hold the parameters of the module, and its state, by these
-    parameters, tensors in host memory. For the length of a step, and of ``load_state_dict``, both are by the parameters'
-    twins in host memory. A parameter that something else changed meanwhile is copied to its twin anew; this is told by
-    autograd's version, by the address, and by the sum of its bits for what is changed past autograd through ``.data``.
+    The optimizer stays the same object. Between steps, its groups hold the module's parameters, and its state maps them to
+    tensors in host memory. During a step, and during ``load_state_dict``, both use the parameters' copies in host memory. A
+    parameter that other code changed is copied again. Changes are detected by autograd's version, the address, and the sum of
+    its bits for changes through ``.data``.
 
     Attributes:
-        bytes_to_host: bytes copied to the host in the last step.
-        bytes_to_device: bytes copied back in it.
-        seconds: how long it took, copies included, the closure not.
+        bytes_to_host: the bytes copied to the host in the last step.
+        bytes_to_device: the bytes copied back in it.
+        seconds: its duration, with copies but without the closure.
 
     Args:
-        optimizer: one that :func:`check_optimizer` passes.
-        pin_memory: pin the host memory of twins and gradients of CUDA parameters.
+        optimizer: an optimizer that :func:`check_optimizer` accepts.
+        pin_memory: whether to pin the host memory of copies and gradients of CUDA parameters.
     """
 
     def __init__(self, optimizer: Optimizer, *, pin_memory: bool) -> None:
@@ -136,23 +134,23 @@ class HostUpdate:
         self.bytes_to_host = self.bytes_to_device = 0
         self.seconds = 0.0
         self._step, self._load = optimizer.step, optimizer.load_state_dict
-        self._twins: dict[Any, _Twin] = {}  # by the parameter
+        self._twins: dict[Any, _Twin] = {}  # by parameter
         with self._swapped():
-            pass  # states that were made with the optimizer go to the host
+            pass  # move states that exist already to the host
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's states."""
+        """The bytes of the optimizer's states."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
         return sum(value.numel() * value.element_size() for value in states if isinstance(value, Tensor))
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether any parameter is elsewhere than in host memory."""
+        """Whether any parameter is not in host memory."""
         return any(p.device.type != "cpu" for p in self._twins)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """``optimizer.step``: its own hooks see the module's parameters, as does the closure."""
+        """Run ``optimizer.step``; its hooks and the closure see the module's parameters."""
         return step_in_parts(self.optimizer, closure, kwargs, self._update)
 
     def _update(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -165,7 +163,7 @@ class HostUpdate:
         self.seconds = time.perf_counter() - began
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """``optimizer.load_state_dict``, with the states in host memory."""
+        """Run ``optimizer.load_state_dict``, with the states in host memory."""
         with self._swapped():
             self._load(state_dict)
 
@@ -179,7 +177,7 @@ class HostUpdate:
 
     @torch.no_grad()
     def _send(self) -> list[_Twin]:
-        """Copy to the host each gradient, and each parameter that its twin does not equal; the twins that have one."""
+        """Copy each gradient, and each changed parameter, to the host; return the twins with a gradient."""
         every = [self._twin(p) for group in self.optimizer.param_groups for p in group["params"]]
         self.bytes_to_host = sum(twin.send_gradient(pinned=self._pinned(twin.parameter)) for twin in every)
         twins = [twin for twin in every if twin.host.grad is not None]
@@ -200,7 +198,7 @@ class HostUpdate:
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """Let the optimizer's groups and states be by the twins."""
+        """Let the optimizer's groups and states use the twins."""
         optimizer = self.optimizer
         for group in optimizer.param_groups:
             group["params"] = [self._twin(p).host for p in group["params"]]
@@ -218,7 +216,7 @@ class HostUpdate:
 
     @contextmanager
     def _fused(self) -> Iterator[None]:
-        """Let groups whose parameters come from an accelerator use torch's fused CPU step where there is one."""
+        """Use torch's fused CPU step, where there is one, for groups with parameters on an accelerator."""
         chosen = []
         if self.on_accelerator:
             chosen = [
@@ -238,7 +236,7 @@ class HostUpdate:
 
 
 def _to_host(state: dict[str, Any]) -> dict[str, Any]:
-    """The same dict, its tensors in host memory."""
+    """Move the tensors of a dict to host memory, and return the dict."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.device.type != "cpu":
             state[key] = value.to("cpu")
@@ -246,7 +244,7 @@ def _to_host(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(numbers: list[Tensor]) -> list[int]:
-    """Their values, waiting once for each device."""
+    """Return the values of scalar tensors, with one wait per device."""
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for i, number in enumerate(numbers):
         by_device[number.device].append(i)

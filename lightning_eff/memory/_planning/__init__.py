@@ -1,1 +1,1 @@
-"""Which of a chain's activations to keep, to recompute and to move to the host: solvers, prediction and pictures."""
+"""Plans that keep, recompute or offload the activations of a chain: solvers, predictions and plots."""

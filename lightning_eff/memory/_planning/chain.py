@@ -1,7 +1,7 @@
-"""A chain of blocks, and what may become of each between forward and backward.
+"""A chain of blocks, and the possible treatments of each between forward and backward.
 
-The chain is the one of Herrmann et al. 2019 (HAL-02352969): block ``i`` turns the tensor ``x_i`` into ``x_{i+1}``, and its
-backward pass turns the gradient of ``x_{i+1}`` into that of ``x_i``, with what the block has saved and with ``x_i``.
+The chain is that of Herrmann et al. 2019 (HAL-02352969): block ``i`` turns the tensor ``x_i`` into ``x_{i+1}``. Its backward
+pass turns the gradient of ``x_{i+1}`` into that of ``x_i``, using ``x_i`` and what the block saved.
 """
 
 from dataclasses import dataclass
@@ -13,24 +13,25 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Stage:
-    """One block of the chain, as profiled.
+    """A profiled block of the chain.
 
     Args:
-        name: what the user is told of it, such as ``"h.3"``.
-        forward_seconds: of one forward pass, >= 0.
-        backward_seconds: of its backward pass, without any recomputation, >= 0.
-        input_bytes: of the block's input, from which recomputation starts.
-        saved_bytes: all that autograd keeps of the block when nothing is recomputed; its output included, its input not.
-        output_bytes: of the block's output; at most ``saved_bytes``.
-        forward_peak_bytes: what a forward pass takes at its peak beyond its input, and beyond what it leaves: its output,
-            or, in a pass that saves, ``saved_bytes``.
-        backward_peak_bytes: what the backward pass takes at its peak beyond ``saved_bytes``, the block's input and the
-            gradients of output and input.
-        again_seconds: of a forward pass that ends when the last tensor is saved, as that of the last block of a Segment
-            does; at most ``forward_seconds``, which None stands for.
+        name: its name in messages, such as ``"h.3"``.
+        forward_seconds: the time of a forward pass, >= 0.
+        backward_seconds: the time of its backward pass without recomputation, >= 0.
+        input_bytes: the size of the block's input, from which recomputation starts.
+        saved_bytes: the size of everything that autograd stores for the block without recomputation, with its output and
+            without its input.
+        output_bytes: the size of the block's output, at most ``saved_bytes``.
+        forward_peak_bytes: the peak memory of a forward pass beyond its input and what it leaves: its output, or, in a pass
+            that saves, ``saved_bytes``.
+        backward_peak_bytes: the peak memory of the backward pass beyond ``saved_bytes``, the block's input, and the gradients
+            of output and input.
+        again_seconds: the time of a forward pass that ends with the last saved tensor, as for the last block of a Segment; at
+            most ``forward_seconds``, the value for None.
 
     Raises:
-        ValueError: a number is negative, not finite, or one is larger than it may be.
+        ValueError: if a number is negative, not finite, or too large.
     """
 
     name: str
@@ -52,22 +53,22 @@ class Stage:
         if self.output_bytes > self.saved_bytes:
             raise ValueError(
                 f"Stage {self.name!r}: got output_bytes={self.output_bytes} and saved_bytes={self.saved_bytes}; expected"
-                " output_bytes <= saved_bytes, because what is saved includes the output. Add the output to it."
+                " output_bytes <= saved_bytes, which includes the output. Add the output to it."
             )
         if self.last_seconds > self.forward_seconds:
             raise ValueError(
                 f"Stage {self.name!r}: got again_seconds={self.again_seconds} and forward_seconds={self.forward_seconds};"
-                " expected again_seconds <= forward_seconds, because it is a part of it. Leave it out."
+                " expected again_seconds <= forward_seconds, of which it is a part. Remove it."
             )
 
     @property
     def last_seconds(self) -> float:
-        """Of the forward pass in which the last block of a Segment runs again and is kept."""
+        """The time of the forward pass in which the last block of a Segment runs again and is stored."""
         return self.forward_seconds if self.again_seconds is None else self.again_seconds
 
 
 class Action(Enum):
-    """What becomes of a block's saved tensors between its forward and its backward pass."""
+    """The treatment of a block's saved tensors between its forward and its backward pass."""
 
     KEEP = "kept"
     RECOMPUTE = "recomputed"
@@ -76,9 +77,9 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Keep:
-    """Block ``index`` runs once; what autograd saves of it stays, or, with ``offload``, goes to the host and comes back.
+    """Block ``index`` runs once; its saved tensors stay, or, with ``offload``, move to the host and return.
 
-    It is the block's interior (what it saves, less its output) and its input that go to the host.
+    The block's interior (what it saves, without its output) and its input move to the host.
     """
 
     index: int
@@ -87,11 +88,11 @@ class Keep:
 
 @dataclass(frozen=True)
 class Segment:
-    """Blocks ``start`` to ``end - 1`` run without saving; their input is kept, or, with ``offload``, goes to the host.
+    """Blocks ``start`` to ``end - 1`` run without saving; their input is stored, or, with ``offload``, moves to the host.
 
-    In the backward pass, when the first of their saved tensors is needed, they run again following ``inner``, a plan for
-    exactly these blocks: Segments in it run again without saving, what its Keeps save is held. Where the last block is a
-    Keep, it runs no further than to the last tensor that it saves.
+    When the backward pass needs the first of their saved tensors, they run again following ``inner``, a plan for exactly these
+    blocks: Segments in it run again without saving, and Keeps save. If the last block is a Keep, it stops at its last saved
+    tensor.
     """
 
     start: int
@@ -106,11 +107,16 @@ Kind = Literal["forward", "again", "backward", "wait"]
 
 @dataclass(frozen=True)
 class Event:
-    """One step of the schedule that is predicted.
+    """One step of the predicted schedule.
 
-    ``kind`` is a first ``"forward"`` run, a run ``"again"`` in the backward pass, a ``"backward"`` run, or a ``"wait"`` for
-    copies, of which ``block`` is -1. ``held_bytes``: the most that is on the device while it lasts; ``copying_bytes`` of it are
-    in copies: not gone yet or, in the backward pass, back already for blocks whose turn has not come.
+    Attributes:
+        kind: a first ``"forward"`` run, a run ``"again"`` in the backward pass, a ``"backward"`` run, or a ``"wait"`` for
+            copies.
+        block: the block, or -1 for a wait.
+        start_seconds: when it starts.
+        end_seconds: when it ends.
+        held_bytes: the most bytes on the device during it.
+        copying_bytes: the part of them in copies, not gone yet or, in the backward pass, back early.
     """
 
     kind: Kind
@@ -122,11 +128,11 @@ class Event:
 
 
 def boundaries(stages: tuple[Stage, ...]) -> list[int]:
-    """Bytes of ``x_0`` to ``x_n``: block i's input and block i - 1's output, the larger where they differ."""
+    """Return the bytes of ``x_0`` to ``x_n``: block i's input and block i - 1's output, the larger if they differ."""
     inside = (max(left.output_bytes, right.input_bytes) for left, right in pairwise(stages))
     return [stages[0].input_bytes, *inside, stages[-1].output_bytes]
 
 
 def span(item: Item) -> tuple[int, int]:
-    """The blocks ``start`` to ``end - 1`` of an item, as (start, end)."""
+    """Return the blocks ``start`` to ``end - 1`` of an item, as (start, end)."""
     return (item.index, item.index + 1) if isinstance(item, Keep) else (item.start, item.end)

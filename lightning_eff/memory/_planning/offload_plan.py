@@ -1,17 +1,17 @@
-"""Keep, recompute or move to the host, for each activation, solved jointly: the problem of Beaumont et al. 2021.
+"""Keep, recompute or offload each activation, solved jointly: the problem of Beaumont et al. 2021.
 
-"Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021. The program is our own. Read
+"Efficient Combination of Rematerialization and Offloading for Training DNNs", NeurIPS 2021. The algorithm is our own. Read
 from its end, the backward pass is a forward pass: what must be back before an item's turn is what has not left yet after
-it. So one sweep over the blocks, from the first on, serves for both. A label is a way to treat the blocks before ``s``::
+it. One sweep over the blocks, from the first on, therefore serves both. A label is a treatment of the blocks before ``s``::
 
     held      bytes of them that stay on the device from their forward to their backward pass
-    unsent    bytes on their way to the host when the forward pass comes to block s
-    returned  bytes that are back for them when the backward pass has done with block s
-    seconds   taken so far in both passes, waits included
+    unsent    bytes on their way to the host when the forward pass reaches block s
+    returned  bytes that are back for them when the backward pass has finished block s
+    seconds   time used so far in both passes, waits included
 
 A run that needs ``need`` bytes beyond ``held`` begins when its queue, ``unsent`` or ``returned``, is at most
-``budget - held - need``, and the queue loses ``bandwidth * seconds`` bytes while it runs, or waits. A label is superfluous
-if another of the same block holds no more, and would be no later even if it first waited until its queues are no longer.
+``budget - held - need``. The queue loses ``bandwidth * seconds`` bytes while it runs or waits. A label is superfluous if
+another one of the same block holds no more, and would not be later even if it first waited until its queues are no longer.
 """
 
 from collections.abc import Iterator
@@ -27,34 +27,34 @@ from lightning_eff.memory._planning.plan import Plan
 from lightning_eff.memory._planning.rotor import Chain, optimal, smallest_budget
 from lightning_eff.memory._planning.view import amount
 
-SHORT = 8  #: up to so many blocks, every inner plan is tried; in longer chains FEW of each Segment, spread from fast to small
+SHORT = 8  #: up to this many blocks, every inner plan is tried; in longer chains, FEW per Segment, from fast to small
 FEW = 4
 
 
 def optimal_with_offload(
     stages: tuple[Stage, ...], budget_bytes: int, bandwidth_bytes_per_second: float, slots: int = 500
 ) -> Plan:
-    """The fastest plan within ``budget_bytes`` that keeps, recomputes or offloads each activation.
+    """Return the fastest plan within ``budget_bytes`` that keeps, recomputes or offloads each activation.
 
-    The problem that is solved: items in a row, each a Keep or a Segment, each with what it starts from (a Keep with its
-    interior, too) on the device or in host memory; inside a Segment any plan without offloading. Copies go one after
-    another, out in the forward pass and back in the backward pass, at the bandwidth, beside the computing; bytes leave the
-    device, and come to it, as they are copied; an item's copy begins when its first block has run. At the turn everything
-    has left before anything comes back. A Segment waits for room before its backward pass begins, not within it.
+    The problem: a sequence of items, each a Keep or a Segment, each with its starting point (for a Keep also its interior)
+    on the device or in host memory; inside a Segment any plan without offloading. Copies run one after another, out in the
+    forward pass and back in the backward pass, at the bandwidth, in parallel with the computation. Bytes leave and enter
+    the device as they are copied, and an item's copy begins when its first block has run. At the turn, everything has left
+    before anything returns. A Segment waits for room before its backward pass begins, not within it.
 
-    Solved exactly for chains of up to 8 blocks, as long as no more than ``8 * slots`` labels remain at a block. In longer
-    chains four inner plans of each Segment are tried, from the fastest to the smallest, and labels beyond ``slots`` are
-    thinned to the fastest of each neighbourhood: the plan's prediction stays exact, but a faster plan may exist. It is
-    never slower than ``optimal`` for the same budget, and with bandwidth 0 it is that.
+    The solution is exact for chains of up to 8 blocks, as long as at most ``8 * slots`` labels remain at a block. In longer
+    chains, four inner plans of each Segment are tried, from the fastest to the smallest, and labels beyond ``slots`` are
+    thinned to the fastest of each neighbourhood. The plan's prediction stays exact, but a faster plan may exist. It is
+    never slower than ``optimal`` for the same budget, and equal to it for bandwidth 0.
 
     Args:
         stages: the chain, n >= 1 blocks.
-        budget_bytes: what the chain may hold on the device at its peak, its input included.
-        bandwidth_bytes_per_second: of copies, the slower of the two ways; >= 0.
-        slots: how many labels of a block go on, and see ``optimal``; >= 2.
+        budget_bytes: the most bytes that the chain may hold on the device, its input included.
+        bandwidth_bytes_per_second: the speed of copies in the slower direction, >= 0.
+        slots: the number of labels of a block that continue, and see ``optimal``; >= 2.
 
     Raises:
-        ValueError: the budget is smaller than ``smallest_budget_with_offload(stages)``, the bandwidth is negative, or
+        ValueError: if the budget is smaller than ``smallest_budget_with_offload(stages)``, the bandwidth is negative, or
             ``slots < 2``.
     """
     if not bandwidth_bytes_per_second >= 0:
@@ -64,13 +64,13 @@ def optimal_with_offload(
     if bandwidth_bytes_per_second == 0:
         return optimal(stages, budget_bytes, slots)
     if slots < 2:
-        raise ValueError(f"optimal_with_offload: got {slots=}; expected >= 2, 500 by default. Give more slots.")
+        raise ValueError(f"optimal_with_offload: got {slots=}; expected >= 2. Use more slots, such as 500.")
     least = smallest_budget_with_offload(stages)
     if budget_bytes < least:
         raise ValueError(
             f"optimal_with_offload: got budget_bytes={budget_bytes} ({amount(budget_bytes)}); expected at least {least}"
-            f" ({amount(least)}), what the largest of these {len(stages)} blocks takes alone. Raise the memory budget to it,"
-            " or make the batch smaller."
+            f" ({amount(least)}), the size of the largest of these {len(stages)} blocks. Raise the memory budget, or use a"
+            " smaller batch."
         )
     without = optimal(stages, budget_bytes, slots) if budget_bytes >= smallest_budget(stages) else None
     search = _Search(
@@ -78,19 +78,19 @@ def optimal_with_offload(
     )
     items = search.run(np.inf if without is None else without.seconds)
     if items is None:
-        assert without is not None, "keeping every block in host memory is within the budget"
+        assert without is not None, "offloading every block fits the budget"
         items = without.items
     return Plan(stages, items, budget_bytes, bandwidth_bytes_per_second)
 
 
 def smallest_budget_with_offload(stages: tuple[Stage, ...]) -> int:
-    """The least ``budget_bytes`` for which there is a plan: that in which every block waits until it is alone on the device."""
+    """Return the smallest ``budget_bytes`` with a plan: the one in which each block is alone on the device."""
     chain = Chain(stages)
     return max(max(_keep_needs(chain, s)) for s in range(len(stages)))
 
 
 def _keep_needs(chain: Chain, s: int) -> tuple[int, int]:
-    """What block s takes on the device, in a forward run that saves and in its backward run, ``x_s`` included."""
+    """Return the device memory of block s in a forward run that saves and in its backward run, ``x_s`` included."""
     stage, before, after = chain.stages[s], int(chain.x[s]), int(chain.x[s + 1])
     saved = before + int(chain.interior[s]) + after
     return saved + stage.forward_peak_bytes, saved + after + before + stage.backward_peak_bytes
@@ -106,7 +106,7 @@ class _Inner:
 
 
 def _inner_plans(chain: Chain) -> dict[tuple[int, int], list[_Inner]]:
-    """For each s <= t the plans that no other beats in peak and seconds both, the smallest first."""
+    """Return for each s <= t the plans that no other beats in both peak and seconds, the smallest first."""
     n = len(chain)
     plans: dict[tuple[int, int], list[_Inner]] = {}
     for length in range(n):
@@ -126,7 +126,7 @@ def _inner_plans(chain: Chain) -> dict[tuple[int, int], list[_Inner]]:
 def _inner_of(
     chain: Chain, plans: dict[tuple[int, int], list[_Inner]], s: int, t: int
 ) -> Iterator[tuple[int, float, int, int, int]]:
-    """(peak, seconds, k, place of the plan from k on, place of the plan before k); k = s: block s is kept."""
+    """Yield (peak, seconds, k, place of the plan from k on, place of the plan before k); for k = s, block s is stored."""
     x, gradient = chain.x, int(chain.x[t + 1])
     need, once = chain.keep_need(s, gradient), float(chain.once[s])
     if s == t:
@@ -155,7 +155,7 @@ def _inner_items(
 
 @dataclass
 class _Labels:
-    """The labels of one block, each array of shape (count,); ``parent`` is the label that each came from, ``way`` the item."""
+    """The labels of one block, arrays of shape (count,); ``parent`` is the label that each came from, ``way`` the item."""
 
     held: NDArray[np.int64]
     unsent: NDArray[np.float64]
@@ -179,11 +179,11 @@ class _Search:
     def __init__(self, chain: Chain, budget: int, rate: float, most: int) -> None:
         self.chain, self.budget, self.rate, self.most = chain, budget, rate, most
         self.inner = _inner_plans(chain)
-        self.after = np.cumsum([0.0, *chain.once[::-1]])[::-1]  # seconds that all blocks from s on take at least
+        self.after = np.cumsum([0.0, *chain.once[::-1]])[::-1]  # the least seconds of all blocks from s on
         self.ways: list[Item] = []
 
     def run(self, bound: float) -> tuple[Item, ...] | None:
-        """The items of the fastest plan that takes less than ``bound`` seconds; None: there is none."""
+        """Return the items of the fastest plan below ``bound`` seconds, or None without one."""
         n = len(self.chain)
         self.bound = bound * (1 - 1e-12)
         zero, none = np.zeros(1), np.zeros(1, dtype=np.int64)
@@ -206,7 +206,7 @@ class _Search:
             label = settled[start].take(label.parent)
 
     def _advance(self, s: int, labels: _Labels) -> None:
-        """From each label of block s on, with each item that begins there."""
+        """Continue each label of block s with each item that begins there."""
         chain, x, own = self.chain, self.chain.x, int(self.chain.x[s])
         labels = replace(labels, parent=np.arange(len(labels)))
         forward_need, backward_need = _keep_needs(chain, s)
@@ -228,7 +228,7 @@ class _Search:
                     self._arrive(j + 1, item, again, **{"returned" if offload else "held": own})
 
     def _run(self, labels: _Labels, queue: Literal["unsent", "returned"], need: int, seconds: float) -> _Labels:
-        """The labels for which there is room, after waiting until the queue leaves it, and after the run."""
+        """Return the labels with room for the run, after waiting until the queue allows it, and after the run."""
         labels = labels.take(labels.held + need <= self.budget)
         before: NDArray[np.float64] = getattr(labels, queue)
         begins = np.minimum(before, self.budget - need - labels.held)
@@ -239,7 +239,7 @@ class _Search:
     def _arrive(
         self, e: int, item: Item, labels: _Labels, *, held: int = 0, unsent: int = 0, returned: int = 0
     ) -> None:
-        """The labels at block e, those that cannot be faster than the bound left out."""
+        """Add labels at block e, except those that cannot be faster than the bound."""
         labels = labels.take(labels.seconds + self.after[e] < self.bound)
         if len(labels):
             way = np.full(len(labels), len(self.ways))
@@ -248,7 +248,7 @@ class _Search:
             self.arrived[e].append(_Labels(*sums, labels.seconds, labels.parent, way))
 
     def _best(self, labels: _Labels) -> _Labels:
-        """The labels that no other of the same block makes superfluous, thinned if they are too many."""
+        """Return the labels that no other of the same block makes superfluous, thinned if there are too many."""
         labels = labels.take(np.lexsort((labels.unsent + labels.returned, labels.held, labels.seconds)))
         labels = self._thin(labels, 4 * self.most)
         best = labels.take(np.zeros(0, dtype=np.int64))
@@ -260,7 +260,7 @@ class _Search:
         return self._thin(best, self.most)
 
     def _superfluous(self, by: _Labels, labels: _Labels) -> NDArray[np.bool_]:
-        """Whether label i of ``by`` makes label j of ``labels`` superfluous, shape (len(by), len(labels))."""
+        """Return whether label i of ``by`` makes label j of ``labels`` superfluous, shape (len(by), len(labels))."""
         seconds = np.repeat(by.seconds[:, None], len(labels), axis=1)
         for queue in ("unsent", "returned"):
             longer = getattr(by, queue)[:, None] - getattr(labels, queue)
@@ -268,7 +268,7 @@ class _Search:
         return (seconds <= labels.seconds) & (by.held[:, None] <= labels.held)
 
     def _thin(self, labels: _Labels, most: int) -> _Labels:
-        """At most about ``most`` labels, sorted by their seconds: the fastest of each cell of held, unsent and returned."""
+        """Return about ``most`` labels, sorted by seconds: the fastest of each cell of held, unsent and returned."""
         if len(labels) <= most:
             return labels
         cell = np.zeros(len(labels), dtype=np.int64)

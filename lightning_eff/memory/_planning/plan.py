@@ -1,8 +1,8 @@
-"""A plan of what a chain of blocks keeps between forward and backward, and what is predicted of it.
+"""A plan of what a chain of blocks stores between forward and backward, and its predicted memory and time.
 
-Counted in a peak are, at each moment: the inputs and saved tensors that are kept, the tensor and the gradient that travel
-along the chain, and what the block that runs needs beyond them. The input of the first block is counted, and the output of
-the last; what is outside the chain (embeddings, head, loss, parameters) is not.
+A peak counts, at each moment, the stored inputs and saved tensors, the tensor and the gradient that travel along the chain,
+and what the running block needs beyond them. The input of the first block and the output of the last are included. Anything
+outside the chain (embeddings, head, loss, parameters) is not.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from lightning_eff.memory._planning.chain import Action, Event, Item, Keep, Segm
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done with each block of a chain.
+    """The treatment of each block of a chain.
 
     Args:
         stages: the chain.
-        items: Keeps and Segments that cover each block once, in forward order; what is inside Segments is not offloaded.
-        budget_bytes: what the plan was made for; None for a plan without one.
-        bandwidth_bytes_per_second: of copies to the host and of copies back, each; needed where something is offloaded.
+        items: Keeps and Segments that cover each block once, in forward order. Items inside Segments are not offloaded.
+        budget_bytes: the budget of the plan; None for a plan without one.
+        bandwidth_bytes_per_second: the speed of copies in each direction, needed for offloading.
 
     Raises:
-        ValueError: the items do not cover the blocks so, or something is offloaded without a bandwidth.
+        ValueError: if the items do not cover the blocks, or there is offloading without a bandwidth.
     """
 
     stages: tuple[Stage, ...]
@@ -36,17 +36,17 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not self.stages:
-            raise ValueError("Plan: got no stages; expected one at least. Name the stack of blocks.")
+            raise ValueError("Plan: got no stages. Name the stack of blocks.")
         _check_cover(self.items, 0, len(self.stages), top=True)
         if any(item.offload for item in self.items) and not self.bandwidth_bytes_per_second > 0:
             raise ValueError(
                 f"Plan: got offloaded items and bandwidth_bytes_per_second={self.bandwidth_bytes_per_second}; expected a"
-                " bandwidth > 0. Measure the copies, or offload nothing."
+                " bandwidth > 0. Measure the copies, or remove offload=True."
             )
 
     @cached_property
     def forward_calls(self) -> tuple[int, ...]:
-        """How often each block's forward runs in a forward and backward pass: 1, and once for each Segment around it."""
+        """The number of forward runs of each block in a forward and backward pass: 1, plus one per Segment around it."""
         calls: list[int] = []
 
         def count(items: tuple[Item, ...], depth: int) -> None:
@@ -66,7 +66,7 @@ class Plan:
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
-        """What becomes of each block; a block of a Segment is RECOMPUTE, also where the Segment's input is offloaded."""
+        """The treatment of each block; a block of a Segment is RECOMPUTE, even if the Segment's input is offloaded."""
         actions: list[Action] = []
         for item in self.items:
             if isinstance(item, Keep):
@@ -77,7 +77,7 @@ class Plan:
 
     @cached_property
     def offloaded_bytes(self) -> int:
-        """The bytes that go to the host in a forward pass, and come back in the backward pass."""
+        """The bytes that move to the host in a forward pass, and back in the backward pass."""
         return prediction.offloaded_bytes(self)
 
     @cached_property
@@ -86,24 +86,24 @@ class Plan:
         return prediction.schedule(self)
 
     def room(self, item: int) -> tuple[int | None, int]:
-        """How far copies may lag behind, and run ahead, at one of ``items``, for what runs the plan to hold to.
+        """Return how far copies may lag behind, or run ahead, at one of ``items``, for an execution of the plan.
 
         Returns:
-            unsent: when the item's first block begins its first forward run, at most so many bytes of the offloaded items
-                before it may be on the device still; wait until it is so. None: any number, the plan has no budget.
-            returned: while the item is in its backward pass (all of it, for a Segment), so many bytes of the offloaded
-                items before it, the last of them first, are brought back beside it, and no more.
+            unsent: when the item's first block begins its first forward run, at most this many bytes of earlier offloaded items
+                may still be on the device, so wait for it. None, without a budget, allows any number.
+            returned: during the item's backward pass (the whole pass, for a Segment), exactly this many bytes of earlier
+                offloaded items are brought back, the last item first.
         """
         return prediction.room(self, self.schedule, item)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the chain holds at any moment."""
+        """The most bytes that the chain holds at any moment."""
         return max(event.held_bytes for event in self.schedule)
 
     @property
     def seconds(self) -> float:
-        """Of one forward and backward pass through the chain, recomputation and waiting for copies included."""
+        """The time of a forward and backward pass through the chain, with recomputation and waiting for copies."""
         return self.schedule[-1].end_seconds
 
     def _predicted(self) -> view.Predicted:
@@ -120,38 +120,38 @@ class Plan:
         )
 
     def table(self) -> str:
-        """The plan as lines of text."""
+        """Return the plan as text."""
         return view.table(self._predicted(), keep_all(self.stages)._predicted())
 
     def __str__(self) -> str:
         return self.table()
 
     def draw(self, path: str | Path) -> None:
-        """Draw what happens to each block, and the bytes held over the schedule against the budget.
+        """Plot the treatment of each block, and the bytes held over the schedule against the budget.
 
         Args:
-            path: of the picture; its ending says the format: .png, .svg, .pdf.
+            path: the file of the picture. Its suffix is the format: .png, .svg, .pdf.
 
         Raises:
-            ModuleNotFoundError: matplotlib is not installed.
+            ModuleNotFoundError: if matplotlib is not installed.
         """
         view.draw(self._predicted(), path)
 
 
 def keep_all(stages: tuple[Stage, ...]) -> Plan:
-    """Nothing is recomputed: plain training."""
+    """Return the plan without recomputation, which is plain training."""
     return Plan(stages, tuple(Keep(i) for i in range(len(stages))))
 
 
 def full(stages: tuple[Stage, ...]) -> Plan:
-    """Each block is recomputed from its own input; the last one, too."""
+    """Return the plan that recomputes each block, also the last one, from its own input."""
     return Plan(stages, tuple(recomputed(i, i + 1) for i in range(len(stages))))
 
 
 def sqrt(stages: tuple[Stage, ...]) -> Plan:
-    """``round(sqrt(n))`` segments of nearly equal length (Chen et al. 2016, arXiv:1604.06174, section 4.1).
+    """Return ``round(sqrt(n))`` segments of nearly equal length (Chen et al. 2016, arXiv:1604.06174, section 4.1).
 
-    The last segment is kept: it would be recomputed at once, with everything it saves in memory again.
+    The last segment is stored, since it would be recomputed at once, with everything it saves in memory again.
     """
     n = len(stages)
     root = isqrt(n)
@@ -159,14 +159,14 @@ def sqrt(stages: tuple[Stage, ...]) -> Plan:
 
 
 def segments(stages: tuple[Stage, ...], count: int) -> Plan:
-    """``count`` segments of nearly equal length, in [1, n]; each but the last is recomputed once, the last is kept."""
+    """Return ``count`` segments of nearly equal length, in [1, n]; all but the last, which is stored, are recomputed once."""
     bounds = [len(stages) * k // count for k in range(count + 1)]
     items: list[Item] = [recomputed(start, end) for start, end in pairwise(bounds[:-1])]
     return Plan(stages, (*items, *(Keep(i) for i in range(bounds[-2], len(stages)))))
 
 
 def recomputed(start: int, end: int) -> Segment:
-    """Blocks ``start`` to ``end - 1``, recomputed once and all together."""
+    """Return blocks ``start`` to ``end - 1`` as a Segment that is recomputed once."""
     return Segment(start, end, tuple(Keep(i) for i in range(start, end)))
 
 
@@ -184,6 +184,6 @@ def _check_cover(items: tuple[Item, ...], start: int, end: int, *, top: bool) ->
             return
     where = "the plan" if top else f"the Segment of blocks {start} to {end - 1}"
     raise ValueError(
-        f"Plan: got {items} in {where}; expected each of the blocks {start} to {end - 1} once, in their order, and nothing"
-        " offloaded inside a Segment. Mend the items."
+        f"Plan: got {items} in {where}; expected each of the blocks {start} to {end - 1} once, in their order, and no"
+        " offloading inside a Segment. Correct the items."
     )

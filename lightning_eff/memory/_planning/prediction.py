@@ -1,7 +1,7 @@
-"""What is predicted of a plan: its schedule, run by run, with the bytes held and the seconds taken.
+"""Predict a plan's schedule, run by run, with the bytes held and the seconds taken.
 
-First a ledger of names and sizes says what is held at each run, were copies to the host gone and back in no time. Then a
-clock says how long copies hold more than that, and where a run must wait for them. Nothing here knows how plans are found.
+First, a ledger of names and sizes gives what is held at each run if copies to the host took no time. Then a clock adds how
+long copies hold more than that, and where a run must wait for them. Nothing here depends on how plans are found.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lightning_eff.memory._planning.chain import Event, Item, Keep, Kind, Segmen
 
 
 class Laid(Protocol):
-    """What a plan lays down, as ``Plan`` documents it."""
+    """The contents of a plan, as documented in ``Plan``."""
 
     @property
     def stages(self) -> tuple[Stage, ...]: ...
@@ -29,7 +29,7 @@ class Laid(Protocol):
 
 @dataclass
 class _Run:
-    """One run of a block: what was held while it ran and after it; ``moved`` bytes go to the host after it, or come before."""
+    """One run of a block: the bytes held during and after it; ``moved`` bytes go to the host after it, or return before it."""
 
     kind: Kind
     block: int
@@ -40,7 +40,7 @@ class _Run:
 
 
 class _Ledger:
-    """Runs a plan on names and sizes alone: ``runs`` is every run in its order, with what was held."""
+    """Executes a plan on names and sizes; ``runs`` lists every run in order, with the bytes held."""
 
     def __init__(self, stages: tuple[Stage, ...]) -> None:
         self.stages = stages
@@ -98,12 +98,12 @@ class _Ledger:
             else:
                 self.forward(item.inner, "again")
                 if isinstance(item.inner[-1], Segment):
-                    self.drop("x", end)  # nothing needs the last output a second time
+                    self.drop("x", end)  # the last output is not needed a second time
                 self.backward(item.inner)
             if item.offload:
                 self.runs[first].moved = self._size(item)
             if place > 0 and (isinstance(items[place - 1], Segment) or items[place - 1].offload):
-                self.drop("x", start)  # else it is the saved output of the kept block before
+                self.drop("x", start)  # otherwise it is the saved output of the stored block before
 
     def _size(self, item: Item) -> int:
         start, _ = span(item)
@@ -123,13 +123,13 @@ def _operations(plan: Laid) -> list[_Run]:
 
 
 def schedule(plan: Laid) -> tuple[Event, ...]:
-    """The runs on the clock.
+    """Return the timed schedule.
 
-    Copies take turns at the bandwidth, beside the computing, and bytes leave the device, and come to it, as they are
-    copied. A first forward run waits until what has not left yet leaves room for it. The backward pass is the same
-    read from its end: an item (all runs of a Segment together) leaves room for what is back already for the items
-    before it, and they come back as late as this allows. At the turn everything has left, and then comes back what
-    the first items of the backward pass need.
+    Copies take turns at the bandwidth, in parallel with the computation, and bytes leave and enter the device as they are
+    copied. A first forward run waits until the remaining unsent bytes leave room for it. The backward pass is the same,
+    read from its end: an item (all runs of a Segment together) leaves room for the bytes of earlier items that are already
+    back, and they return as late as this allows. At the turn, everything has left; then what the first items of the
+    backward pass need returns.
     """
     runs = _operations(plan)
     limit = inf if plan.budget_bytes is None else plan.budget_bytes
@@ -169,7 +169,7 @@ def schedule(plan: Laid) -> tuple[Event, ...]:
 
 
 def offloaded_bytes(plan: Laid) -> int:
-    """What goes to the host in a forward pass."""
+    """Return the bytes that move to the host in a forward pass."""
     return sum(run.moved for run in _operations(plan) if run.kind == "forward")
 
 

@@ -1,8 +1,7 @@
 """The fastest plan for a budget: the dynamic program for heterogeneous chains of Herrmann et al. 2019 (HAL-02352969).
 
-``C(s, t, m)`` is the least time in which blocks ``s`` to ``t`` can be run forward and backward with ``m`` bytes beyond the
-input ``x_s``, which whoever asks for it holds, and with the gradient of ``x_{t+1}`` given, unless ``t`` is the last block of
-all (section 4)::
+``C(s, t, m)`` is the least time to run blocks ``s`` to ``t`` forward and backward with ``m`` bytes beyond the input ``x_s``,
+which the caller holds, and with the gradient of ``x_{t+1}`` given, unless ``t`` is the last block of all (section 4)::
 
     C(s, t, m) = the least of
       keep block s:           f_s + b_s + C(s+1, t, m - interior_s - x_{s+1})             if m >= A(s, t)
@@ -13,8 +12,8 @@ all (section 4)::
     A(s, t)    = interior_s + x_{s+1} + max(gradient_t + forward_peak_s,  x_s + x_{s+1} + backward_peak_s)
     E(s, k, t) = gradient_t + max over s <= j < k of  (x_j if j > s) + x_{j+1} + forward_peak_j
 
-with ``gradient_t = x_{t+1}``, or 0 at the last block, whose gradient comes after its forward run. It is the optimum among
-persistent schedules: those in which what is stored for the backward pass stays until the backward pass uses it.
+with ``gradient_t = x_{t+1}``, or 0 at the last block, whose gradient comes after its forward run. It is optimal among
+persistent schedules, in which what is stored for the backward pass stays until the backward pass uses it.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,31 +28,31 @@ from lightning_eff.memory._planning.chain import Item, Keep, Segment, Stage, bou
 from lightning_eff.memory._planning.plan import Plan, full, keep_all, segments
 from lightning_eff.memory._planning.view import amount
 
-EXACT = 2000  #: up to so many different amounts of memory that may remain at a block, each is told from the others
+EXACT = 2000  #: up to this many different amounts of remaining memory at a block, all are distinguished
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 def optimal(stages: tuple[Stage, ...], budget_bytes: int, slots: int = 500) -> Plan:
-    """The fastest plan whose peak is at most ``budget_bytes``.
+    """Return the fastest plan whose peak is at most ``budget_bytes``.
 
-    Exact wherever the amounts of memory that may remain at a block are few (2,000, or ``slots`` if that is more), as they
-    are in chains of up to 9 blocks of any kind, and in long chains of blocks of one size, or of sizes with a large common
-    divisor. In others, amounts are rounded to ``slots`` steps, and of the plans so found the fastest is taken whose exact
-    peak is within the budget; Chen's segments, of any number, are compared with it. Either way a larger budget never gives
-    a slower plan, and no plan's peak is over the budget.
+    It is exact if a block can have few different amounts of remaining memory (2,000, or ``slots`` if that is more). This holds
+    for chains of up to 9 blocks of any kind, and for long chains of equal blocks or of sizes with a large common divisor. In
+    other chains, amounts are rounded to ``slots`` steps. The fastest of the resulting plans, and of Chen's segments of any
+    number, whose exact peak is within the budget is returned. A larger budget never gives a slower plan, and no plan's peak is
+    over the budget.
 
     Args:
         stages: the chain, n >= 1 blocks.
-        budget_bytes: what the chain may hold at its peak, its input included.
-        slots: steps that memory is rounded to, where not all amounts can be told apart; >= 2.
+        budget_bytes: the most bytes that the chain may hold, its input included.
+        slots: the steps to which memory is rounded, if amounts cannot be distinguished exactly; >= 2.
 
     Raises:
-        ValueError: the budget is smaller than ``smallest_budget(stages)``, or ``slots < 2``.
+        ValueError: if the budget is smaller than ``smallest_budget(stages)``, or ``slots < 2``.
     """
     if slots < 2:
-        raise ValueError(f"optimal: got {slots=}; expected >= 2, 500 by default. Give more slots.")
+        raise ValueError(f"optimal: got {slots=}; expected >= 2. Use more slots, such as 500.")
     everything = keep_all(stages)
     if everything.peak_bytes <= budget_bytes:
         return Plan(stages, everything.items, budget_bytes)
@@ -62,8 +61,7 @@ def optimal(stages: tuple[Stage, ...], budget_bytes: int, slots: int = 500) -> P
     if budget_bytes < least:
         raise ValueError(
             f"optimal: got budget_bytes={budget_bytes} ({amount(budget_bytes)}); expected at least {least} ({amount(least)}),"
-            f" the least for which there is a plan of these {len(stages)} blocks. Raise the memory budget to it, or make"
-            " the batch smaller."
+            f" the smallest budget for these {len(stages)} blocks. Raise the memory budget, or use a smaller batch."
         )
     used = _amounts_used(chain, max(EXACT, slots))
     if used is not None:
@@ -78,7 +76,7 @@ def optimal(stages: tuple[Stage, ...], budget_bytes: int, slots: int = 500) -> P
 
 
 def smallest_budget(stages: tuple[Stage, ...]) -> int:
-    """The least ``budget_bytes`` for which there is a plan."""
+    """Return the smallest ``budget_bytes`` with a plan."""
     return _most_frugal(Chain(stages))[0]
 
 
@@ -93,17 +91,17 @@ class Chain:
 
     @cached_property
     def x(self) -> Ints:
-        """Bytes of ``x_0`` to ``x_n``, shape (n + 1,)."""
+        """The bytes of ``x_0`` to ``x_n``, shape (n + 1,)."""
         return np.array(boundaries(self.stages), dtype=np.int64)
 
     @cached_property
     def interior(self) -> Ints:
-        """What a block saves, less its output, shape (n,)."""
+        """The bytes that a block saves, without its output, shape (n,)."""
         return np.array([s.saved_bytes - s.output_bytes for s in self.stages], dtype=np.int64)
 
     @cached_property
     def forward_until(self) -> Floats:
-        """Seconds of the forward runs of all blocks before i, shape (n + 1,)."""
+        """The seconds of the forward runs of all blocks before i, shape (n + 1,)."""
         return np.concatenate([[0.0], np.cumsum([s.forward_seconds for s in self.stages])])
 
     @cached_property
@@ -113,15 +111,15 @@ class Chain:
 
     @cached_property
     def last(self) -> Floats:
-        """``f'_i + b_i``, for a Segment's last block that is kept, shape (n,)."""
+        """``f'_i + b_i``, for a Segment's last block that is stored, shape (n,)."""
         return np.array([s.last_seconds + s.backward_seconds for s in self.stages])
 
     def gradient(self, t: int) -> int:
-        """Bytes of the gradient that is held while blocks up to ``t`` run forward."""
+        """Return the bytes of the gradient that is held while blocks up to ``t`` run forward."""
         return int(self.x[t + 1]) if t < len(self) - 1 else 0
 
     def keep_need(self, s: int, gradient: int) -> int:
-        """``A(s, t)``, given ``gradient_t``."""
+        """Return ``A(s, t)``, given ``gradient_t``."""
         stage, before, after = self.stages[s], int(self.x[s]), int(self.x[s + 1])
         peak = max(gradient + stage.forward_peak_bytes, before + after + stage.backward_peak_bytes)
         return int(self.interior[s]) + after + peak
@@ -139,7 +137,7 @@ class Chain:
 
 
 def _most_frugal(chain: Chain) -> tuple[int, tuple[Item, ...]]:
-    """The least peak of any plan, and a plan that has it: the same recursion with bytes instead of seconds."""
+    """Return the least peak of any plan, and a plan with it: the same recursion with bytes instead of seconds."""
     n, x = len(chain), chain.x
     least = np.zeros((n, n), dtype=np.int64)
     choice = np.zeros((n, n), dtype=np.int64)
@@ -164,7 +162,7 @@ def _most_frugal(chain: Chain) -> tuple[int, tuple[Item, ...]]:
 
 
 def _amounts_used(chain: Chain, most: int, within: float = np.inf) -> list[set[int]] | None:
-    """For each block, every amount that what is stored before it may take, ``x_s`` included; None: more than ``most``."""
+    """Return for each block every possible amount stored before it, ``x_s`` included; None for more than ``most``."""
     amounts: list[set[int]] = [{0}]
     any_before: set[int] = {0}
     for s in range(1, len(chain)):
@@ -185,7 +183,7 @@ def _solve_exactly(chain: Chain, used: list[set[int]], budget_bytes: int) -> tup
     for s in range(n):
         rest = chain.interior[s:] + x[s + 1 :]
         beside = max(max(stage.forward_peak_bytes, stage.backward_peak_bytes) for stage in chain.stages[s:])
-        plenty = int(rest.sum() + 2 * x.max()) + beside  # for keeping all the rest, up to any block
+        plenty = int(rest.sum() + 2 * x.max()) + beside  # enough to keep all the rest, up to any block
         remaining = np.array([top - u for u in used[s] if u <= top], dtype=np.int64)
         levels.append(np.unique(np.minimum(remaining, plenty)))
 
@@ -197,7 +195,7 @@ def _solve_exactly(chain: Chain, used: list[set[int]], budget_bytes: int) -> tup
 
 
 def _tops(most: int, least: int) -> list[int]:
-    """The amounts that are divided into slots, whatever the budget: all that is ever needed, and finer where it is scarce."""
+    """Return the amounts that are divided into slots: all that is ever needed, and a finer one for little memory."""
     return [most, 3 * least] if 4 * least < most else [most]
 
 
@@ -216,12 +214,12 @@ def _solve_in_slots(chain: Chain, top: int, slots: int, budget_bytes: int) -> tu
 
 
 class _Table:
-    """``C(s, t, m)`` for all s <= t and for the ``levels`` of m at s, what is chosen there, and the exact peak that this takes.
+    """``C(s, t, m)`` for all s <= t and for the ``levels`` of m at s, the choices, and their exact peaks.
 
     Args:
         levels: for each s the amounts m, ascending.
-        index: where in the levels of s given amounts are; below 0 where they are less than any.
-        tolerance: how far a level may be below what is needed; peaks, which do not round, then say what is within a budget.
+        index: a function that returns the index of amounts in the levels of s; below 0 if they are less than any.
+        tolerance: how far a level may be below the need. The exact peaks then decide what is within a budget.
     """
 
     def __init__(
@@ -234,12 +232,12 @@ class _Table:
         n, x = len(chain), chain.x
         self.chain = chain
         self.levels = [level + tolerance for level in levels]
-        width = max(len(level) for level in levels) + 1  # the last of a row: no plan
+        width = max(len(level) for level in levels) + 1  # the last column means no plan
         self.seconds = np.full((n, n, width), np.inf)  # of [t, s]
         self.peak = np.zeros((n, n, width), dtype=np.int64)
         self.choice = np.zeros((n, n, width), dtype=np.int16)  # 0: keep s; k - s: store x_k
-        self.after_keep: list[Ints] = []  # in [t] flattened, where C(s + 1, t, m - interior_s - x_{s+1}) is
-        self.after_store: list[Ints] = []  # likewise C(k, t, m - x_k) for k > s, a row each
+        self.after_keep: list[Ints] = []  # the index of C(s + 1, t, m - interior_s - x_{s+1}) in [t] flattened
+        self.after_store: list[Ints] = []  # likewise of C(k, t, m - x_k) for k > s, one row each
         for s, level in enumerate(levels[:-1]):
             rows = np.stack([index(k, level - x[k]) for k in range(s + 1, n)])
             starts = np.arange(s + 1, n)[:, None] * width
@@ -280,7 +278,7 @@ class _Table:
         self.choice[t, s, :size] = choice
 
     def items(self, s: int, t: int, at: int) -> tuple[Item, ...]:
-        """The plan that was chosen for blocks s to t at level ``at`` of s."""
+        """Return the chosen plan for blocks s to t at level ``at`` of s."""
         if s == t:
             return (Keep(s),)
         cut, width = int(self.choice[t, s, at]), self.seconds.shape[2]

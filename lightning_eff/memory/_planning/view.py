@@ -1,10 +1,11 @@
-"""What is shown of a plan: lines of text, and a picture."""
+"""Present a plan as text and as a picture."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_eff._core._lightning.extras import missing
 from lightning_eff.memory._planning.chain import Action, Event, Item, Keep, Segment, Stage, span
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ HEADINGS = ("blocks", "what happens", "forward runs", "forward ms", "backward ms
 
 @dataclass(frozen=True)
 class Predicted:
-    """A plan and what is predicted of it, as ``Plan`` documents it."""
+    """A plan and its predictions, as documented in ``Plan``."""
 
     stages: tuple[Stage, ...]
     items: tuple[Item, ...]
@@ -32,7 +33,7 @@ class Predicted:
 
 
 def amount(size: float) -> str:
-    """A number of bytes, in the unit of 1024 that leaves three digits before the point at most."""
+    """Format a number of bytes, with at most three digits before the point."""
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1000:
             return f"{size:.4g} {unit}"
@@ -41,7 +42,7 @@ def amount(size: float) -> str:
 
 
 def table(plan: Predicted, all_kept: Predicted) -> str:
-    """A line for each group of blocks that are treated alike, and two of what is predicted, beside storing all."""
+    """Return one line per group of blocks with the same treatment, and two lines of predictions compared with storing all."""
     rows = [HEADINGS, *_rows(plan)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = []
@@ -53,7 +54,7 @@ def table(plan: Predicted, all_kept: Predicted) -> str:
     budget = "" if plan.budget_bytes is None else f" of a budget of {amount(plan.budget_bytes)}"
     moved = f"; {amount(plan.offloaded_bytes)} to the host and back" if plan.offloaded_bytes else ""
     lines += [
-        f"predicted: {1e3 * plan.seconds:.4g} ms a forward and backward pass{against}; {sum(plan.forward_calls)} forward runs"
+        f"predicted: {1e3 * plan.seconds:.4g} ms per forward and backward pass{against}; {sum(plan.forward_calls)} forward runs"
         f" of {len(plan.stages)} blocks{moved}",
         f"predicted peak: {amount(plan.peak_bytes)}{budget}; storing all takes {amount(all_kept.peak_bytes)}",
     ]
@@ -74,7 +75,7 @@ def _rows(plan: Predicted) -> Iterator[tuple[str, ...]]:
 
 
 def _groups(plan: Predicted) -> list[tuple[int, int, str]]:
-    """(start, end, what happens): blocks in a row that are treated alike, and a Segment of several blocks each."""
+    """Return (start, end, treatment): consecutive blocks with the same treatment, and one Segment of several blocks each."""
     groups: list[tuple[int, int, str]] = []
     for item in plan.items:
         start, end = span(item)
@@ -94,10 +95,7 @@ def draw(plan: Predicted, path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'Plan.draw draws with matplotlib, which is not installed. Install it: pip install "lightning-eff[bench]"',
-            name=error.name,
-        ) from error
+        raise ModuleNotFoundError(missing("Plan.draw", "matplotlib", "bench"), name=error.name) from error
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_blocks(plan, left)
@@ -110,7 +108,7 @@ def draw(plan: Predicted, path: str | Path) -> None:
 
 
 def _draw_blocks(plan: Predicted, axes: "Axes") -> None:
-    """A bar for each block, as high as its forward runs are many."""
+    """Draw a bar per block, whose height is its number of forward runs."""
     for action in Action:
         blocks = [i for i, of_block in enumerate(plan.actions) if of_block is action]
         if blocks:
@@ -132,7 +130,7 @@ def _draw_blocks(plan: Predicted, axes: "Axes") -> None:
 
 
 def _draw_bytes(plan: Predicted, axes: "Axes") -> None:
-    """Bytes held over the schedule, the turn from forward to backward, and the budget."""
+    """Draw the bytes held over the schedule, the turn from forward to backward, and the budget."""
     events = plan.schedule
     highest = max(plan.peak_bytes, plan.budget_bytes or 0)
     unit, name = next((u for u in UNITS if highest >= u[0]), (1, "B"))

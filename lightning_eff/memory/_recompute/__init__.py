@@ -1,1 +1,1 @@
-"""Running blocks again in the backward pass, by a plan, over the user's own loop."""
+"""Recomputation of blocks in the backward pass, by a plan, within the module's own loop."""

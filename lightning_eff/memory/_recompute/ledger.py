@@ -1,4 +1,4 @@
-"""What operations allocate and what of it is alive, counted as they run."""
+"""Count the memory that operations allocate and that is alive."""
 
 from typing import Any
 
@@ -12,41 +12,41 @@ _PLAIN = (int, float, str, type(None), torch.dtype)
 
 
 def key_of(tensor: Tensor) -> int:
-    """Of the tensor's storage, for as long as that lives."""
+    """Return a key of the tensor's storage, valid while the storage lives."""
     return tensor.untyped_storage()._cdata
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Of the tensor's storage, as CUDA's allocator rounds it."""
+    """Return the bytes of the tensor's storage, rounded as in CUDA's allocator."""
     nbytes = tensor.untyped_storage().nbytes()
     return -(-nbytes // 512) * 512 if tensor.is_cuda else nbytes
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Those among the leaves of nested lists, tuples and dicts."""
+    """List the tensors among the leaves of nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _told(leaf: Any) -> Any:
-    """What of an operation's argument its cost may depend on."""
+def _signature(leaf: Any) -> Any:
+    """Return the part of an operation's argument on which its cost may depend."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype
     return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the storages that operations allocate and that are alive, and how many bytes they are at the most.
+    """Count the storages that operations allocate and that are alive, and their largest total in bytes.
 
-    What an operation allocates and frees within itself is not seen.
+    Memory that an operation allocates and frees internally is not seen.
 
     Attributes:
-        peak: the most bytes that were alive at the end of an operation.
-        casts: bytes of copies of weights in another type, which autocast keeps; not in ``peak``.
-        operations: each that ran, with the shapes, strides and types of its tensors and its other arguments.
+        peak: the most bytes alive at the end of an operation.
+        casts: the bytes of copies of weights in another dtype, which autocast keeps; not in ``peak``.
+        operations: the operations that ran, with the shapes, strides and dtypes of tensors and all other arguments.
 
     Args:
         weights: keys of the storages of parameters.
-        known: keys of storages that are there already.
+        known: keys of storages that exist already.
     """
 
     def __init__(self, weights: set[int], known: set[int]) -> None:
@@ -55,11 +55,11 @@ class Ledger(TorchDispatchMode):
         self.operations: list[Any] = []
         self._weights, self._known = weights, set(known)
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._held: list[StorageWeakRef] = []  # while one is held, no other storage gets its key
+        self._held: list[StorageWeakRef] = []  # while one of these is held, no other storage gets its key
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        self.operations.append((str(func), *map(_told, tree_leaves((args, kwargs)))))
+        self.operations.append((str(func), *map(_signature, tree_leaves((args, kwargs)))))
         given = {key_of(t) for t in tensors_in((args, kwargs)) if t.layout is torch.strided}
         copies = func is torch.ops.aten._to_copy.default and bool(given & self._weights)
         self._sweep()
@@ -84,11 +84,11 @@ class Ledger(TorchDispatchMode):
             del self._live[key]
 
     def pass_over(self, tensor: Tensor) -> None:
-        """Do not count the tensor's storage, from now on."""
+        """Stop counting the tensor's storage."""
         self._live.pop(key_of(tensor), None)
         self._known.add(key_of(tensor))
         self._held.append(StorageWeakRef(tensor.untyped_storage()))
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage is one of those that may be counted."""
+        """Return whether the tensor's storage may be counted."""
         return key_of(tensor) not in self._known

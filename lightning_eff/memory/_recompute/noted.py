@@ -1,4 +1,4 @@
-"""What is noted of a block's call, so that it can be run again: its arguments, its surroundings, and what it saved."""
+"""The record of a block's call that allows it to run again: its arguments, its context, and what it saved."""
 
 import weakref
 from collections.abc import Callable
@@ -16,15 +16,15 @@ Run = Callable[..., Any]
 
 
 def detached(tensor: Tensor, requires_grad: bool = False) -> Tensor:
-    """``tensor`` without its graph, and with the attributes that were set on it."""
+    """Return ``tensor`` without its graph, with the attributes that were set on it."""
     found = tensor.detach()
     vars(found).update((name, value) for name, value in vars(tensor).items() if name not in vars(found))
-    found.requires_grad = requires_grad  # a class of tensors may override the method
+    found.requires_grad = requires_grad  # a tensor subclass may override the method
     return found
 
 
 class Kept:
-    """A tensor argument that is kept, without its graph."""
+    """A stored tensor argument, without its graph."""
 
     __slots__ = ("requires_grad", "value", "version")
 
@@ -33,7 +33,7 @@ class Kept:
 
 
 class Away:
-    """A tensor argument that waits in host memory."""
+    """A tensor argument in host memory."""
 
     __slots__ = ("requires_grad", "ticket")
 
@@ -42,7 +42,7 @@ class Away:
 
 
 class Linked:
-    """A tensor argument that the call before returned, as the leaf number ``position`` of what it returned."""
+    """A tensor argument that the previous call returned, as leaf number ``position`` of its output."""
 
     __slots__ = ("position", "requires_grad")
 
@@ -51,7 +51,7 @@ class Linked:
 
 
 class Slot:
-    """Stands in autograd's graph for a tensor that is computed when it is needed."""
+    """A placeholder in autograd's graph for a tensor that is computed when needed."""
 
     __slots__ = ("__weakref__", "call", "value", "version")
 
@@ -62,7 +62,7 @@ class Slot:
 
 
 class Block:
-    """What is known of a block beforehand, and of what is done with it."""
+    """A block and its place in the plan."""
 
     def __init__(self, index: int, module: nn.Module) -> None:
         self.index, self.name = index, type(getattr(module, "_orig_mod", module)).__name__
@@ -70,19 +70,19 @@ class Block:
         self.parameters = list(module.parameters())
         self.buffers = Buffers(self.modules)
         self.path: tuple[Segment, ...] = ()
-        self.leaves = False  # kept, and what it saves goes to the host
+        self.leaves = False  # stored, with its saved tensors in host memory
 
     def __str__(self) -> str:
         return f"block {self.index} ({self.name})"
 
 
 class Call:
-    """One call of a block that can be run again.
+    """A call of a block that can run again.
 
     Attributes:
         path: the Segments around the block, the outermost first.
-        depth: which of them is the one that runs again when a slot is empty.
-        previous: the call that the linked arguments come from; None where all arguments are kept.
+        depth: the index of the Segment that runs again when a slot is empty.
+        previous: the call that the linked arguments come from; None if all arguments are stored.
     """
 
     __slots__ = (
@@ -114,5 +114,5 @@ class Call:
         self.buffers: list[Any] = []
 
     def replace(self, argument: Any, other: Any) -> None:
-        """Put ``other`` wherever ``argument`` stands: a tensor may be passed several times."""
+        """Replace all occurrences of ``argument`` by ``other``, since a tensor may be passed several times."""
         self.arguments = [other if a is argument else a for a in self.arguments]

@@ -1,4 +1,4 @@
-"""What a plan sends to host memory: when it leaves, how far copies may lag, and when they come back."""
+"""Execute the host copies of a plan: when they leave, how far they may lag, and when they return."""
 
 from typing import Any
 
@@ -8,51 +8,29 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_eff._core.blocks import untraced_hooks
 from lightning_eff.memory._hosting.host import HostStore, Ticket, can_leave
+from lightning_eff.memory._hosting.staying import Staying
 from lightning_eff.memory._planning.chain import span
 from lightning_eff.memory._planning.plan import Plan
 
 _FORMS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0")
 
 
-class _Stays:
-    """A saved tensor that stays on its device; never itself, since an output that its own node holds is never freed."""
-
-    __slots__ = ("_value", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._value, self._version = tensor.detach(), tensor._version
-
-    def get(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: if it was changed in place meanwhile.
-        """
-        if self._value._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a"
-                f" tensor of shape {list(self._value.shape)} is at version {self._value._version}; expected version"
-                f" {self._version} instead. Plain training would fail in the same way."
-            )
-        return self._value
-
-
 class Offloading:
-    """Host memory for the items of a plan that leave, and the room that the plan leaves their copies.
+    """Host memory for the offloaded items of a plan, and the device memory that the plan allows their copies.
 
     Attributes:
-        store: where they wait.
+        store: the host memory.
     """
 
     def __init__(self) -> None:
-        self.store = HostStore(depth=0)  # what comes back ahead of its turn is the plan's to say
+        self.store = HostStore(depth=0)  # the plan decides what is prefetched
         self._items: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._room: list[tuple[int | None, int]] = []
         self._tickets: list[tuple[int, Ticket]] = []
 
     def follow(self, plan: Plan | None) -> None:
-        """Take up a plan; None, or one that sends nothing to the host, lets everything stay."""
+        """Adopt a plan; None, or one without offloading, keeps everything on the device."""
         self._items, self._ends, self._room, self._tickets = {}, {}, [], []
         if plan is None or not any(item.offload for item in plan.items):
             return
@@ -63,11 +41,11 @@ class Offloading:
             self._room.append(plan.room(k))
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         self._tickets = []
 
     def before(self, block: int) -> None:
-        """Wait until so much has left as ``block`` needs room for, if an item begins with it."""
+        """If an item begins with ``block``, wait until enough has left to make room for it."""
         k = self._items.get(block)
         if k is None or self._items.get(block - 1) == k:
             return
@@ -80,7 +58,7 @@ class Offloading:
             leaving.pop(0)._left.synchronize()
 
     def after(self, block: int, output: Any) -> None:
-        """Let the item's backward pass bring back what the plan has room for beside it, if it ends with ``block``."""
+        """If an item ends with ``block``, let its backward pass bring back what the plan has room for."""
         k = self._items.get(block)
         if k is None or self._ends[k] != block:
             return
@@ -106,22 +84,22 @@ class Offloading:
         return ticket
 
     def hooks(self, block: int, parameters: list[nn.Parameter]) -> saved_tensors_hooks:
-        """In this context what autograd saves leaves, except parameters and what autocast makes of them."""
+        """Return a context in which saved tensors leave, except parameters and their autocast copies."""
         weights = {p.untyped_storage()._cdata for p in parameters}
 
-        def pack(tensor: Tensor) -> Ticket | _Stays:
+        def pack(tensor: Tensor) -> Ticket | Staying:
             stays = not can_leave(tensor) or tensor.untyped_storage()._cdata in weights or _is_cast(tensor)
-            return _Stays(tensor) if stays else self.put(block, tensor)
+            return Staying(tensor) if stays else self.put(block, tensor)
 
         return untraced_hooks(pack, _get)
 
 
-def _get(packed: Ticket | _Stays) -> Tensor:
+def _get(packed: Ticket | Staying) -> Tensor:
     return packed.get()
 
 
 def _is_cast(tensor: Tensor) -> bool:
-    """Whether it is a parameter in another precision."""
+    """Return whether ``tensor`` is a parameter in another precision."""
     node = tensor.grad_fn
     while node is not None and node.name() in _FORMS:
         node = node.next_functions[0][0]

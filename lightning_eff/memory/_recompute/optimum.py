@@ -1,4 +1,4 @@
-"""The fastest plan that fits a memory budget: measured on a real batch, solved, agreed on by all ranks, kept for a resume."""
+"""The fastest plan within a memory budget: measure on a real batch, solve, agree over ranks, and store for a resume."""
 
 import re
 import time
@@ -26,13 +26,13 @@ _UNITS = {"": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_budget(budget: int | float | str) -> int | float:
-    """A memory budget as a number of bytes (an int), or as a fraction of what storing everything takes (a float).
+    """Parse a memory budget into bytes (an int), or a fraction of what storing everything takes (a float).
 
     Args:
         budget: bytes > 0; ``"8GB"`` (10^9 bytes each) or ``"512MiB"`` (2^20); or a float in (0, 1].
 
     Raises:
-        ValueError: if it is none of these.
+        ValueError: for any other value.
     """
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B\s*", budget, re.IGNORECASE)
@@ -47,30 +47,30 @@ def parse_budget(budget: int | float | str) -> int | float:
     elif (isinstance(budget, int) and budget > 0) or (isinstance(budget, float) and 0.0 < budget <= 1.0):
         return budget
     raise ValueError(
-        f"Rematerialization(memory_budget={budget!r}): expected bytes as an integer > 0, a string such as '8GB' or"
-        " '512MiB', or, as a float in (0, 1], the fraction of what storing all activations of the blocks takes."
+        f"Rematerialization(memory_budget={budget!r}): expected bytes as an integer > 0, a string, or a float in (0, 1],"
+        " the fraction of what storing all activations takes. Write memory_budget=0.5 or memory_budget='8GB'."
     )
 
 
 def measure(
     session: Session, stack: BlockStack, batch: Any, batch_idx: int, hand: Hand, *, together: bool
 ) -> tuple[tuple[Stage, ...], int] | None:
-    """Measure the blocks that run, in passes of the user's own ``training_step`` that leave no trace.
+    """Measure the blocks that run, in passes of the module's own ``training_step`` without side effects.
 
-    One counts bytes, and 3 to 6 take times. In training mode and in the precision of a training step, with no gradient
-    kept. The step's links take no part, and no block is dropped. The cost is counted.
+    One pass counts bytes, and 3 to 6 measure times, in training mode and in the precision of a training step, without storing
+    gradients. Other techniques do not act on the step, and no block is dropped. The cost is counted.
 
     Args:
         session: the run.
         stack: the blocks.
         batch: a batch of the run, on its device.
         batch_idx: its index.
-        hand: within it, calls of blocks go to the profiler.
+        hand: a context in which calls of blocks go to the profiler.
         together: whether all ranks measure.
 
     Returns:
-        The chain, and the bytes of the copies of weights that autocast makes in the blocks; None where the step skips the
-        batch, be it on one rank.
+        The chain, and the bytes of the weight copies that autocast makes in the blocks. None if the step skips the batch on
+        any rank.
     """
     chain, began = session.chain, time.perf_counter()
     profiler = Profiler(session.module, stack.blocks[: stack.active])
@@ -84,7 +84,7 @@ def measure(
             return None
         profiler.check_order(stack.path)
         chain.cost.forward_passes += 1
-        with suppress(ValueError):  # batches of no tensors have no samples to count
+        with suppress(ValueError):  # batches without tensors have no samples to count
             chain.cost.forward_samples += num_samples(batch)
         if profiler.settled(together=session.trainer.world_size > 1):
             break
@@ -93,7 +93,7 @@ def measure(
 
 
 def agreed(session: Session, stages: tuple[Stage, ...], casts: int) -> tuple[tuple[Stage, ...], int]:
-    """What all ranks plan for: rank 0's seconds, and of the bytes the most of any rank. To be called on every rank."""
+    """Merge the measurements of all ranks: rank 0's seconds and the largest bytes. Call it on every rank."""
     ranks = session.replicas.everyone(([stage_state(stage) for stage in stages], casts))
     merged: list[Stage] = []
     for rows in zip(*(rows for rows, _ in ranks), strict=True):
@@ -105,31 +105,31 @@ def agreed(session: Session, stages: tuple[Stage, ...], casts: int) -> tuple[tup
 def solve(
     stages: tuple[Stage, ...], casts: int, budget: int | float, *, num_blocks: int, bandwidth: float | None = None
 ) -> Plan:
-    """The fastest plan for the chain.
+    """Return the fastest plan for the chain.
 
     Args:
-        stages: the chain, of the blocks that run.
-        casts: bytes of copies of weights that the blocks need beside it; part of the budget.
-        budget: bytes (int), or the fraction (float) of what storing all takes.
-        num_blocks: how long the chain will be in the end, >= its length: a fraction is of that, the blocks to come
-            counted like the last that runs.
-        bandwidth: of copies to the host, in bytes per second; None keeps everything on the device.
+        stages: the chain of the blocks that run.
+        casts: the bytes of weight copies that the blocks need in addition, which are part of the budget.
+        budget: bytes (int), or a fraction (float) of what storing everything takes.
+        num_blocks: the final length of the chain, >= its length. A fraction refers to it, with later blocks counted like the
+            last one that runs.
+        bandwidth: the bytes per second of copies to the host; None keeps everything on the device.
 
     Raises:
-        ValueError: if no plan fits; the message names the smallest budget that one fits.
+        ValueError: if no plan fits; the message has the smallest possible budget.
     """
     grown = (*stages, *[stages[-1]] * (num_blocks - len(stages)))
     everything = keep_all(grown).peak_bytes + casts * num_blocks // len(stages)
     num_bytes = budget if isinstance(budget, int) else int(budget * everything)
     least = (smallest_budget if bandwidth is None else smallest_budget_with_offload)(stages) + casts
     if num_bytes < least:
-        told = (
+        given = (
             amount(num_bytes) if isinstance(budget, int) else f"{budget} of {amount(everything)} = {amount(num_bytes)}"
         )
         raise ValueError(
-            f"Rematerialization(policy='optimal', memory_budget={budget!r}): got a budget of {told} for the blocks;"
-            f" expected at least {least} bytes ({amount(least)}, {least / everything:.3f} of what storing all takes), the"
-            " smallest with which some plan can run them on this batch. Give more, or make the batches smaller."
+            f"Rematerialization(policy='optimal', memory_budget={budget!r}): {given} is too little, because"
+            f" this batch needs at least {least} bytes ({amount(least)}, {least / everything:.3f} of storing everything). Raise"
+            " memory_budget, or use smaller batches."
         )
     if bandwidth is None:
         return optimal(stages, num_bytes - casts)
@@ -137,14 +137,14 @@ def solve(
 
 
 def tell(plan: Plan, casts: int, path: str) -> None:
-    """Print the plan, with what is predicted of it."""
-    beside = f", beside {amount(casts)} of autocast's copies of weights" if casts else ""
+    """Log the plan and its predicted memory and time."""
+    copies = f" (and {amount(casts)} of autocast's weight copies)" if casts else ""
     everything = keep_all(plan.stages)
     rank_zero_info(
-        f"Rematerialization: plan for the blocks of {path!r}: at most {amount(plan.peak_bytes)} held{beside}, where storing"
-        f" all takes {amount(everything.peak_bytes)}; {plan.total_forward_calls - len(plan.stages)} forward calls more a"
-        f" step, {plan.seconds:.3g} s for {everything.seconds:.3g} s forward and backward. What is outside the blocks is"
-        f" not counted.\n{plan.table()}"
+        f"Rematerialization: the plan for the blocks of {path!r} needs {amount(plan.peak_bytes)}{copies} instead of"
+        f" {amount(everything.peak_bytes)}, with {plan.total_forward_calls - len(plan.stages)} more forward calls per step and"
+        f" {plan.seconds:.3g} s instead of {everything.seconds:.3g} s forward and backward (only the blocks are"
+        f" counted).\n{plan.table()}"
     )
 
 
@@ -168,7 +168,7 @@ def item_from(state: Sequence[Any]) -> Item:
 
 
 def plan_state(plan: Plan) -> dict[str, Any]:
-    """A plan as plain containers, which load under ``weights_only=True``."""
+    """Return a plan as plain containers, which load under ``weights_only=True``."""
     return {
         "stages": [stage_state(stage) for stage in plan.stages],
         "items": [item_state(item) for item in plan.items],
@@ -178,7 +178,7 @@ def plan_state(plan: Plan) -> dict[str, Any]:
 
 
 def plan_from(state: dict[str, Any]) -> Plan:
-    """The plan that :func:`plan_state` told of."""
+    """Rebuild the plan from :func:`plan_state`."""
     return Plan(
         tuple(Stage(*row) for row in state["stages"]),
         tuple(item_from(item) for item in state["items"]),

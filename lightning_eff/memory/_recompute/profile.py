@@ -1,4 +1,4 @@
-"""What each block of a stack takes, in bytes and seconds, measured on a real batch as the user's own step calls it."""
+"""Measure the bytes and seconds of each block of a stack on a real batch, as the module's own step calls it."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,13 @@ from lightning_eff.memory._planning.chain import Stage
 from lightning_eff.memory._recompute.ledger import Ledger, bytes_of, key_of, tensors_in
 from lightning_eff.memory._recompute.surroundings import random_state, set_random_state
 
-ROUNDS = 3  #: passes of the step in which each block is timed once
-MOST_ROUNDS = 6  #: so many if they differ much
-AGREE = 1.05  #: they do if the median round takes longer than so many times the fastest
+ROUNDS = 3  #: the number of passes in which each block is timed once
+MOST_ROUNDS = 6  #: the number of passes if they differ much
+AGREE = 1.05  #: they differ if the median round takes longer than this times the fastest
 
 
 class _Measured:
-    """One block's measures; of each timed run the marks where it began, had saved all, had returned, and was back."""
+    """The measurements of one block; for each timed run, its start, last save, return and end of backward."""
 
     def __init__(self) -> None:
         self.input = self.output = self.saved = self.forward_peak = self.backward_peak = self.casts = 0
@@ -31,22 +31,22 @@ class _Measured:
         self.marks: list[tuple[Any, Any, Any, Any]] = []
 
     def seconds(self, run: int) -> tuple[float, float, float]:
-        """Of the timed run of that number: forward, backward, and forward until the last tensor was saved."""
+        """Return the seconds of a timed run: forward, backward, and forward until the last save."""
         began, saved, between, ended = self.marks[run]
         return _seconds(began, between), _seconds(between, ended), _seconds(began, saved)
 
 
 class Profiler:
-    """Measures each block at its calls; hand each call of a block in a step to :meth:`call`.
+    """Measures each block at its calls; pass each call of a block in a step to :meth:`call`.
 
-    Run the step in :meth:`around` once, with autograd on: each block runs twice, and its bytes are counted, those of its
-    plain run where it is compiled, because a ledger does not see what compiled code does. Then run
-    it so again and again until :meth:`settled`: in each of these rounds a block runs forward and backward once, and is
-    timed. What slows the machine down for a while then touches a part of each block's measures, and not some blocks alone.
+    Run the step in :meth:`around` once, with autograd on. Each block runs twice, and its bytes are counted. A compiled
+    block is counted in its plain form, because a ledger does not see compiled code. Then run it repeatedly until
+    :meth:`settled`. In each of these rounds, a block runs forward and backward once, and is timed. A temporary slowdown of
+    the machine then affects part of each block's measurements instead of a few blocks.
 
     Args:
         module: the module that runs, whose parameters and buffers are not counted.
-        blocks: those of the stack that it runs.
+        blocks: the blocks of the stack that it runs.
     """
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -59,17 +59,17 @@ class Profiler:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Where the step runs: what it would save for its backward pass is let go."""
+        """Run the step inside; what it would save for its backward pass is dropped."""
         self._order.clear()
         with torch.enable_grad(), untraced_hooks(_drop, _never):
             yield
         self._rounds += 1
 
     def settled(self, *, together: bool) -> bool:
-        """Whether there have been rounds enough.
+        """Return whether there were enough rounds.
 
         Args:
-            together: the step needs other processes, so that all must stop after the same round, ``ROUNDS``.
+            together: whether the step needs other processes, so that all must stop after the same round, ``ROUNDS``.
         """
         if self._rounds < ROUNDS or together or self._rounds >= MOST_ROUNDS:
             return self._rounds >= ROUNDS
@@ -92,14 +92,14 @@ class Profiler:
             set_random_state(device, state)
             torch.clear_autocast_cache()
             once = {id(t): t.detach().requires_grad_(t.requires_grad) for t in leaves if isinstance(t, Tensor)}
-            new = [once.get(id(leaf), leaf) for leaf in leaves]  # what is passed twice stays one tensor
+            new = [once.get(id(leaf), leaf) for leaf in leaves]  # a tensor that is passed twice stays one tensor
             again_args, again_kwargs = tree_unflatten(new, spec)
             output = run(*again_args, **again_kwargs)
             torch.clear_autocast_cache()
             return output, [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in new]
 
         def backward(output: Any, inputs: list[Tensor | None]) -> Tensor | None:
-            """The gradient of the hidden state."""
+            """Return the gradient of the hidden state."""
             ends = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
             wanted = [*([] if (x := inputs[place]) is None else [x]), *parameters]
             if not ends or not wanted:
@@ -116,7 +116,7 @@ class Profiler:
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad and leaf is not hidden for leaf in leaves):
             return output
         set_random_state(device, state)
-        return run(*args, **kwargs)  # what the other run saved for gradients that were not asked for goes
+        return run(*args, **kwargs)  # the saved tensors of the other run are dropped
 
     def _time(
         self,
@@ -125,7 +125,7 @@ class Profiler:
         backward: Callable[[Any, Any], Tensor | None],
         device: torch.device,
     ) -> Any:
-        """One timed run, which saves as a step does. What the block returned; random numbers as after its forward pass."""
+        """Time a run that saves as in a step; return the block's output, and set the random state after its forward pass."""
         count, last = 0, None
 
         def pack(tensor: Tensor) -> Tensor:
@@ -154,9 +154,9 @@ class Profiler:
         parameters: list[nn.Parameter],
         hidden: Tensor,
     ) -> Any:
-        """What the block returned, in a run that saved nothing."""
+        """Count bytes, and return the block's output from a run that saved nothing."""
         saved: dict[int, int] = {}
-        held: list[StorageWeakRef] = []  # so that what the backward pass allocates does not get their keys
+        held: list[StorageWeakRef] = []  # so that allocations of the backward pass do not reuse their keys
         ledger = Ledger(self._weights, known)
 
         def save(tensor: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class Profiler:
             found.kind = ledger.operations
             ledger = Ledger(self._weights, known | saved.keys() | outputs.keys())
             with ExitStack() as scope:
-                for p in parameters:  # their gradients are not the chain's to hold
+                for p in parameters:  # their gradients do not belong to the chain
                     handle = p.register_hook(ledger.pass_over)
                     scope.callback(handle.remove)
                 taken = scope.enter_context(_allocator(hidden.device))
@@ -196,23 +196,23 @@ class Profiler:
         return output
 
     def check_order(self, path: str) -> None:
-        """To be called after each pass.
+        """Check the order of calls after each pass.
 
         Raises:
-            ValueError: if the step did not call each block once, in their order.
+            ValueError: if the step did not call each block once, in order.
         """
         if self._order != list(range(len(self._blocks))):
             raise ValueError(
                 f"Rematerialization(policy='optimal'): a training step calls the blocks of {path!r} in the order"
-                f" {self._order}; expected each of the {len(self._blocks)} once, in their order, because the plan is made for"
-                " a chain. Use policy='full', or name another stack by layers=."
+                f" {self._order}; expected each of the {len(self._blocks)} once, in order. Use policy='full', or name another"
+                " stack with layers=."
             )
 
     def stages(self, path: str) -> tuple[tuple[Stage, ...], int]:
-        """The blocks as stages of a chain, and the bytes of the copies of weights that autocast keeps.
+        """Return the blocks as stages of a chain, and the bytes of the weight copies that autocast keeps.
 
-        Seconds are lower quartiles over all rounds, and over all blocks that ran the same operations on the same shapes:
-        others' use of the machine only ever adds to them.
+        Seconds are lower quartiles over all rounds, and over all blocks that ran the same operations on the same shapes,
+        since other load on the machine only adds time.
         """
         alike: dict[Any, list[tuple[float, float, float]]] = {}
         for found in self._found.values():
@@ -241,9 +241,9 @@ def _quartile(values: Sequence[float]) -> float:
 
 
 def _mark(device: torch.device) -> Any:
-    """A moment in the device's work: on CUDA an event, so that nothing waits, else the clock when all work is done.
+    """Return a moment in the device's work: a CUDA event, so that nothing waits, or the time when all work is done.
 
-    On a CPU of one thread it is the thread's own time, which other processes do not add to.
+    On a CPU with one thread it is the thread's own time, which other processes do not affect.
     """
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)
@@ -257,7 +257,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _seconds(began: Any, ended: Any) -> float:
-    """Between two marks."""
+    """Return the seconds between two marks."""
     if isinstance(began, float):
         return ended - began
     ended.synchronize()
@@ -266,7 +266,7 @@ def _seconds(began: Any, ended: Any) -> float:
 
 @contextmanager
 def _allocator(device: torch.device) -> Iterator[Callable[[], int]]:
-    """How many bytes CUDA's allocator gave out at the most since the context began, up to its end; 0 elsewhere."""
+    """Yield a function that returns the most bytes that CUDA's allocator gave out within the context; 0 elsewhere."""
     if device.type != "cuda":
         yield lambda: 0
         return
@@ -278,13 +278,13 @@ def _allocator(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def _drop(_: Tensor) -> None:
-    """Nothing is kept."""
+    """Keep nothing."""
 
 
 def _never(_: object) -> Tensor:
     raise RuntimeError(
-        "Rematerialization(policy='optimal'): the training step asks for gradients itself; expected it to return a loss,"
-        " because the blocks are measured in a pass that saves nothing. Use another policy."
+        "Rematerialization(policy='optimal'): the training step computes gradients itself, but blocks are measured in a pass"
+        " that saves nothing. Use policy='full', 'sqrt' or 'selective'."
     )
 
 

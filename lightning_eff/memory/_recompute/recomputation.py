@@ -1,14 +1,13 @@
-"""Recomputation by a plan, over the user's own loop of blocks (Chen et al. 2016; nested, as Herrmann et al. 2019).
+"""Recomputation by a plan, within the module's own loop over blocks (Chen et al. 2016; nested as in Herrmann et al. 2019).
 
-No tracing, and no call is merged with another: the graph is that of the plain forward pass. Where a block is to be run
-again, what autograd would save of it is replaced by empty slots (saved-tensor hooks), and of the call its
-arguments and surroundings are noted. A block's hidden state that is the very tensor which the block before it returned
-is not kept: in the second run it comes from there. When autograd asks for an empty slot, the calls are run again from
-the nearest input that is kept; what they would save goes into the slots, and the graph that comes into being meanwhile
-is thrown away.
+There is no tracing, and calls are not merged: the graph is that of the plain forward pass. For a block that will be
+recomputed, saved-tensor hooks replace what autograd would save by empty slots, and the call's arguments and context are
+recorded. A hidden state that is the very tensor returned by the previous block is not stored; the second run provides it.
+When autograd asks for an empty slot, the calls run again from the nearest stored input. What they save fills the slots, and
+the graph of the second run is discarded.
 
-Who owns what, so that memory goes as the backward pass proceeds and no cycle is left to the garbage collector:
-autograd's node -> slot -> call -> the call before it. A call refers to its slots weakly.
+Ownership lets memory go as the backward pass proceeds, without cycles for the garbage collector:
+autograd's node -> slot -> call -> the previous call. A call refers to its slots weakly.
 """
 
 import weakref
@@ -29,29 +28,29 @@ from lightning_eff.memory._recompute.surroundings import random_state, rewound, 
 
 
 class _Done(BaseException):
-    """Every slot that is waited for has its tensor: the rest of the block need not run."""
+    """Raised when every needed slot is filled, so that the rest of the block need not run."""
 
 
 class Recomputation:
-    """Runs a stack's blocks by a plan: hand each call of a block to :meth:`call`.
+    """Runs a stack's blocks by a plan; pass each call of a block to :meth:`call`.
 
     Attributes:
-        reruns: forward calls of blocks that backward passes have added so far.
+        reruns: the forward calls of blocks that backward passes have added so far.
 
     Args:
         blocks: the stack.
-        offloading: takes what a plan sends to the host; needed where it sends anything.
+        offloading: the host memory for a plan with offloading.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], offloading: Offloading | None = None) -> None:
         self.reruns = 0
         self._offloading = offloading
         self._blocks = [Block(index, block) for index, block in enumerate(blocks)]
-        self._lock = RLock()  # backward passes of several devices run on threads of their own
+        self._lock = RLock()  # backward passes of several devices run on separate threads
         self.begin()
 
     def follow(self, items: Sequence[Item]) -> None:
-        """Take up a plan; blocks that it does not name are kept."""
+        """Adopt a plan; blocks that it does not name are stored."""
 
         def walk(items: Sequence[Item], path: tuple[Segment, ...]) -> None:
             for item in items:
@@ -66,29 +65,28 @@ class Recomputation:
         walk(items, ())
 
     def forget(self) -> None:
-        """A forward pass begins or is over: what comes next is linked to nothing before it."""
+        """Forget the last call at the beginning or end of a forward pass, so that the next one is not linked to it."""
         self._last: Call | None = None
         self._returned: list[tuple[weakref.ref[Tensor], int] | None] = []
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         self.forget()
         self._storages: dict[int, int] = {}
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the arguments that the last forward pass kept to run blocks again from, each storage counted once."""
+        """The bytes of the arguments that the last forward pass stored for recomputation, each storage counted once."""
         return sum(self._storages.values())
 
     # -- the forward pass
 
     def call(self, index: int, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run block ``index`` as ``run(*args, **kwargs)``, keeping what the plan says.
+        """Run block ``index`` as ``run(*args, **kwargs)``, storing what the plan says.
 
         Raises:
-            RuntimeError: if the block changes an argument in place, so that it could not be run again; later, in the
-                backward pass, if what it was called with or its weights were changed since, or if it saves other tensors
-                the second time.
+            RuntimeError: if the block changes an argument in place, so that it could not run again. Later, in the backward
+                pass, if its arguments or weights were changed since, or if it saves other tensors the second time.
         """
         block = self._blocks[index]
         if self._offloading is None:
@@ -123,9 +121,8 @@ class Recomputation:
         for leaf, version in zip(given, versions, strict=True):
             if isinstance(leaf, Tensor) and leaf._version != version:
                 raise RuntimeError(
-                    f"Rematerialization: {block} changed an argument of shape {tuple(leaf.shape)} in place; expected it"
-                    " to leave what it is given as it is, because the block runs again from the same argument. Let it"
-                    " change a copy, or take such blocks out by layers=."
+                    f"Rematerialization: {block} changed an argument of shape {tuple(leaf.shape)} in place, but must run"
+                    " again from it. Change a copy, or exclude such blocks with layers=."
                 )
         if call.previous is None and call.path[0].offload:
             self._send(call)
@@ -141,7 +138,7 @@ class Recomputation:
         if last is not None and (last.path[0] is not block.path[0] or last.block.index >= block.index):
             last = None
         arguments: list[Any] = []
-        noted: dict[int, Kept | Linked] = {}  # a tensor that is passed twice stays one, which attention asks
+        noted: dict[int, Kept | Linked] = {}  # a tensor that is passed twice stays one tensor, as attention requires
         linked = False
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
@@ -165,7 +162,7 @@ class Recomputation:
         return call
 
     def _send(self, call: Call) -> None:
-        """Let the hidden state that a segment starts from go to the host."""
+        """Send the hidden state that a segment starts from to the host."""
         assert self._offloading is not None, "a plan that offloads comes with an Offloading"
         for argument in call.arguments:
             if isinstance(argument, Kept) and argument.value.is_floating_point() and can_leave(argument.value):
@@ -174,7 +171,7 @@ class Recomputation:
                 return
 
     def _position(self, tensor: Tensor) -> int | None:
-        """Which of the tensors that the last call returned this is, unless it has been changed since."""
+        """Return the position of ``tensor`` in the last call's output, unless it has changed since."""
         for position, returned in enumerate(self._returned):
             if returned is not None and returned[0]() is tensor and returned[1] == tensor._version:
                 return position
@@ -183,7 +180,7 @@ class Recomputation:
     # -- the backward pass
 
     def _value(self, slot: Slot) -> Tensor:
-        """What autograd saved, as it asks for it: computed now, unless it is there already."""
+        """Return a saved tensor when autograd asks for it, computing it if needed."""
         with self._lock:
             while slot.value is None:
                 depth = slot.call.depth
@@ -224,17 +221,17 @@ class Recomputation:
             set_random_state(device, state)
 
     def _inputs(self, call: Call, outputs: list[Any]) -> list[Any]:
-        """The leaves of the call's arguments, anew."""
+        """Return the leaves of the call's arguments."""
         block = call.block
         if call.running:
             raise RuntimeError(
-                f"Rematerialization: {block} asks for gradients within its own forward pass; expected them to be asked"
-                " for after it, because what it saves is not there before it has run. Take such blocks out by layers=."
+                f"Rematerialization: {block} asks for gradients within its own forward pass, before its saved tensors"
+                " exist. Exclude such blocks with layers=."
             )
         if [p._version for p in block.parameters] != call.versions:
             raise RuntimeError(
-                f"Rematerialization: parameters of {block} were changed between its forward and its backward pass;"
-                " expected them as they were, because the block runs again. Step the optimizer after the backward pass."
+                f"Rematerialization: parameters of {block} were changed between its forward and its backward pass,"
+                " in which it runs again. Step the optimizer after the backward pass."
             )
         inputs: list[Any] = []
         made: dict[int, Tensor] = {}
@@ -262,7 +259,7 @@ class Recomputation:
         return inputs
 
     def _run_again(self, call: Call, inputs: list[Any], *, fill: bool, last: bool) -> list[Any]:
-        """Run the block once more; with ``fill``, what it saves goes into the slots. The leaves of what it returns."""
+        """Run the block again, and return the leaves of its output; with ``fill``, what it saves goes into the slots."""
         self.reruns += 1
         waiting = [i for i, slot in enumerate(call.slots) if (held := slot()) is not None and held.value is None]
         stop = waiting[-1] if fill and last and waiting else -1
@@ -298,7 +295,7 @@ class Recomputation:
 
 
 def _keep(call: Call, inputs: list[Any]) -> None:
-    """Keep what the call is to be run from once more, so that it needs no call before it."""
+    """Store the inputs of a call, so that it no longer needs the call before it."""
     for argument, value in list(zip(call.arguments, inputs, strict=True)):
         if isinstance(argument, Linked):
             call.replace(argument, Kept(value, argument.requires_grad))
@@ -308,15 +305,14 @@ def _keep(call: Call, inputs: list[Any]) -> None:
 def _differs(call: Call, what: str) -> RuntimeError:
     expected = ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in call.metas[:8])
     return RuntimeError(
-        f"Rematerialization: run again for the backward pass, {call.block} {what}; expected the {len(call.slots)} tensors"
-        f" of the first time, in their order ({expected}{', ...' if len(call.metas) > 8 else ''}), because a block must do"
-        " the same in both runs. It may draw numbers from a generator other than torch's global ones, or depend on what"
-        " it or others write between the runs. Take such blocks out by layers=."
+        f"Rematerialization: recomputed for the backward pass, {call.block} {what}; expected the {len(call.slots)} tensors"
+        f" of the first run in their order ({expected}{', ...' if len(call.metas) > 8 else ''}). It may use a generator other"
+        " than torch's global ones, or state that changes between the runs. Exclude such blocks with layers=."
     )
 
 
 def _never(_: object) -> Tensor:
     raise RuntimeError(
-        "Rematerialization: a block asks for gradients within its own forward pass; expected them to be asked for after"
-        " it. Take such blocks out by layers=."
+        "Rematerialization: a block asks for gradients within its own forward pass, before its saved tensors exist."
+        " Exclude such blocks with layers=."
     )

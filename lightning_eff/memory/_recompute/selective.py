@@ -1,4 +1,4 @@
-"""Keep what matmuls and attention return, recompute the rest: torch's selective checkpointing, block by block."""
+"""Store the outputs of matmuls and attention and recompute the rest: torch's selective checkpointing, block by block."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ _ATTENTION = (
 
 @functools.cache
 def kept_operations() -> dict[Any, int | None]:
-    """The operations whose output is kept; for attention, the place of its dropout probability among the arguments."""
+    """Map the operations whose output is stored to the position of their dropout probability, for attention."""
     found: dict[Any, int | None] = {getattr(torch.ops.aten, name).default: None for name in _MATMULS}
     for name in _ATTENTION:
         if hasattr(torch.ops.aten, name):
@@ -35,10 +35,10 @@ def kept_operations() -> dict[Any, int | None]:
 
 
 def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What torch shall do with an operation's output.
+    """Return torch's policy for an operation's output.
 
-    Attention with dropout runs again: taken from what is kept, it would not draw its random numbers, and dropout after
-    it would get other masks than in the forward pass.
+    Attention with dropout is recomputed. If its output were stored, it would draw no random numbers, and later dropout would
+    get other masks than in the forward pass.
     """
     kept = kept_operations()
     if operation not in kept:
@@ -50,10 +50,10 @@ def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 class Selective:
-    """Runs a block under torch's selective checkpointing, with buffers that its second run leaves as they are.
+    """Runs blocks under torch's selective checkpointing, with buffers that the second run does not change.
 
     Attributes:
-        reruns: forward calls of blocks that backward passes have added so far; what is kept does not run in them.
+        reruns: the forward calls of blocks that backward passes have added so far.
 
     Args:
         blocks: the stack.
@@ -69,7 +69,7 @@ class Selective:
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def _contexts(self, buffers: Buffers) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What stands around the first and the second run. Buffers are seen to outside of torch's modes, which count."""
+        """Return the contexts of the first and the second run. Buffers are handled outside torch's modes, which count."""
         keeping, giving = create_selective_checkpoint_contexts(policy)
         changed: list[Any] = []
 

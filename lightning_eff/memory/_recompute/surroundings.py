@@ -1,4 +1,4 @@
-"""What a block's call depends on beside its arguments, noted when it runs and put back when it runs again."""
+"""The context of a block's call besides its arguments, recorded when it runs and restored when it runs again."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +14,7 @@ RandomState = tuple[Tensor, Tensor | None]
 
 
 def random_state(device: torch.device) -> RandomState:
-    """The state of torch's global generators: the CPU's, and that of ``device`` where it has one of its own."""
+    """Return the state of torch's global generators: the CPU's, and that of ``device`` if it has its own."""
     if device.type in ("cpu", "meta"):
         return torch.get_rng_state(), None
     module = torch.get_device_module(device)
@@ -22,7 +22,7 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def set_random_state(device: torch.device, state: RandomState) -> None:
-    """Put back what :func:`random_state` returned for ``device``."""
+    """Restore the result of :func:`random_state` for ``device``."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         module = torch.get_device_module(device)
@@ -32,13 +32,13 @@ def set_random_state(device: torch.device, state: RandomState) -> None:
 class Surroundings:
     """Random state, autocast, default device and training flags around one call of a block.
 
-    Other torch function and dispatch modes around the step are not entered again: most of them watch or collect, and
-    would see the call twice; a mode that also holds the loss would keep the whole graph in memory. One on which results
-    depend says so by a method ``again``, which gives what is entered when the block runs again.
+    Other torch function and dispatch modes are not entered again. Most of them observe or collect, and would see the call
+    twice; a mode that also holds the loss would keep the whole graph in memory. A mode that affects results has a method
+    ``again``, which returns the context to enter when the block runs again.
 
     Args:
         modules: the block's modules.
-        device: of its hidden state.
+        device: the device of its hidden state.
     """
 
     __slots__ = ("autocast", "cache", "defaults", "device", "flags", "random")
@@ -60,7 +60,7 @@ class Surroundings:
 
     @contextmanager
     def again(self, modules: list[nn.Module]) -> Iterator[None]:
-        """As it was, with autograd on. The random state is set, and the caller's to put back afterwards."""
+        """Restore the context, with autograd on. The caller must restore the random state afterwards."""
         flags = [m.training for m in modules]
         with ExitStack() as scope:
             scope.enter_context(torch.enable_grad())
@@ -85,10 +85,10 @@ Entry = tuple[Owner, str, Tensor | None, Tensor | None]
 
 
 class Buffers:
-    """Which of a block's buffers its forward pass changes, so that a second run begins and ends with the right ones.
+    """Find the buffers that a block's forward pass changes, so that a second run begins and ends with the right values.
 
-    Learnt at the first call, by value: BatchNorm changes its statistics without a version bump. Those of normalisation
-    layers always count as changing. One that a later call is the first to change is found by its version; that one call
+    They are found at the first call, by value, since BatchNorm changes its statistics without a version bump. The buffers of
+    normalization layers always count as changing. A buffer that a later call changes first is found by its version; that call
     runs again from the changed value.
 
     Args:
@@ -102,7 +102,7 @@ class Buffers:
         self._learnt = False
 
     def before(self) -> list[tuple[int, str, Tensor, int, Tensor | None]]:
-        """Call before the block runs, and hand the result to :meth:`changed`."""
+        """Record the buffers; call it before the block runs, and pass the result to :meth:`changed`."""
         return [
             (i, name, value, value._version, _copy(value) if not self._learnt or (i, name) in self._changing else None)
             for i, owner in enumerate(self._owners)
@@ -111,7 +111,7 @@ class Buffers:
         ]
 
     def changed(self, before: list[tuple[int, str, Tensor, int, Tensor | None]]) -> list[Entry]:
-        """Call after the block has run; the buffers that it changes, each with its value from before."""
+        """Return the buffers that the block changed, each with its earlier value; call it after the block has run."""
         found: list[Entry] = []
         for i, name, value, version, copy in before:
             now = self._owners[i].get(name)
@@ -128,7 +128,7 @@ class Buffers:
 
 @contextmanager
 def rewound(entries: list[Entry]) -> Iterator[None]:
-    """The buffers as they were before the call that changed them; at the end as they are now, without a version bump."""
+    """Set the buffers to their values before the call that changed them, then back, without a version bump."""
     now = [(owner, name, owner.get(name)) for owner, name, _, _ in entries]
     values = [None if value is None else _copy(value) for _, _, value in now]
     _fill(entries)

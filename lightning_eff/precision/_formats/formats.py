@@ -1,10 +1,10 @@
-"""Rounding float32 numbers to a narrower floating-point format, bit for bit as hardware with that format would.
+"""Round float32 numbers to narrower floating-point formats, bit-identical to hardware with that format.
 
 A format with ``mantissa_bits`` = M, ``bias`` = b and exponent field E >= 0 has the numbers
 
-    ± 2^(max(E, 1) - b) (c + f / 2^M),  f = 0 .. 2^M - 1,  c = 0 for E = 0 (subnormal), else 1,
+    ± 2^(max(E, 1) - b) (c + f / 2^M),  f = 0 .. 2^M - 1,  c = 0 for E = 0 (subnormal), else 1.
 
-so numbers of magnitude in [2^e, 2^(e+1)) are ``2^(max(e, 1 - b) - M)`` apart: rounding is to a multiple of that.
+Numbers of magnitude in [2^e, 2^(e+1)) are ``2^(max(e, 1 - b) - M)`` apart, so rounding is to a multiple of that.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Format:
     """A binary floating-point format.
 
     Attributes:
-        name: what messages call it.
-        exponent_bits: width of the exponent's field.
-        mantissa_bits: width of the fraction's field, without the implicit leading bit.
-        bias: what is taken from the exponent's field.
+        name: the name in messages.
+        exponent_bits: the width of the exponent field.
+        mantissa_bits: the width of the fraction field, without the implicit leading bit.
+        bias: the value that is subtracted from the exponent field.
         max_value: the largest finite number.
-        finite: there is no infinity, and overflow without saturation gives NaN, as in E4M3FN.
-        dtype: torch's dtype of the same numbers, or None.
+        finite: whether the format has no infinity, so that overflow without saturation gives NaN, as in E4M3FN.
+        dtype: torch's dtype with the same numbers, or None.
     """
 
     name: str
@@ -57,13 +57,13 @@ FP16 = Format("FP16", 5, 10, 15, 65504.0, False, torch.float16)
 BF16 = Format("BF16", 8, 7, 127, (2 - 2.0**-7) * 2.0**127, False, torch.bfloat16)
 
 FP8_152 = Format("FP8 1-5-2", 5, 2, 15, 57344.0, False, torch.float8_e5m2)
-"""FP8 of Wang et al. 2018 (arXiv:1812.08011). The paper gives the widths; the rest is taken to be as in IEEE 754."""
+"""FP8 of Wang et al. 2018 (arXiv:1812.08011). The paper gives the widths; the rest follows IEEE 754."""
 
 FP16_169 = Format("FP16 1-6-9", 6, 9, 31, (2 - 2.0**-9) * 2.0**31, False, None)
-"""FP16 of Wang et al. 2018 (arXiv:1812.08011), for accumulation and weights; as in IEEE 754 but for the widths."""
+"""FP16 of Wang et al. 2018 (arXiv:1812.08011), for accumulation and weights; IEEE 754 with other widths."""
 
-_FIELD = 0x7F800000  # the exponent's field of a float32
-_REST = 0xFFFF  # what bfloat16 drops of a float32
+_FIELD = 0x7F800000  # the exponent field of a float32
+_REST = 0xFFFF  # the bits of a float32 that bfloat16 drops
 
 
 @torch.no_grad()
@@ -80,12 +80,12 @@ def round_to(
     Args:
         x: float32, any shape.
         fmt: the format.
-        generator: where stochastic rounding draws from, on ``x``'s device; None is the global one.
-        stochastic: round up with the probability that makes the mean ``x`` (to 2^-24 of the distance of two
-            numbers); else to the nearest number, and halfway to the even one.
-        saturate: numbers beyond ``max_value``, and infinities, become ``max_value`` with their sign; else infinity,
-            or NaN in a format without infinities. Without saturation, nearest rounding goes beyond from half a step
-            past ``max_value`` on.
+        generator: the generator for stochastic rounding, on ``x``'s device. None is the global one.
+        stochastic: round up with the probability that makes the mean ``x`` (to 2^-24 of the distance of two numbers).
+            Otherwise round to nearest, ties to even.
+        saturate: whether numbers beyond ``max_value``, and infinities, become ``max_value`` with their sign. Otherwise they
+            become infinity, or NaN in a format without infinities; nearest rounding then overflows from half a step past
+            ``max_value``.
 
     Returns:
         float32, the shape of ``x``. NaN stays NaN, and zero keeps its sign.
@@ -112,12 +112,12 @@ def round_to(
         return y.clamp_(-fmt.max_value, fmt.max_value)
     if fmt.finite:
         return y.masked_fill_(y.abs() > fmt.max_value, torch.nan)
-    # what is past 2^b (2 - 2^-M) in the format is past float32's largest number when it is 2^(127 - b) times as large
+    # numbers past 2^b (2 - 2^-M) overflow float32 when multiplied by 2^(127 - b)
     return y.mul_(2.0 ** (127 - fmt.bias)).mul_(2.0 ** (fmt.bias - 127))
 
 
 def _round_bfloat16(x: Tensor, generator: torch.Generator | None, stochastic: bool) -> Tensor:
-    """bfloat16 has float32's exponents, down into the subnormals: the upper half of its bits."""
+    """Round to bfloat16, which is the upper half of a float32's bits, subnormals included."""
     if not stochastic:
         return x.to(torch.bfloat16).float()
     bits = x.view(torch.int32)
@@ -127,20 +127,20 @@ def _round_bfloat16(x: Tensor, generator: torch.Generator | None, stochastic: bo
 
 
 def cast_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast to torch's ``float8_e4m3fn`` or ``float8_e5m2`` with saturation, as the hardware's saturating cast does.
+    """Cast to torch's ``float8_e4m3fn`` or ``float8_e5m2`` with saturation, like the hardware's saturating cast.
 
-    torch's own cast gives infinity for E5M2 overflow.
+    torch's own cast gives infinity on E5M2 overflow.
 
     Args:
         x: float32, float16 or bfloat16, any shape.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
 
     Returns:
-        ``x`` rounded to nearest, ties to even; beyond the largest number, and for infinities, that number with the
+        ``x`` rounded to nearest, ties to even. Values beyond the largest number, and infinities, become that number with the
         sign of ``x``. NaN stays NaN.
 
     Raises:
-        TypeError: if ``x`` or ``dtype`` is of another type.
+        TypeError: if ``x`` or ``dtype`` has another type.
     """
     if dtype not in (E4M3.dtype, E5M2.dtype):
         raise TypeError(f"cast_fp8({dtype=}): expected torch.float8_e4m3fn or torch.float8_e5m2.")

@@ -1,1 +1,1 @@
-"""Linear maps of an unchanged module that run in another arithmetic: which they are, and how they are exchanged."""
+"""Linear layers of an unchanged module that run in low precision: how they are found and replaced."""

@@ -1,4 +1,4 @@
-"""The linear maps of a module, and which of them stay as they are."""
+"""Find the linear layers of a module, and decide which of them to leave unchanged."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -11,9 +11,9 @@ Rule = Callable[["LinearMap"], str | None]
 
 
 def heads(module: nn.Module, maps: Sequence[LinearMap]) -> set[str]:
-    """Paths of linear maps that belong to a head: those outside of all stacks of blocks.
+    """Return the paths of the linear layers of a head: those outside all stacks of blocks.
 
-    Where no stack is found these are the last linear map and those that share their weight with an embedding.
+    In a module without a stack, these are the last linear layer and those that share their weight with an embedding.
     """
     blocks = tuple(f"{found.path}." for found in candidates(module))
     if blocks:
@@ -24,7 +24,7 @@ def heads(module: nn.Module, maps: Sequence[LinearMap]) -> set[str]:
 
 
 def block_of(path: str, module: nn.Module) -> str:
-    """The path of the repeated block that the submodule at ``path`` lies in; empty outside of blocks."""
+    """Return the path of the repeated block that contains the submodule at ``path``, or "" outside of blocks."""
     for found in candidates(module):
         prefix = f"{found.path}."
         if path.startswith(prefix):
@@ -35,16 +35,16 @@ def block_of(path: str, module: nn.Module) -> str:
 def sort_out(
     module: nn.Module, skip: Collection[str], rules: Sequence[Rule] = ()
 ) -> tuple[list[LinearMap], dict[str, str]]:
-    """The linear maps to be exchanged, and the others with the reason.
+    """Return the linear layers to replace, and the reasons why the others stay unchanged.
 
     Args:
         module: the LightningModule.
-        skip: "head" leaves the head's maps as they are; anything else that is not a rule's own word names paths:
-            a map whose path is one of these, or lies under one, stays.
-        rules: each says of a map why it stays, or None.
+        skip: "head" leaves the head's layers unchanged. Any entry that is not a keyword is a path: a layer at that path, or
+            below it, stays unchanged.
+        rules: functions that return the reason why a layer stays unchanged, or None.
 
     Returns:
-        The maps chosen, and reasons by path, both in the module's order.
+        The chosen layers, and reasons by path, both in the module's order.
     """
     maps = linear_maps(module)
     outside = heads(module, maps) if "head" in skip else set()
@@ -56,7 +56,7 @@ def sort_out(
         if reason is None and named:
             reason = f"skip names {named[0]!r}"
         elif reason is None and m.path in outside:
-            reason = "a head's: outside the blocks"
+            reason = "part of the head, outside the blocks"
         for rule in rules:
             reason = reason or rule(m)
         if reason is None:

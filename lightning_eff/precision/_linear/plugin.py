@@ -1,11 +1,11 @@
-"""The base of plugins that run linear maps in an arithmetic of their own."""
+"""The base class of plugins that run linear layers in low precision."""
 
 import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -14,29 +14,19 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Names
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.wrapping import WrappingPrecision, is_unrounded
 from lightning_eff.precision._linear.maps import LinearMap, Rule, block_of, linear_maps, sort_out
+from lightning_eff.precision._linear.products import Arithmetic
 
-Arithmetic = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""``f(x, weight, bias)`` is ``x weight^T + bias``, of shape (..., N), for ``x`` (..., K) and ``weight`` (N, K)."""
-
-
-def by_rows(compute: Arithmetic) -> Arithmetic:
-    """``compute``, of inputs (B, K), for inputs of any leading dimensions.
-
-    The view is made outside of an autograd Function, whose own views may not be changed in place (``nn.ReLU(inplace=True)``).
-    """
-
-    def shaped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return compute(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
-
-    return shaped
+Skip = Annotated[Collection[str], Names("keywords or dotted paths", hint="Write a tuple, such as skip=('head',).")]
 
 
 class _Swapped:
-    """Stands on a linear map's instance for its class's ``forward``."""
+    """Replace the class's ``forward`` on one linear layer's instance."""
 
     def __init__(self, module: nn.Module, run: Callable[[Tensor], Tensor]) -> None:
         self._module, self._run = module, run
@@ -49,30 +39,29 @@ class _Swapped:
 
 
 class LinearPrecision(WrappingPrecision):
-    """Exchanges the ``forward`` of linear maps for the length of a run; parameters, names and checkpoints stay.
+    """Replace the ``forward`` of linear layers during a run; parameters, names and checkpoints stay unchanged.
 
-    The arithmetic applies to training and evaluation. Everything else is computed as the inner plugin has it. Maps that
-    stay as they are are told with the reason, once; and a warning names maps that no training step has called, since
-    code that uses their weights past ``forward`` is not seen.
+    The low precision applies to training and evaluation. The inner plugin computes everything else. The layers that stay
+    unchanged are logged once, with the reason. A warning names the layers that the first training step did not call, because
+    code that uses their weights without ``forward`` bypasses the plugin.
 
     Attributes:
-        words: those of ``skip`` that are no paths.
+        words: the keywords of ``skip``.
 
     Args:
         base: the inner plugin, or its name.
-        skip: what stays as it is, see :func:`.maps.sort_out`.
+        skip: the layers to leave unchanged, see :func:`.maps.sort_out`.
 
     Raises:
-        ValueError: at setup, if no linear map is left to exchange, ``skip`` names no module, or the strategy is
-            DeepSpeed's; at the first call, if parameters are sharded over a mesh (DTensor).
+        ValueError: at setup, if there is no linear layer to replace, ``skip`` names no module, or the strategy is DeepSpeed's.
+            At the first call, if parameters are sharded over a mesh (DTensor).
     """
 
     words: ClassVar[tuple[str, ...]] = ("head",)
 
-    def __init__(self, base: str | Precision, *, skip: Collection[str]) -> None:
+    @declared
+    def __init__(self, base: str | Precision, *, skip: Skip) -> None:
         super().__init__(base, argument="base")
-        if isinstance(skip, str):
-            raise TypeError(f"{type(self).__name__}(skip={skip!r}): expected a tuple of words, such as ({skip!r},).")
         self.skip = tuple(skip)
         self._patches = Patches()
         self._maps: list[LinearMap] = []
@@ -82,14 +71,14 @@ class LinearPrecision(WrappingPrecision):
 
     @abstractmethod
     def arithmetic(self, m: LinearMap) -> Arithmetic:
-        """What computes the map ``m`` from now on."""
+        """Return the function that computes the layer ``m`` during the run."""
 
     def rules(self) -> Sequence[Rule]:
-        """Further reasons for which a map stays as it is."""
+        """Return further reasons to leave a layer unchanged."""
         return ()
 
     def generator(self, path: str, device: torch.device) -> torch.Generator:
-        """Random numbers for one use in the map at ``path``, the next one each time; the same in a resumed run."""
+        """Return a new generator for one use in the layer at ``path``; a resumed run gets the same ones."""
         number, self._draws[path] = self._draws[path], self._draws[path] + 1
         return torch.Generator(device).manual_seed(self.seed(path, number))
 
@@ -101,32 +90,33 @@ class LinearPrecision(WrappingPrecision):
         self._check(module)
         self._maps, kept = sort_out(module, self.skip, self.rules())
         if not self._maps:
-            reasons = "".join(f"\n  {path}: {reason}" for path, reason in kept.items()) or " none was found"
+            found = "; ".join(f"{path}: {reason}" for path, reason in list(kept.items())[:5])
             raise ValueError(
-                f"{who}: no linear map is left to run in another arithmetic; expected one nn.Linear or Conv1D at least."
-                f" What stays as it is:{reasons}\nTake words out of skip, or the plugin out."
+                f"{who}(skip={self.skip}): found no linear layer to run in low precision"
+                f" ({found or 'the module has no nn.Linear or Conv1D'}{', ...' if len(kept) > 5 else ''})."
+                " Shorten skip, or remove the plugin."
             )
         for m in self._maps:
             self._patches.set(m.module, "forward", _Swapped(m.module, self._forward(m)))
         self._block = {m.path: block_of(m.path, module) for m in self._maps}
         self._called = set()
-        self._tell(kept)
+        self._log(kept)
         return module
 
     def _check(self, module: nn.Module) -> None:
         who = type(self).__name__
         if is_a(getattr(getattr(module, "_trainer", None), "strategy", None), DeepSpeedStrategy):
             raise ValueError(
-                f"{who}: got DeepSpeedStrategy, which casts and steps by its own rules; expected a single device, DDP or"
-                " ModelParallelStrategy. Take another strategy, or the plugin out."
+                f"{who}: DeepSpeedStrategy casts tensors and steps by its own rules. Use a single device, strategy='ddp' or"
+                " ModelParallelStrategy, or remove the plugin."
             )
         paths = {path for path, _ in module.named_modules()}
         unknown = [word for word in self.skip if word not in self.words and word not in paths]
         if unknown:
-            maps = ", ".join(m.path for m in linear_maps(module))
+            layers = [m.path for m in linear_maps(module)]
             raise ValueError(
-                f"{who}(skip={self.skip}): {', '.join(map(repr, unknown))} names no module; expected"
-                f" {', '.join(map(repr, self.words))}, or dotted paths. Linear maps: {maps}."
+                f"{who}(skip={self.skip}): {', '.join(map(repr, unknown))} names no module. Use"
+                f" {', '.join(map(repr, self.words))} or a dotted path, such as {', '.join(layers[:5])}."
             )
 
     def _forward(self, m: LinearMap) -> Callable[[Tensor], Tensor]:
@@ -138,8 +128,8 @@ class LinearPrecision(WrappingPrecision):
             assert isinstance(weight, Tensor)
             if hasattr(weight, "device_mesh"):
                 raise ValueError(
-                    f"{type(self).__name__}: the weight of {m} is a {type(weight).__name__}; expected a plain tensor when"
-                    " the map runs. Do not shard linear maps by tensor parallelism under this plugin."
+                    f"{type(self).__name__}: the weight of {m} is a {type(weight).__name__}, not a plain tensor. Do not shard"
+                    " linear layers with tensor parallelism under this plugin."
                 )
             device = x.device.type
             if not torch.is_autocast_enabled(device):
@@ -151,17 +141,17 @@ class LinearPrecision(WrappingPrecision):
 
         return forward
 
-    def _tell(self, kept: dict[str, str]) -> None:
-        lines = [f"{type(self).__name__}: {len(self._maps)} linear maps run in {self.describe()}"]
+    def _log(self, kept: dict[str, str]) -> None:
+        lines = [f"{type(self).__name__}: {len(self._maps)} linear layers run in {self.describe()}"]
         reasons: dict[str, list[str]] = {}
         for path, reason in kept.items():
             reasons.setdefault(reason, []).append(path)
-        lines += [f"  as they are, {reason}: {', '.join(paths)}" for reason, paths in reasons.items()]
+        lines += [f"  unchanged, {reason}: {', '.join(paths)}" for reason, paths in reasons.items()]
         rank_zero_info("\n".join(lines))
 
     @abstractmethod
     def describe(self) -> str:
-        """The arithmetic in a few words, for the log."""
+        """Describe the number format in a few words, for the log."""
 
     @override
     @contextmanager
@@ -180,12 +170,12 @@ class LinearPrecision(WrappingPrecision):
                 raise
         if self._passes:
             return
-        ran = {self._block[path] for path in self._called}  # a block that does not run yet calls none of its maps
+        ran = {self._block[path] for path in self._called}  # a block that does not run yet calls none of its layers
         missing = [m.path for m in self._maps if m.path not in self._called and self._block[m.path] in ran]
         if missing:
             rank_zero_warn(
-                f"{type(self).__name__}: the first training step did not call {', '.join(missing)}: if their weights are"
-                " used past forward, that part is computed as without the plugin."
+                f"{type(self).__name__}: the first training step did not call {', '.join(missing)}. Code that uses their"
+                " weights without calling the layers bypasses the plugin; call the layers instead."
             )
 
     @override

@@ -1,1 +1,1 @@
-"""What stochastic rounding in bfloat16 needs beside its updates."""
+"""Explanations of errors under stochastic rounding."""

@@ -1,4 +1,4 @@
-"""Why a step fails in bfloat16: an operation that has none, or float32 buffers, found by running the step with some cast."""
+"""Explain why a step fails in bfloat16: an unsupported operation, or float32 buffers, found by repeating the step."""
 
 import re
 import traceback
@@ -23,31 +23,31 @@ Buffers = Mapping[str, tuple[nn.Module, str]]
 
 
 def is_mixed(error: Exception) -> bool:
-    """Whether torch says that an operation was given several dtypes."""
+    """Return whether torch reports an operation with several dtypes."""
     return isinstance(error, RuntimeError) and _MIXED.search(str(error)) is not None
 
 
 def without_bfloat16(error: Exception, who: str) -> str | None:
-    """What to say where torch has no bfloat16 for what the step does, such as an array of NumPy's; None elsewhere."""
+    """Return the message if something in the step does not support bfloat16, such as NumPy; None for other errors."""
     if _MISSING.search(str(error)) is None:
         return None
     torchs = Path(torch.__file__).parent
     frames = [f for f in traceback.extract_tb(error.__traceback__) if torchs not in Path(f.filename).parents]
     at = f"line {frames[-1].lineno} of {'/'.join(Path(frames[-1].filename).parts[-2:])}"
     return (
-        f"{who}: {at} gives a bfloat16 tensor to something that does not take bfloat16 ({error}). Turn it into float32 there,"
-        " as in x.float(), or remove StochasticRoundingBF16."
+        f"{who}: {at} gives a bfloat16 tensor to something that does not support bfloat16 ({error}). Convert it there with"
+        " x.float(), or remove StochasticRoundingBF16."
     )
 
 
 def mixed(error: Exception, who: str, names: tuple[str, ...], needed: list[str] | None) -> str:
-    """What to say where dtypes are mixed and buffers stay float32.
+    """Return the message for an operation that mixes dtypes because buffers stay float32.
 
     Args:
-        error: torch's own.
-        who: the plugin, with its arguments.
-        names: the buffers that are cast already.
-        needed: what :func:`to_be_cast` found.
+        error: torch's own error.
+        who: the plugin with its arguments.
+        names: the buffers that are already cast.
+        needed: the result of :func:`to_be_cast`.
     """
     if needed:
         return (
@@ -57,13 +57,13 @@ def mixed(error: Exception, who: str, names: tuple[str, ...], needed: list[str] 
         )
     return (
         f"{who}: an operation was given different dtypes ({error}), and casting the module's buffers does not help. The module"
-        " makes float32 values itself or gets them in the batch. Turn them into the dtype of what they meet, such as"
-        " y.to(x.dtype), or use precision='bf16-mixed'."
+        " creates float32 values or gets them in the batch. Convert them, as in y.to(x.dtype), or use"
+        " precision='bf16-mixed'."
     )
 
 
 def step_of(traceback: TracebackType | None) -> Callable[[], Any] | None:
-    """The step in which an error was raised, to be run again; None where no strategy's step is on the way."""
+    """Return the step that raised an error, to be repeated; None if the traceback has no step of a strategy."""
     while traceback is not None:
         frame = traceback.tb_frame
         name, values = frame.f_code.co_name, frame.f_locals
@@ -77,12 +77,12 @@ def step_of(traceback: TracebackType | None) -> Callable[[], Any] | None:
 
 
 def to_be_cast(step: Callable[[], Any], root: nn.Module, buffers: Buffers) -> list[str] | None:
-    """The fewest of ``buffers`` with which the step runs once they are bfloat16; None if it fails with all of them cast too.
+    """Return the fewest ``buffers`` to cast to bfloat16 for the step to run, or None if casting all of them is not enough.
 
     Args:
         step: the step that failed.
-        root: the module, whose other buffers stay as they are.
-        buffers: by path, the module that holds it and its name there.
+        root: the module, whose other buffers stay unchanged.
+        buffers: by path, the module that holds the buffer and its name there.
     """
     needed = list(buffers)
     if not _runs(step, root, buffers, needed):
@@ -98,7 +98,7 @@ def _runs(step: Callable[[], Any], root: nn.Module, buffers: Buffers, paths: Col
     with _cast(buffers, paths), _unmoved(root), rng.fork(), torch.no_grad():
         try:
             step()
-        except Exception:  # whatever it is, these buffers are no remedy
+        except Exception:  # with any error, these buffers are not enough
             return False
     return True
 

@@ -1,1 +1,1 @@
-"""Linear maps on float8 operands: scales, histories of amax, products by several backends, and CUDA's rules for them."""
+"""Scaled float8: casts, products and the history of amax."""

@@ -1,4 +1,4 @@
-"""torchao's float8 training (``torchao.float8``, 0.18) for the maps that it takes."""
+"""torchao's float8 training (``torchao.float8``, 0.18), for the layers that it supports."""
 
 import importlib.util
 from typing import Any
@@ -14,21 +14,21 @@ def installed() -> bool:
 
 
 def takes(m: LinearMap) -> bool:
-    """Whether torchao's float8 linear map covers ``m``: an ``nn.Linear`` whose sizes are multiples of 16."""
+    """Return whether torchao's float8 layer supports ``m``: an ``nn.Linear`` with sizes that are multiples of 16."""
     return not m.transposed and m.in_features % MULTIPLE == 0 and m.out_features % MULTIPLE == 0
 
 
 class TorchAOLinear:
-    """``f(x, weight, bias)`` by the module that torchao puts in the place of an ``nn.Linear``.
+    """``f(x, weight, bias)``, computed by torchao's replacement of an ``nn.Linear``.
 
-    torchao's module stays out of the module tree, and reads its parameters in the map's own registry: names, hooks and
-    checkpoints are untouched, and there is nothing to take back.
+    torchao's module stays outside the module tree and reads the parameters of the original layer. Names, hooks and checkpoints
+    are unchanged, and nothing has to be undone.
 
     Args:
-        m: see :func:`takes`.
-        scaling: "tensorwise" or "rowwise", amax of the moment, as torchao's recipes of these names, but for gradients in
-            E5M2 and scales that are no powers of two, so that the numbers are those of the other backends.
-        fast: let the forward product accumulate fast.
+        m: a layer that :func:`takes` accepts.
+        scaling: "tensorwise" or "rowwise" with dynamic amax, like torchao's recipes of these names. Gradients are E5M2, and
+            scales are not powers of two, so the numbers equal those of the other backends.
+        fast: whether the forward product accumulates in fewer bits.
     """
 
     def __init__(self, m: LinearMap, scaling: str, *, fast: bool) -> None:
@@ -49,7 +49,9 @@ class TorchAOLinear:
             pad_inner_dim=True,
         )
         assert isinstance(m.module, nn.Linear)
-        self._linear: Any = convert_to_float8_training(m.module, config=config)  # of a root module: a new one
+        self._linear: Any = convert_to_float8_training(
+            m.module, config=config
+        )  # a new module, because m.module is the root
         self._linear.__dict__["_parameters"] = m.module._parameters
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
-"""Casts to float8 with one scale for a tensor, a row, or a block: which of :mod:`lightning_eff.kernels.fp8_cast` serves.
+"""Cast to float8 with one scale per tensor, row or block, by :mod:`lightning_eff.kernels.fp8_cast`.
 
-What they compute, what is tiny and what is not finite, that module says; it is the one definition, on every device.
+That module defines the results, including tiny and non-finite values, for every device.
 """
 
 from typing import Literal
@@ -31,14 +31,14 @@ def cast_pair(
     Args:
         x: (R, K), float32, bfloat16, float16 or float64.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        scaling: "tensorwise"; "rowwise": a scale for each row of what is cast, so that the transposed matrix is cast
-            anew, from ``x``; "blockwise": a scale for each group of 128 along the contraction (likewise cast anew), or for
-            each block of 128 x 128 if ``square``.
-        rows: give (R, K).
-        columns: give the transposed matrix.
+        scaling: "tensorwise"; "rowwise", with a scale per row of the result, so that the transposed matrix is cast again from
+            ``x``; or "blockwise", with a scale per group of 128 along the contraction (also cast again), or per block of
+            128 x 128 if ``square``.
+        rows: whether to return (R, K).
+        columns: whether to return the transposed matrix.
         square: blocks instead of groups.
-        scale: float32, (); tensorwise: the scale, if it is known; else from the amax of ``x``.
-        peak: float32, (); tensorwise: an amax to scale by, negative for the amax of ``x``.
+        scale: float32, (). The tensorwise scale, if known; otherwise it follows from the amax of ``x``.
+        peak: float32, (). A tensorwise amax to scale by; negative for the amax of ``x``.
     """
     ways: dict[Scaling, By] = {
         "tensorwise": "tensor",

@@ -1,4 +1,4 @@
-"""Delayed scaling: a scale from the largest amax of the last steps, as in NVIDIA's Transformer Engine."""
+"""Delayed scaling: scales from the largest amax of the last steps, as in NVIDIA's Transformer Engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,19 +11,19 @@ _NONE = -1.0  # stands for "not known"
 
 
 class AmaxHistory:
-    """The amax of each map's input, weight and output gradient over the last optimizer steps.
+    """The amax of each layer's input, weight and output gradient over the last optimizer steps.
 
-    Within a step the largest amax of all micro-batches counts. :meth:`advance` ends a step, and shares the amax over all
-    ranks, so that ranks have the same scales. What did not run in a step keeps its history. An amax that is not finite
-    is left out. Nothing here waits for the device.
+    Within a step, the largest amax of all micro-batches counts. :meth:`advance` ends a step and shares the amax over ranks, so
+    that all ranks have the same scales. A layer that did not run in a step keeps its history. A non-finite amax is skipped.
+    Nothing here synchronizes with the device.
 
     Args:
-        paths: the maps.
-        length: steps that are remembered, >= 1.
-        device: where the maps run.
+        paths: the paths of the layers.
+        length: the number of remembered steps, >= 1.
+        device: the device of the layers.
 
     Attributes:
-        amax: float32, (3 x maps, length): newest first, -1 where not known.
+        amax: float32, (3 x layers, length), newest first, -1 where unknown.
     """
 
     def __init__(self, paths: Sequence[str], length: int, device: torch.device | None = None) -> None:
@@ -35,22 +35,22 @@ class AmaxHistory:
         self._rows = {path: len(ROLES) * i for i, path in enumerate(self.paths)}
 
     def row(self, path: str, role: str) -> int:
-        """Where a map's tensor stands in :attr:`amax`."""
+        """Return the row of a layer's tensor in :attr:`amax`."""
         return self._rows[path] + ROLES.index(role)
 
     def reference(self, row: int, amax: Tensor) -> Tensor:
-        """The amax to scale by, float32, (): the largest one of the history; ``amax`` itself while there is none."""
+        """Return the amax to scale by, float32, (): the largest in the history, or ``amax`` without one."""
         peak = self._peak[row]
         return torch.where(peak < 0, amax, peak)
 
     def record(self, row: int, amax: Tensor) -> None:
-        """Note the amax of this step's tensor, float32, ()."""
+        """Record the amax of this step's tensor, float32, ()."""
         now = self._now[row]
         torch.maximum(now, torch.where(amax.isfinite(), amax, _NONE), out=now)
 
     @torch.no_grad()
     def advance(self) -> None:
-        """An optimizer step has ended; collective where several processes train."""
+        """End an optimizer step; a collective operation with several processes."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(self._now, torch.distributed.ReduceOp.MAX)
         ran = (self._now >= 0)[:, None]
@@ -62,7 +62,7 @@ class AmaxHistory:
         return {"maps": list(self.paths), "amax": self.amax.cpu().clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the history of the maps that are still there; of a longer one the newest part."""
+        """Load the history of the layers that still exist; if it is longer, its newest part."""
         length = min(self.length, state["amax"].shape[1])
         amax = torch.full(self.amax.shape, _NONE)
         for i, path in enumerate(state["maps"]):

@@ -1,12 +1,12 @@
-"""A linear map on float8 operands, forward and backward.
+"""A linear layer on float8 operands, forward and backward.
 
-With ``x`` (M, K), ``W`` (N, K) and the gradient ``g`` (M, N) of ``y = x W^T``, three products are taken in float8:
+With ``x`` (M, K), ``W`` (N, K) and the gradient ``g`` (M, N) of ``y = x W^T``, three products run in float8:
 
-    y = x W^T,    dx = g W,    dW = g^T x,
+    y = x W^T,    dx = g W,    dW = g^T x.
 
-``x`` and ``W`` in E4M3 and ``g`` in E5M2 (Micikevicius et al. 2022, arXiv:2209.05433). Each operand is cast for the product
-that it is in, with scales along that product's contraction. Between forward and backward are saved: ``x`` in float8 as dW
-needs it (one byte an element, and the scales), and ``W`` itself, which is cast again.
+``x`` and ``W`` are E4M3 and ``g`` is E5M2 (Micikevicius et al. 2022, arXiv:2209.05433). Each operand is cast for its
+product, with scales along that product's contraction. Between forward and backward, the layer saves ``x`` in float8 as dW
+needs it (one byte per element, and the scales), and ``W`` itself, which is cast again.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,16 @@ DTYPES = {"x": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "gradient": t
 
 
 class Float8Linear:
-    """``f(x, weight, bias)``, see :data:`lightning_eff.precision._linear.plugin.Arithmetic`.
+    """``f(x, weight, bias)``, see :data:`lightning_eff.precision._linear.products.Arithmetic`.
 
     Args:
-        path: of the map, for the history.
+        path: the path of the layer, for the history.
         scaling: see :func:`.casts.cast_pair`.
         product: the backend.
-        fast: let the forward product accumulate fast; the backward ones never do.
-        history: for delayed scaling, or None.
-        recording: says of a backward pass that runs now whether its amax goes into the history, with those of the
-            forward pass that it belongs to.
+        fast: whether the forward product accumulates in fewer bits. Backward products never do.
+        history: the history for delayed scaling, or None.
+        recording: a function that returns whether the current backward pass records its amax, and that of its forward pass,
+            in the history.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Float8Linear:
         return y if bias is None else y + bias.to(y.dtype)
 
     def cast(self, x: Tensor, role: str, *, rows: bool, columns: bool) -> tuple[Pair, Tensor | None]:
-        """Cast one of the operands, by the history's scale where there is one; then also its amax."""
+        """Cast an operand, with the history's scale if there is one; then also return its amax."""
         peak = None
         if self.history is not None:
             unknown = torch.full((), -1.0, device=x.device)
@@ -72,7 +72,7 @@ class Float8Linear:
         return pair, None if peak is None else pair.amax
 
     def record(self, **amax: Tensor | None) -> None:
-        """Note the amax of tensors, by role."""
+        """Record the amax of tensors, by role."""
         if self.history is not None and self.recording():
             for role, value in amax.items():
                 assert value is not None
@@ -80,7 +80,7 @@ class Float8Linear:
 
 
 class _Products(torch.autograd.Function):
-    """``x W^T``; the backward pass has autocast off."""
+    """``x W^T``; the backward pass disables autocast."""
 
     @staticmethod
     @override

@@ -1,7 +1,7 @@
-"""Products of float8 matrices: emulated, by a Triton kernel, or by ``torch._scaled_mm`` under CUDA's rules.
+"""Products of float8 matrices: emulated, in a Triton kernel, or by ``torch._scaled_mm`` under CUDA's rules.
 
-CPU's ``_scaled_mm`` takes shapes, layouts and types that CUDA's refuses, so the rules are written down here
-(aten/src/ATen/native/cuda/ScaledBlas.cpp of PyTorch 2.11 to 2.13) and what is handed to CUDA is brought to obey them.
+The CPU's ``_scaled_mm`` accepts shapes, layouts and types that CUDA refuses. CUDA's rules are therefore written down here
+(aten/src/ATen/native/cuda/ScaledBlas.cpp of PyTorch 2.11 to 2.13), and operands are prepared to satisfy them.
 """
 
 import functools
@@ -18,16 +18,16 @@ Product = Callable[[Codes, Codes, torch.dtype, bool], Tensor]
 """``f(a, b, dtype, fast)`` is ``a b^T`` in ``dtype``, (R, C), of ``a`` (R, K) and ``b`` (C, K)."""
 
 MULTIPLE = 16  # of K and C, on CUDA
-CAPABILITY = (8, 9)  # of the first NVIDIA devices that multiply float8
+CAPABILITY = (8, 9)  # the first NVIDIA GPUs with float8 matrix units
 _multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage] -- no public name has this signature
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def emulated(a: Codes, b: Codes, dtype: torch.dtype, fast: bool) -> Tensor:
-    """The product in float32; ``fast`` changes nothing.
+    """Return the product, computed in float32; ``fast`` has no effect.
 
-    Codes are multiplied and the sum is scaled, block by block of the contraction where scales are, so that factors are
+    Codes are multiplied and the sum is scaled, block by block of the contraction where scales are blockwise. Factors are then
     exact in TF32 and bfloat16 too, whatever ``torch.set_float32_matmul_precision`` allows.
     """
     of_a, of_b = a.by_row, b.by_row
@@ -38,27 +38,27 @@ def emulated(a: Codes, b: Codes, dtype: torch.dtype, fast: bool) -> Tensor:
 
 
 def by_blocks(a: Codes, b: Codes, dtype: torch.dtype, fast: bool) -> Tensor:
-    """The product of operands with scales by block, by :func:`.fp8_matmul.matmul`; ``fast`` changes nothing."""
+    """Return the product of operands with blockwise scales, by :func:`.fp8_matmul.matmul`; ``fast`` has no effect."""
     return fp8_matmul.matmul(a, b, dtype)
 
 
 def scaled_mm(a: Codes, b: Codes, dtype: torch.dtype, fast: bool) -> Tensor:
-    """The product by CPU's ``torch._scaled_mm``, with one scale for each operand or one for each row."""
+    """Return the product by the CPU's ``torch._scaled_mm``, with one scale per operand or per row."""
     scales = (a.inverse, b.inverse.t()) if a.inverse.ndim else (a.inverse, b.inverse)
     out = dtype if dtype in _OUT else torch.float32
     return _multiply(a.codes, b.codes.t(), *scales, out_dtype=out, use_fast_accum=fast).to(dtype)
 
 
 def scaled_mm_on_cuda(a: Codes, b: Codes, dtype: torch.dtype, fast: bool, *, exact_by_rows: bool) -> Tensor:
-    """The product by CUDA's ``torch._scaled_mm``, as :func:`for_cuda` brings it there.
+    """Return the product by CUDA's ``torch._scaled_mm``, with operands prepared by :func:`for_cuda`.
 
     Args:
-        a: (R, K), with one scale or one for each row.
+        a: (R, K), with one scale in total or one per row.
         b: (C, K), likewise.
-        dtype: of the result.
-        fast: let CUDA accumulate in fewer bits than float32's.
-        exact_by_rows: there is a good kernel for scales by row without fast accumulation; else the product is taken
-            without scales, in float32, and scaled afterwards, as torchao does (``addmm_float8_unwrapped`` in 0.18).
+        dtype: the dtype of the result.
+        fast: whether CUDA may accumulate in fewer bits than float32.
+        exact_by_rows: whether there is a good kernel for rowwise scales without fast accumulation. Otherwise the product is
+            computed without scales in float32, and scaled afterwards, as in torchao (``addmm_float8_unwrapped`` in 0.18).
     """
     if a.inverse.ndim and not fast and not exact_by_rows:
         one = torch.ones((), device=a.codes.device)
@@ -74,9 +74,9 @@ def scaled_mm_on_cuda(a: Codes, b: Codes, dtype: torch.dtype, fast: bool, *, exa
 
 
 def scaled_mm_for(device: torch.device) -> Product:
-    """``torch._scaled_mm`` for a device.
+    """Return ``torch._scaled_mm`` for a device.
 
-    Hopper's cuBLAS takes scales by row from CUDA 12.9 on; elsewhere CUTLASS does, which is slow without fast accumulation.
+    Hopper's cuBLAS supports rowwise scales from CUDA 12.9. Elsewhere CUTLASS does, which is slow without fast accumulation.
     """
     if device.type != "cuda":
         return scaled_mm
@@ -86,14 +86,14 @@ def scaled_mm_for(device: torch.device) -> Product:
 
 
 class Call(NamedTuple):
-    """What CUDA's ``_scaled_mm`` is called with.
+    """The arguments of CUDA's ``_scaled_mm``.
 
     Attributes:
         left: float8, (R, K).
         right: float8, (K, C).
-        left_scale: float32, () or (R, 1): inverse scales.
+        left_scale: float32, () or (R, 1), inverse scales.
         right_scale: float32, () or (1, C).
-        out_dtype: of the result.
+        out_dtype: the dtype of the result.
     """
 
     left: Tensor
@@ -104,9 +104,9 @@ class Call(NamedTuple):
 
 
 def for_cuda(a: Codes, b: Codes, dtype: torch.dtype) -> Call:
-    """``a b^T`` as CUDA takes it: K and C padded with zeros to multiples of 16, and with scales by row in bfloat16.
+    """Prepare ``a b^T`` for CUDA: pad K and C with zeros to multiples of 16, and use bfloat16 with rowwise scales.
 
-    The first C columns of the result are the product. Zeros are exact: they add nothing.
+    The first C columns of the result are the product. Padding with zeros is exact.
     """
     k, c = -a.codes.shape[1] % MULTIPLE, -b.codes.shape[0] % MULTIPLE
     left, right, right_scale = a.codes, b.codes, b.inverse
@@ -127,19 +127,19 @@ def _padded(codes: Tensor, columns: int, rows: int) -> Tensor:
 
 
 def check_for_cuda(call: Call) -> None:
-    """CUDA's rules for ``torch._scaled_mm`` with one scale for each operand, or one for each row and column.
+    """Check CUDA's rules for ``torch._scaled_mm`` with one scale per operand, or one per row and column.
 
-    Only shapes, strides and dtypes are looked at, so that it can be tried on tensors of any device.
+    It looks only at shapes, strides and dtypes, so it works for tensors on any device.
 
     Raises:
-        ValueError: if one is broken, saying which.
+        ValueError: if a rule is broken, with its name.
     """
     left, right, left_scale, right_scale, out_dtype = call
     (r, k), (k2, c) = left.shape, right.shape
     by_rows = left_scale.numel() != 1 or left_scale.ndim == 2
     expected = ((r, 1), (1, c)) if by_rows else ((), ())
     rules = {
-        "the contraction of both operands has one length": k == k2,
+        "the contraction has the same length in both operands": k == k2,
         "operands are float8, and not both E5M2": left.dtype in _FLOAT8
         and right.dtype in _FLOAT8
         and not left.dtype == right.dtype == torch.float8_e5m2,
@@ -161,31 +161,31 @@ def check_for_cuda(call: Call) -> None:
             f"torch._scaled_mm({left.dtype} {tuple(left.shape)} strides {left.stride()}, {right.dtype}"
             f" {tuple(right.shape)} strides {right.stride()}, scales {tuple(left_scale.shape)} and"
             f" {tuple(right_scale.shape)}, {out_dtype=}): on CUDA expected that {'; '.join(broken)}. Pad and transpose"
-            " the operands before."
+            " the operands first."
         )
 
 
 def refusal(device: str, capability: tuple[int, int] | None, *, hip: bool, blocks: bool = False) -> str | None:
-    """Why a device does not multiply float8 as the plugins need it; None if it does.
+    """Return why a device cannot multiply float8 as the plugins need it, or None if it can.
 
     Args:
         device: "cuda", "cpu", ...
-        capability: of the CUDA device, such as (9, 0).
-        hip: torch is built for ROCm.
-        blocks: by the Triton kernel for scales by block, and not by ``torch._scaled_mm``.
+        capability: the compute capability of the CUDA device, such as (9, 0).
+        hip: whether torch is built for ROCm.
+        blocks: whether the Triton kernel for blockwise scales is needed instead of ``torch._scaled_mm``.
     """
     if device != "cuda" or capability is None:
         return f"the device is {device!r}, which has no float8 matrix units"
     if hip:
-        return "on ROCm float8 has other formats (FNUZ) and rules, which are not supported"
+        return "ROCm uses other float8 formats (FNUZ), which are not supported"
     if capability < CAPABILITY:
         return (
-            f"the device's compute capability is {capability[0]}.{capability[1]}, and float8 matrix units come with 8.9"
-            " (Ada) and 9.0 (Hopper)"
+            f"the device's compute capability is {capability[0]}.{capability[1]}, and float8 matrix units need 8.9"
+            " (Ada) or 9.0 (Hopper)"
         )
     if blocks and capability < fp8_matmul.CAPABILITY:
         return (
-            f"the device's compute capability is {capability[0]}.{capability[1]}, and the kernel for scales by block is for"
-            " 9.0 (Hopper) and later"
+            f"the device's compute capability is {capability[0]}.{capability[1]}, and the kernel for blockwise scales"
+            " needs 9.0 (Hopper) or later"
         )
     return None

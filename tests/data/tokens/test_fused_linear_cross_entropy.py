@@ -28,7 +28,7 @@ CASES = {
         active=lambda: FusedLinearCrossEntropy(rows=7),
         neutral=lambda: FusedLinearCrossEntropy(min_classes=math.inf),
         rounds=True,
-        lost=(own_loss, "classifier", "no cross-entropy in training_step was seen"),
+        lost=(own_loss, "classifier", "found no cross-entropy of a linear layer's output in training_step"),
     )
 }
 
@@ -266,10 +266,10 @@ def test_notes_say_who_reads_and_where(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.INFO):
         technique = check(Net(module, metric), data())
     notes = [r.getMessage() for r in caplog.records if r.getMessage().startswith("FusedLinearCrossEntropy")]
-    assert any("the loss is computed without the logits of out (300 classes)" in note for note in notes)
-    assert sum("also read by torch's 'argmax' at" in note and "heads" not in note for note in notes) == 1
-    assert all(__file__ in note for note in notes if "also read" in note)
-    assert "out: 0.1 MiB of logits never made" in technique.summary()
+    assert any("computes the loss without the logits of out (300 classes)" in note for note in notes)
+    assert sum("torch's 'argmax' at" in note and "also reads the logits of out" in note for note in notes) == 1
+    assert all(__file__ in note for note in notes if "also reads" in note)
+    assert "out: saved 0.1 MiB of logits" in technique.summary()
     caplog.clear()
     with caplog.at_level(logging.INFO):
         from tests.runs import fit
@@ -365,7 +365,7 @@ def test_checkpointed_losses() -> None:
         return compute
 
     check(Net(head, loss(reentrant=False)), data())
-    with pytest.raises(ValueError, match=r"no cross-entropy of the logits of out could.*use_reentrant=True"):
+    with pytest.raises(ValueError, match=r"found no cross-entropy of the logits of out in.*use_reentrant=True"):
         trainer(FusedLinearCrossEntropy(), max_steps=1).fit(Net(head, loss(reentrant=True)), data())
 
 
@@ -424,8 +424,8 @@ def by_hand(net: Net, z: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("head", "loss", "message"),
     [
-        (module, by_hand, r"Seen: the output of out, the last map, read by torch's 'gather' at .*test_fused"),
-        (lambda net, h: net.out(h).clamp(-5, 5), flat, r"no linear map.*read by torch's 'clamp'"),
+        (module, by_hand, r"Found instead: the output of .* layer, out, is read by torch's 'gather' at .*test_fused"),
+        (lambda net, h: net.out(h).clamp(-5, 5), flat, r"does not come from a linear layer.*read by torch's 'clamp'"),
         (module, lambda net, z, y: F.mse_loss(z.mean(-1), y.float()), "F.mse_loss"),
         (module, lambda net, z, y: F.cross_entropy(z.flatten(0, 1), torch.full((B * T, V), 1 / V)), "needs the logits"),
     ],
@@ -433,14 +433,19 @@ def by_hand(net: Net, z: Tensor, y: Tensor) -> Tensor:
 def test_a_module_without_such_a_loss_is_refused(head: Head, loss: Loss, message: str) -> None:
     net = Net(head, loss)
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match=rf"FusedLinearCrossEntropy: no cross-entropy in training_step.*{message}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"FusedLinearCrossEntropy: found no cross-entropy .* in training_step.*{message}",
+    ):
         trainer(FusedLinearCrossEntropy(), max_steps=1).fit(net, data())
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
 def test_heads_below_min_classes_stay() -> None:
     technique = FusedLinearCrossEntropy(min_classes=301)
-    with pytest.raises(ValueError, match=r"min_classes=301\): out has 300, and no other head.*Lower min_classes"):
+    with pytest.raises(
+        ValueError, match=r"min_classes=301\): out has 300, and no other output layer.*Lower min_classes"
+    ):
         trainer(technique, max_steps=1).fit(Net(module, flat), data())
 
 
@@ -452,7 +457,7 @@ def test_a_compiled_head_is_refused() -> None:
 
     net = Compiled(module, flat)
     net.graph = torch.compile(nn.Sequential(net.out, nn.Identity()), backend="eager")
-    with pytest.raises(ValueError, match=r"logits of graph\._orig_mod\.0|logits of out.*Compiled here: graph"):
+    with pytest.raises(ValueError, match=r"logits of graph\._orig_mod\.0|logits of out.*Compiled: graph"):
         trainer(FusedLinearCrossEntropy(), max_steps=1).fit(net, data())
 
 

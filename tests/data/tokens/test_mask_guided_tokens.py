@@ -223,10 +223,10 @@ def test_reuse_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"keep": 0.0}, r"keep=0.0\): expected a share of the patches in \(0, 1\]"),
+        ({"keep": 0.0}, r"keep=0.0\): expected a number in \(0, 1\]: the fraction of the patches"),
         ({"keep": 1.5}, r"keep=1.5\)"),
-        ({"reuse": -1}, r"reuse=-1\): expected an integer >= 0, a number of epochs"),
-        ({"full_last": 0.5}, r"full_last=0.5\): expected an integer >= 0, a number of blocks"),
+        ({"reuse": -1}, r"reuse=-1\): expected an integer >= 0: the number of further epochs"),
+        ({"full_last": 0.5}, r"full_last=0.5\): expected an integer >= 0: the number of blocks"),
         ({"full_first": True}, r"full_first=True\)"),
     ],
 )
@@ -239,8 +239,8 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     ("arguments", "message"),
     [
         ({"full_first": 2}, r"the blocks \[2:-1\] are none"),
-        ({"keep": 0.99}, "16 patches of an image, of which none would be left out"),
-        ({"reuse": 1}, r"reuse=1\): it is not known which samples a batch holds, because the training loader"),
+        ({"keep": 0.99}, "16 patches per image and would keep all of them"),
+        ({"reuse": 1}, r"reuse=1\): the samples of a batch are unknown, because the training loader"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_weight_changes(arguments: dict[str, Any], message: str) -> None:

@@ -196,7 +196,10 @@ def test_resumes_within_a_window_and_a_checkpoint_is_the_plain_modules(tmp_path:
     module("videomae").load_state_dict(saved["state_dict"])
     decoder = next(v for k, v in saved["callbacks"].items() if "PartialToken" in k)["decoder"]
     assert decoder["gradients"][0] and len(decoder["optimizer"]["state"]) == len(decoder["weights"])
-    with pytest.raises(ValueError, match=r"decoder_layers=2, .*the checkpoint's decoder was made with 1 and None"):
+    with pytest.raises(
+        ValueError,
+        match=r"decoder_layers=2, .*other settings\. Resume with decoder_layers=1, decoder_width=None",
+    ):
         fit("videomae", lambda: [PartialTokenTraining(decoder_layers=2)], resume=tmp_path / "batch=4.ckpt")
 
 
@@ -213,7 +216,7 @@ def test_it_learns_to_paint() -> None:
         module("videomae", num_layers=2), DataLoader([make_batch("videomae")] * 15, batch_size=None)
     )
     assert errors[0] > 0.9 and errors[-1] < 0.8 * errors[0]
-    assert f"the dropped were painted with an error of {errors[-1]:.3g}" in technique.summary()
+    assert f"the last reconstruction error was {errors[-1]:.3g}" in technique.summary()
 
 
 # -- T: FLOPs fall by the share
@@ -337,9 +340,9 @@ def test_what_is_painted_goes_by_tubes_in_whatever_order_tokens_are(cls: type[Vi
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (Mixed, "are no tubes of a convolution: of 'tubes', tokens are in an order that is none of its"),
-        (Averaged, "of 'tubes', a token comes of several of its tubes, or of none"),
-        (TwoHalves, r"of 'tubes', it was called with \(4, 24, 2, 8, 8\), \(4, 24, 2, 8, 8\) for 4 samples"),
+        (Mixed, "do not match the tubes of a convolution .'tubes': the order of tokens does not follow"),
+        (Averaged, "'tubes': a token comes from several of its tubes, or from none"),
+        (TwoHalves, r"'tubes': it was called with \(4, 24, 2, 8, 8\), \(4, 24, 2, 8, 8\) for 4 samples"),
     ],
 )
 def test_tokens_that_are_no_tubes_are_refused(cls: type[Videos], message: str) -> None:
@@ -455,11 +458,15 @@ class Checkpointed(Videos):
 @pytest.mark.parametrize(
     ("cls", "kwargs", "message"),
     [
-        (Lbfgs, {}, "the module's LBFGS evaluates the loss anew"),
+        (Lbfgs, {}, "the module's LBFGS evaluates the loss again"),
         (Checkpointed, {}, "blocks of Checkpointed are checkpointed reentrantly"),
-        (Videos, {"ratio": 0.99}, "'blocks' .3 x EncoderBlock. gets 32 tubes of a sample, of which all would be kept"),
-        (Twice, {}, "called the embedding 1 times, and the blocks 2 times on fewer tokens, of which 2 came to an end"),
-        (Videos, {"embedding": "stem"}, r"embedding='stem'\): expected one of 'tubes'"),
+        (Videos, {"ratio": 0.99}, "'blocks' .3 x EncoderBlock. gets 32 tubes per sample and would keep all"),
+        (Twice, {}, "called the embedding 1 times, but the blocks 2 times on fewer tokens, with 2 outputs"),
+        (
+            Videos,
+            {"embedding": "stem"},
+            r"embedding='stem'\): this is not a convolution that embeds tubes. Use one of 'tubes'",
+        ),
     ],
 )
 def test_what_cannot_train_is_refused(cls: type[Videos], kwargs: dict[str, Any], message: str) -> None:
@@ -483,7 +490,7 @@ def test_blocks_of_space_and_time_apart_are_refused() -> None:
         ),
         (
             lambda: hf.VideoMAEForVideoClassification(hf.VideoMAEConfig(**small, use_mean_pooling=False)),
-            "goes by the places of the patches",
+            "depends on the places or the number of the patches",
         ),
     ):
         with pytest.raises(ValueError, match=f"PartialTokenTraining: .*{message}"):
@@ -502,7 +509,7 @@ def test_blocks_of_space_and_time_apart_are_refused() -> None:
     ],
 )
 def test_arguments_out_of_range(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"PartialTokenTraining\({message}\): expected"):
+    with pytest.raises(ValueError, match=rf"PartialTokenTraining\({message}\): (expected|the width must be even)"):
         PartialTokenTraining(**kwargs)
 
 

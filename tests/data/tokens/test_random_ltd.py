@@ -134,7 +134,7 @@ def test_all_tokens_are_the_block_itself() -> None:
         plain = net.blocks[block](entered)
         assert torch.equal(left, plain) == (step >= 2 or block in (0, 3))
     assert technique.report() == {"kept": 32, "share": 1.0}
-    assert technique.summary().startswith("75.0% of tokens computed on average in 2 middle blocks of 'blocks'"), (
+    assert technique.summary() == "2 middle blocks of 'blocks' (4 x Block) computed 75.0% of the tokens on average", (
         technique.summary()
     )
 
@@ -244,7 +244,7 @@ def test_arguments_out_of_their_range(kwargs: dict[str, Any], message: str) -> N
 
 
 def test_nothing_to_drop_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"the blocks get 32 tokens of a sample, all of which would be kept"):
+    with pytest.raises(ValueError, match=r"the blocks get 32 tokens per sample and would keep all of them"):
         fit("tiny_gpt", lambda: [RandomLTD(multiple_of=32)])
     with pytest.raises(ValueError, match=r"the blocks \[2:-2\] are none"):
         fit("tiny_gpt", lambda: [RandomLTD(full_first=2, full_last=2)])

@@ -513,7 +513,7 @@ def test_what_a_later_batch_changes_is_looked_at() -> None:
         def handed(self, keep: Tensor) -> tuple[Any, ...]:
             return super().handed(torch.ones_like(keep) if self.trainer.global_step else keep)
 
-    refused(Seen("keys"), [batch(), batch()], "the mask 1 that blocks are handed lets tokens see padding")
+    refused(Seen("keys"), [batch(), batch()], "the mask 1 that blocks receive lets tokens see padding")
 
 
 def test_routers_losses_are_refused() -> None:
@@ -527,7 +527,7 @@ def test_compiled_blocks_are_refused() -> None:
     net = Net()
     out: Any = net.blocks[1].get_submodule("out")
     out._compiled_call_impl = out._call_impl  # as compile() leaves it, which takes seconds
-    refused(net, [batch()], "block 1 of .* is compiled in out; expected it not to be")
+    refused(net, [batch()], "block 1 of .* is compiled in out, but attention")
 
 
 # -- how padding is found
@@ -564,7 +564,7 @@ def test_padding_is_found_by_masks_of_many_makes() -> None:
         find_padding({"x_mask": keep, "y_mask": keep}, None, None, who="t")
     with pytest.raises(ValueError, match=r"mask='z'\): the batch holds"):
         find_padding({"x_mask": keep}, "z", None, who="t")
-    with pytest.raises(ValueError, match="in a later batch; expected"):
+    with pytest.raises(ValueError, match="in a later batch, but must be"):
         found[4].keep({"b": keep + 1})
 
 

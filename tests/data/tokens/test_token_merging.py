@@ -134,7 +134,7 @@ def test_sizes_add_up_and_class_tokens_stay() -> None:
         assert (sizes[:, [0, 1, 2, 3, -2, -1]] == 1).all()
         assert torch.equal(sizes, torch.stack([row.bincount(minlength=tokens) for row in held.places]).float())
     assert technique.report() == {"kept": 16, "share": 16 / 22}
-    assert technique.summary() == "22 tokens of an image merged to 16 at the last block of 'blocks' (3 x EncoderBlock)"
+    assert technique.summary() == "22 tokens per image merged to 16 at the last block of 'blocks' (3 x EncoderBlock)"
 
 
 @pytest.mark.parametrize("cls", [Net, MeanOfAll, Written])
@@ -390,7 +390,7 @@ class Backwards(Net):
         (shared, "holds the same block several times"),
         (compiled, "block 0 .* cannot merge tokens: it is compiled"),
         (Backwards, r"calls the blocks \[2, 1, 0\] of .* in this order; expected each of \[0, 1, 2\] once in a pass"),
-        (lambda: Net(1), "gets 17 tokens of an image, of which 1 come of none; expected two blocks or more"),
+        (lambda: Net(1), "gets 17 tokens per image, 1 of them not patches, but merging needs two or more blocks"),
     ],
 )
 def test_what_is_refused(build: Callable[[], pl.LightningModule], message: str) -> None:

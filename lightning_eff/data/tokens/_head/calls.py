@@ -1,4 +1,4 @@
-"""What a stand-in for logits is: a call of a linear map that has not been computed, and what was made of its output."""
+"""The content of a placeholder for logits: a linear layer's call that has not been computed, and later operations."""
 
 import weakref
 from collections.abc import Callable
@@ -12,40 +12,40 @@ from torch import Tensor
 from lightning_eff.data.tokens._head.rows import Rows
 
 PLACE = object()
-"""Where in an operation's arguments the logits stood."""
+"""Marks the place of the logits in an operation's arguments."""
 
 
 class Maker(Protocol):
-    """Who put a stand-in where a map's output would be.
+    """The creator of placeholders for layers' outputs.
 
     Attributes:
-        nodes: what its stand-ins are.
+        nodes: the nodes of its placeholders.
     """
 
     nodes: "weakref.WeakSet[Node]"
 
     def loss(self, node: "Node", arguments: dict[str, Any]) -> Tensor | None:
-        """The cross-entropy with these arguments of the logits that ``node`` is of; None to compute it of the logits."""
+        """Return the cross-entropy with these arguments of the logits of ``node``, or None to compute it from the logits."""
         ...
 
     def read(self, node: "Node", name: str) -> None:
-        """The logits have been computed for the operation ``name``."""
+        """Note that the logits were computed for the operation ``name``."""
         ...
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a linear map, which has not been computed.
+    """A call of a linear layer that has not been computed.
 
     Attributes:
-        maker: who is asked for losses and told of reads.
-        site: which map it is a call of.
+        maker: the object that computes losses and hears of reads.
+        site: the called layer.
         x: its input, (..., D).
         weight: (V, D).
         bias: (V,), or None.
-        watched: somebody waits for the gradient of the logits, which must then come by them.
-        settled: the logits have been changed in place: from now on they are what was made of them.
-        before: hooks of FSDP2 on the logits, which look at no gradient: to be called before the backward pass.
+        watched: whether code waits for the gradient of the logits, which must then pass through them.
+        settled: whether the logits were changed in place; from then on they are the computed tensor.
+        before: hooks of FSDP2 on the logits that do not use gradients, to be called before the backward pass.
     """
 
     maker: Maker
@@ -66,27 +66,30 @@ class Call:
         self._versions = [t._version for t in self.inputs]
 
     def casting(self) -> torch.autocast:
-        """The autocast under which the map was called."""
+        """Return the autocast context of the call."""
         return torch.autocast(self.x.device.type, self.dtype if self.autocast else None, enabled=self.autocast)
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` if what the map was called with has changed since."""
+        """Check that the arguments of the call have not changed since.
+
+        Raises:
+            RuntimeError: if they have.
+        """
         if self._versions != [t._version for t in self.inputs]:
             raise RuntimeError(
-                f"The input or the weight of {self.site} was changed in place after the map was called and before its"
-                " output was used; expected them as they were, because the output is computed where it is used. Change"
-                " a copy, or take FusedLinearCrossEntropy out."
+                f"FusedLinearCrossEntropy: the input or the weight of {self.site} was changed in place before its output was"
+                " used, which computes it. Change a copy, or remove FusedLinearCrossEntropy."
             )
 
     def compute(self, swapped: dict[int, Tensor]) -> Tensor:
-        """The map's output, with other tensors in place of those with these ids."""
+        """Return the layer's output, with other tensors in place of those with these ids."""
         self.check()
         tensors = [None if t is None else swapped.get(id(t), t) for t in (self.x, self.weight, self.bias)]
         with self.casting():
             return self.announced(F.linear(*tensors))  # pyright: ignore[reportArgumentType]
 
     def announced(self, made: Tensor) -> Tensor:
-        """``made`` of the logits, whose backward pass FSDP2 gets to know of."""
+        """Return ``made``, computed from the logits, with FSDP2's hooks for its backward pass."""
         for hook in self.before if made.requires_grad else ():
             made.register_hook(hook)
         return made
@@ -94,19 +97,19 @@ class Call:
 
 @dataclass(eq=False)
 class Node:
-    """What a stand-in is: a call's logits, or what was made of them.
+    """The content of a placeholder: a call's logits, or what operations made of them.
 
-    As a tensor of rows (x W^T + b), it is ``cap tanh(scale (x W^T + b) + shift)``, without the tanh where ``cap`` is None.
+    In rows (x W^T + b), it is ``cap tanh(scale (x W^T + b) + shift)``, without the tanh if ``cap`` is None.
 
     Attributes:
-        call: whose.
-        rows: where they stand.
-        dtype: of the logits.
-        parent: what it was made of, by ``step``: the operation, its arguments and keywords.
+        call: the call.
+        rows: the positions of the rows.
+        dtype: the dtype of the logits.
+        parent: the node that it was made from by ``step``: the operation, its arguments and keywords.
         scale: a factor of the logits: a number, or a scalar that may have a gradient.
         shift: (V,), or None.
         cap: see above.
-        normal: these are logarithms of probabilities (``log_softmax``), whose cross-entropy is the logits' own.
+        normal: whether these are log-probabilities (``log_softmax``), whose cross-entropy is that of the logits.
     """
 
     call: Call
@@ -118,8 +121,8 @@ class Node:
     shift: Tensor | None = None
     cap: float | None = None
     normal: bool = False
-    part: int | None = None  # of what the operation returns, if that is several
-    others: tuple[Tensor, ...] = ()  # tensors with a gradient among the operations' arguments
+    part: int | None = None  # the index among the operation's outputs, if there are several
+    others: tuple[Tensor, ...] = ()  # arguments of the operations that have a gradient
     real: Tensor | None = None
     version: int = 0
     stand_in: "weakref.ref[Tensor] | None" = None
@@ -128,7 +131,7 @@ class Node:
         self.call.maker.nodes.add(self)
 
     def value(self) -> Tensor:
-        """The logits, with their graph."""
+        """Return the logits, with their graph."""
         if self.real is None:
             with torch.set_grad_enabled(self.call.differentiable):
                 self.real = self.call.compute({}) if self.parent is None else self._made(self.parent.value(), {})
@@ -136,11 +139,11 @@ class Node:
         return self.real
 
     def compute(self, swapped: dict[int, Tensor]) -> Tensor:
-        """The logits anew, with other tensors in place of those with these ids."""
+        """Compute the logits again, with other tensors in place of those with these ids."""
         return self.call.compute(swapped) if self.parent is None else self._made(self.parent.compute(swapped), swapped)
 
     def _made(self, of: Tensor, swapped: dict[int, Tensor]) -> Tensor:
-        assert self.step is not None, "what has a parent has been made of it"
+        assert self.step is not None, "a node with a parent has a step"
         func, args, kwargs = self.step
 
         def put(value: Any) -> Any:
@@ -151,12 +154,12 @@ class Node:
 
     @property
     def held(self) -> bool:
-        """Whether somebody still has the stand-in."""
+        """Whether the placeholder is still referenced."""
         return self.stand_in is not None and self.stand_in() is not None
 
     @property
     def changed(self) -> bool:
-        """Whether the logits that this is of were computed, and changed in place since."""
+        """Whether the underlying logits were computed, and changed in place since."""
         node: Node | None = self
         while node is not None:
             if node.real is not None and node.real._version != node.version:
@@ -166,5 +169,5 @@ class Node:
 
     @property
     def followed(self) -> bool:
-        """Whether it is still nothing but rows of logits."""
+        """Whether it is still only rows of logits."""
         return not (self.call.settled or self.call.watched or self.changed)

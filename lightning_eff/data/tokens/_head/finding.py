@@ -1,9 +1,9 @@
-"""Which linear maps of an unchanged step are called, and stand-ins put in the place of what some of them return.
+"""Find the linear layers that a step calls, and replace the outputs of some of them by placeholders.
 
-A map is an ``nn.Linear``, or a product with a parameter of the module, such as ``F.linear(x, self.embed.weight)`` or
-``x @ self.embed.weight.T``. In a first pass all of them return stand-ins, so that even there no logits are made whole; of
-those that reach a cross-entropy the maps are noted. In the steps after it only these return stand-ins: for an ``nn.Linear``
-its instance's ``forward`` is another one meanwhile, and a mode of torch is needed for products alone.
+A layer is an ``nn.Linear``, or a product with a parameter of the module, such as ``F.linear(x, self.embed.weight)`` or
+``x @ self.embed.weight.T``. In a first pass, all of them return placeholders, so that even there no logits are stored. The
+layers whose outputs reach a cross-entropy are recorded, and only these return placeholders in later steps. For an
+``nn.Linear``, its instance's ``forward`` is replaced meanwhile; only products need a torch function mode.
 """
 
 import sys
@@ -27,14 +27,14 @@ from lightning_eff.data.tokens._head.stand_in import Logits, stand_in
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A linear map of the module.
+    """A linear layer of the module.
 
     Attributes:
-        name: its path, or that of the parameter that it is a product with.
+        name: its path, or that of its parameter for a product.
         module: the ``nn.Linear``; None for a product.
-        weight: the parameter; None where an ``nn.Linear`` computes its weight.
-        classes: V, how many numbers it returns.
-        inputs: D, of how many it makes them.
+        weight: the parameter; None if an ``nn.Linear`` computes its weight.
+        classes: V, the number of outputs.
+        inputs: D, the number of inputs.
     """
 
     name: str
@@ -48,17 +48,17 @@ class Site:
 
     @property
     def key(self) -> int:
-        """What tells it from other maps."""
+        """The key that distinguishes it from other layers."""
         return id(self.weight if self.module is None else self.module)
 
     @property
     def saved(self) -> list[Any]:
-        """What :func:`site_at` makes it of."""
+        """The arguments for :func:`site_at`."""
         return [self.name, self.module is not None, self.classes, self.inputs]
 
 
 def site_at(root: nn.Module, name: str, called: bool, classes: int, inputs: int) -> Site:
-    """The map of this name: an ``nn.Linear``, or, where it is not called, a parameter."""
+    """Return the layer of this name: an ``nn.Linear``, or, if it is not called, a parameter."""
     module = root.get_submodule(name) if called else None
     if module is None:  # as it is registered, which reading the attribute may not give
         path, _, key = name.rpartition(".")
@@ -72,15 +72,15 @@ def site_at(root: nn.Module, name: str, called: bool, classes: int, inputs: int)
 
 
 class Maps(TorchFunctionMode):
-    """Lets calls of linear maps return stand-ins, while it is entered.
+    """Lets calls of linear layers return placeholders while it is active.
 
     Args:
         root: the LightningModule.
-        maker: of the stand-ins.
-        products: only products with these parameters; None for all maps.
+        maker: the creator of placeholders.
+        products: the parameters whose products are replaced; None for all layers.
 
     Attributes:
-        losses: where all maps are looked at, the loss calls of what none of them has made.
+        losses: if all layers are watched, the loss calls whose input comes from none of them.
         divided: the names of parameters that are multiplied with in pieces.
     """
 
@@ -150,7 +150,7 @@ def _of_matmul(input: Any, other: Any, **kwargs: Any) -> Product | None:
 
 
 def _of_addmm(input: Any, mat1: Any, mat2: Any, **kwargs: Any) -> Product | None:
-    """Hugging Face's Conv1D."""
+    """Recognize Hugging Face's Conv1D."""
     if kwargs or not all(isinstance(t, Tensor) for t in (input, mat1, mat2)) or input.shape != mat2.shape[1:]:
         return None
     return (mat1, mat2.t(), input) if _of_parameter(mat2) else None
@@ -168,7 +168,7 @@ _READ: dict[Any, Callable[..., Product | None]] = {
 
 
 def _linear(frame: FrameType | None) -> nn.Linear | None:
-    """The ``nn.Linear`` whose ``forward`` has called torch, seen through the frames of this package."""
+    """Return the ``nn.Linear`` whose ``forward`` called torch, looking through this package's frames."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith("lightning_eff."):
         frame = frame.f_back
     if frame is None or frame.f_code is not nn.Linear.forward.__code__:
@@ -178,7 +178,7 @@ def _linear(frame: FrameType | None) -> nn.Linear | None:
 
 
 def reader() -> str:
-    """Where in the user's code what runs was called: the file, line and function outside of torch and this package."""
+    """Return the file, line and function in the user's code, outside torch and this package, of the running call."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("lightning_eff", "torch"):
         frame = frame.f_back
@@ -188,12 +188,12 @@ def reader() -> str:
 
 
 class Window:
-    """Lets some maps return stand-ins, from :meth:`open` to :meth:`close`.
+    """Lets some layers return placeholders, from :meth:`open` to :meth:`close`.
 
     Args:
         root: the LightningModule.
-        maker: of the stand-ins.
-        sites: the maps.
+        maker: the creator of placeholders.
+        sites: the layers.
     """
 
     def __init__(self, root: nn.Module, maker: Maker, sites: Collection[Site]) -> None:
@@ -205,7 +205,7 @@ class Window:
         self._open = False
 
     def open(self) -> bool:
-        """Begin; whether it was not begun already."""
+        """Begin, and return whether it had not begun already."""
         if self._open:
             return False
         self._open = True
@@ -216,7 +216,7 @@ class Window:
         return True
 
     def close(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         if not self._open:
             return
         self._open = False

@@ -1,4 +1,4 @@
-"""The cross-entropy of what a stand-in stands for, by the kernel that holds no whole logits."""
+"""The cross-entropy of a placeholder, by the kernel that stores no whole logits."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ from lightning_eff.kernels.linear_cross_entropy import CHUNK, CHUNK_ON_GPU, line
 
 
 def fused_loss(node: Node, arguments: dict[str, Any], rows: int | None) -> tuple[Tensor, int] | None:
-    """What the call would return, and of how many rows; None where it takes the logits.
+    """Return the result of the loss call and the number of computed rows, or None if it needs the logits.
 
-    The call is one of ``F.cross_entropy``, or of ``F.nll_loss`` on ``log_softmax``, which are the same.
+    The call is one of ``F.cross_entropy``, or of ``F.nll_loss`` on ``log_softmax``, which is equivalent.
 
-    Rows with the ignored label, and those of the head's output that never reach the call, are not computed. Class weights
-    ``w`` multiply the losses of rows: the mean is ``sum_i w_{y_i} l_i / sum_i w_{y_i}`` over rows i that count.
+    Rows with the ignored label, and rows of the layer's output that never reach the call, are not computed. Class weights ``w``
+    multiply the losses of rows: the mean is ``sum_i w_{y_i} l_i / sum_i w_{y_i}`` over rows i that count.
 
     Args:
-        node: what the call's ``input`` stands for.
-        arguments: those of the call, by name.
-        rows: of logits at a time; None for as many as suit the device, and no more than a quarter of the head's.
+        node: the content of the call's ``input``.
+        arguments: the arguments of the call, by name.
+        rows: the number of rows of logits at a time; None chooses it by the device, at most a quarter of the rows.
     """
     target, weight, reduction = arguments["target"], arguments["weight"], arguments["reduction"]
     smoothing, ignored = arguments.get("label_smoothing", 0.0), arguments["ignore_index"]
@@ -36,7 +36,7 @@ def fused_loss(node: Node, arguments: dict[str, Any], rows: int | None) -> tuple
     back: Tensor | None = None
     if not node.rows.straight:
         index = node.rows.indices(x.device).flatten()
-        if node.rows.once:  # of the others, none is computed
+        if node.rows.once:  # the other rows are not computed
             classes = classes.new_full((len(x),), ignored).index_copy_(0, index, classes)
             back = index
         else:
@@ -73,12 +73,12 @@ _REDUCTIONS = ("mean", "sum", "none")
 
 
 def _rows(x: Tensor) -> int:
-    """Rows of logits at a time, of the head's input (..., D)."""
+    """Return the rows of logits at a time, for the layer's input (..., D)."""
     return min(CHUNK_ON_GPU if x.is_cuda else CHUNK, -(-x.shape[:-1].numel() // 4))
 
 
 def _dtype(node: Node) -> torch.dtype:
-    """Of what the module's own call would return here: autocast computes losses in float32."""
+    """Return the dtype of the module's own call here, since autocast computes losses in float32."""
     device = node.call.x.device
     with torch.no_grad():
         one = F.cross_entropy(

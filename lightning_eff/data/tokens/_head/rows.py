@@ -1,8 +1,8 @@
-"""Which row of a head's output each entry of a tensor made of logits stands for, without the logits.
+"""Track which row of a layer's output each entry of a tensor made from logits belongs to, without the logits.
 
-Logits (n, V) are rows of V classes. What moves them about (shifts, reshapes, transpositions, selections) is run on a tensor
-of the same shape on the "meta" device, which has no data: from its strides follows which rows are where. Copies, and what
-selects by a mask or by numbers, begin anew with a list of rows.
+Logits (n, V) are rows of V classes. Operations that move them (shifts, reshapes, transpositions, selections) run on a tensor of
+the same shape on the "meta" device, without data. Its strides tell which rows are where. Copies, and selections by a mask or by
+indices, start again with a list of rows.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-#: Views of their first argument, or copies in the same order where it has none.
+#: Operations that return views of their first argument, or copies in the same order where no view exists.
 MOVING = frozenset((
     "T", "alias", "broadcast_to", "chunk", "clone", "contiguous", "expand", "expand_as", "flatten", "getitem", "mT",
     "moveaxis", "movedim", "narrow", "permute", "ravel", "reshape", "select", "split", "split_with_sizes", "squeeze",
@@ -26,7 +26,7 @@ _MAY_COPY = frozenset(("flatten", "ravel", "reshape"))
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """What is run inside, on tensors without data, is seen by no mode and by no subclass of tensors."""
+    """Hide the operations inside, on tensors without data, from all modes and tensor subclasses."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
@@ -36,10 +36,10 @@ class Rows:
     """The rows in a tensor of logits.
 
     Attributes:
-        layout: a tensor without data of the logits' shape, a view of one (n, V) that is contiguous.
+        layout: a tensor without data, of the logits' shape, a view of a contiguous one (n, V).
         at: its dimension of classes.
-        index: which row of the head's output each of the n is, (n,); None where they are its rows in their order.
-        once: no row stands in it twice.
+        index: the row of the layer's output for each of the n, (n,); None if they are its rows in order.
+        once: whether no row occurs twice.
     """
 
     layout: Tensor
@@ -49,12 +49,12 @@ class Rows:
 
     @property
     def shape(self) -> torch.Size:
-        """The logits' shape."""
+        """The shape of the logits."""
         return self.layout.shape
 
     @property
     def outer(self) -> tuple[int, ...]:
-        """Their shape without the dimension of classes."""
+        """The shape without the dimension of classes."""
         return tuple(size for dim, size in enumerate(self.layout.shape) if dim != self.at)
 
     @property
@@ -64,13 +64,13 @@ class Rows:
 
     @property
     def _strides(self) -> tuple[int, ...]:
-        """Of the rows, in rows, for :attr:`outer`."""
+        """The strides of the rows, in rows, for :attr:`outer`."""
         pairs = enumerate(zip(self.layout.shape, self.layout.stride(), strict=True))
         return tuple(0 if size == 1 else stride // self.classes for dim, (size, stride) in pairs if dim != self.at)
 
     @property
     def straight(self) -> bool:
-        """Whether it holds all rows of the head's output in their order."""
+        """Whether it holds all rows of the layer's output in order."""
         if self.index is not None or self.layout.storage_offset():
             return False
         expected = 1
@@ -81,7 +81,7 @@ class Rows:
         return expected * self.classes == _root(self.layout).numel()
 
     def indices(self, device: torch.device) -> Tensor:
-        """Which row of the head's output each is, int64 of the shape :attr:`outer`."""
+        """Return the row of the layer's output for each entry, int64, shape :attr:`outer`."""
         count = _root(self.layout).numel() // self.classes
         first = self.layout.storage_offset() // self.classes
         found = torch.arange(count, device=device).as_strided(self.outer, self._strides, first)
@@ -89,21 +89,21 @@ class Rows:
 
 
 def begin(shape: tuple[int, ...]) -> Rows:
-    """The rows of a head's output (..., V)."""
+    """Return the rows of a layer's output (..., V)."""
     with _unseen():
         return Rows(torch.empty(shape, device="meta"), len(shape) - 1)
 
 
 def moved(rows: Rows, name: str, func: Any, args: tuple[Any, ...], kwargs: Any, device: torch.device) -> Any:
-    """The rows of what ``func`` makes of logits: a :class:`Rows`, or a list of them; None where that is not known.
+    """Return the rows of the result of ``func`` on logits: a :class:`Rows`, or a list of them; None if unknown.
 
     Args:
-        rows: those of the logits.
-        name: of the operation, one of :data:`MOVING`.
+        rows: the rows of the logits.
+        name: the name of the operation, one of :data:`MOVING`.
         func: the operation.
         args: its arguments after the logits.
-        kwargs: by name.
-        device: the logits'.
+        kwargs: its keyword arguments.
+        device: the device of the logits.
     """
     if name in _COPIES:
         return _anew(rows, device)
@@ -123,7 +123,7 @@ def _viewed(rows: Rows, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     try:
         with _unseen():
             made = func(rows.layout, *args, **kwargs)
-    except (RuntimeError, TypeError, ValueError, IndexError):  # plain logits tell what is wrong, or can do it
+    except (RuntimeError, TypeError, ValueError, IndexError):  # plain logits raise the right error, or work
         return None
     found = [_read(rows, layout) for layout in ([made] if isinstance(made, Tensor) else made)]
     if any(one is None for one in found):
@@ -132,7 +132,7 @@ def _viewed(rows: Rows, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _read(rows: Rows, layout: Tensor) -> Rows | None:
-    """The rows of a view of the layout, if it has all classes in one dimension."""
+    """Return the rows of a view of the layout, if all its classes are in one dimension."""
     classes = rows.classes
     if _root(layout) is not _root(rows.layout) or layout.dtype != rows.layout.dtype:
         return None
@@ -145,7 +145,7 @@ def _read(rows: Rows, layout: Tensor) -> Rows | None:
 
 
 def _anew(rows: Rows, device: torch.device) -> Rows:
-    """The same rows as a copy of them has: side by side, with the dimension of classes where it was."""
+    """Return the same rows as in a copy: consecutive, with the dimension of classes unchanged."""
     with _unseen():
         layout = torch.empty((*rows.outer, rows.classes), device="meta").movedim(-1, rows.at)
     index = None if rows.straight else rows.indices(device).flatten()
@@ -153,7 +153,7 @@ def _anew(rows: Rows, device: torch.device) -> Rows:
 
 
 def _selects(index: Any) -> bool:
-    """Whether an index selects by masks or numbers, rather than by slices and places."""
+    """Return whether an index selects by masks or indices, rather than by slices and positions."""
     return any(isinstance(one, Tensor | list) for one in (index if isinstance(index, tuple) else (index,)))
 
 

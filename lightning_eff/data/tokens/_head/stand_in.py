@@ -1,8 +1,8 @@
-"""A tensor that stands where logits would: it knows of which hidden states and weights it is, and computes them if asked.
+"""A placeholder tensor for logits: it knows its hidden states and weights, and computes the logits on demand.
 
-What moves logits about, casts them up, scales them by a number, adds a bias of classes or caps them by ``tanh`` gives
-another stand-in. A cross-entropy of one is its maker's to compute. Every other operation gets the logits, which are
-computed then, once, by the very operations that the module asked for; and so what is not understood is as it would be.
+Operations that move logits, upcast them, scale them by a number, add a bias of classes or cap them by ``tanh`` return another
+placeholder. Its maker computes a cross-entropy. Every other operation gets the logits, computed once by the operations that
+the module requested, so unknown operations behave as usual.
 """
 
 import sys
@@ -24,7 +24,7 @@ from lightning_eff._core.losses import bind_loss
 from lightning_eff.data.tokens._head.calls import PLACE, Call, Maker, Node
 from lightning_eff.data.tokens._head.rows import MOVING, Rows, begin, moved
 
-#: What is known of logits without them.
+#: Attributes that are known without the logits.
 _KNOWN = frozenset((
     "device", "dim", "dtype", "element_size", "get_device", "grad_fn", "is_complex", "is_contiguous", "is_cpu", "is_cuda",
     "is_floating_point", "is_leaf", "is_meta", "is_mps", "is_mtia", "is_nested", "is_quantized", "is_signed", "is_sparse",
@@ -57,7 +57,7 @@ _WATCHED = frozenset(("grad", "register_hook", "register_post_accumulate_grad_ho
 
 
 class Logits(Tensor):
-    """Stands where logits would."""
+    """A placeholder for logits."""
 
     _node: Node
 
@@ -103,7 +103,7 @@ class Logits(Tensor):
     @classmethod
     @override
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """An operation that was not seen above: from within C++, below autograd."""
+        """Handle an operation that was not seen above, from within C++, below autograd."""
 
         def plain(value: Any) -> Any:
             if not isinstance(value, Logits):
@@ -122,7 +122,7 @@ class Logits(Tensor):
 
 
 class _Stand(torch.autograd.Function):
-    """Makes a stand-in part of the graph: where its gradient is asked for by what was not seen, it is the logits'."""
+    """Makes a placeholder part of the graph; if unseen code asks for its gradient, it is that of the logits."""
 
     @staticmethod
     def forward(ctx: Any, node: Node, *inputs: Tensor) -> Tensor:
@@ -142,12 +142,12 @@ class _Stand(torch.autograd.Function):
 
 
 def stand_in(maker: Maker, site: Any, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """A stand-in for ``x weight^T + bias``, or None where it cannot be one.
+    """Return a placeholder for ``x weight^T + bias``, or None if this is not supported.
 
     Args:
-        maker: who is asked for losses and told of reads.
-        site: which map this is a call of, for messages.
-        x: (..., D), of a floating dtype.
+        maker: the object that computes losses and hears of reads.
+        site: the called layer, for messages.
+        x: (..., D), floating-point.
         weight: (V, D).
         bias: (V,), or None.
     """
@@ -167,7 +167,7 @@ def stand_in(maker: Maker, site: Any, x: Any, weight: Tensor, bias: Tensor | Non
 
 def _stood(node: Node) -> Tensor:
     made = _Stand.apply(node, *node.call.inputs, *node.others)
-    assert isinstance(made, Tensor), "a Function returns what its forward does"
+    assert isinstance(made, Tensor), "a Function returns the result of its forward"
     node.stand_in = weakref.ref(made)
     return made
 
@@ -179,7 +179,7 @@ def _stand_ins(value: Any) -> Iterator[Logits]:
 
 
 def _by_tracker() -> bool:
-    """Whether torch's own tracker of modules registers a hook (as ``FlopCounterMode`` does), which changes no gradient."""
+    """Return whether torch's own module tracker registers a hook (as ``FlopCounterMode`` does), which changes no gradient."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(6):
         if frame is None or frame.f_globals.get("__name__") == "torch.utils.module_tracker":
@@ -191,7 +191,7 @@ def _by_tracker() -> bool:
 
 
 def _of_fsdp(hook: Any) -> bool:
-    """Whether FSDP2 waits for the backward pass by this hook, which hands the gradient on as it is."""
+    """Return whether FSDP2 waits for the backward pass with this hook, which passes the gradient on unchanged."""
     return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
 
 
@@ -207,7 +207,7 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | 
 
 
 def _followed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The stand-ins that an operation on one makes, or None where it takes the logits."""
+    """Return the placeholders that an operation on one makes, or None if it needs the logits."""
     at = next((i for i, arg in enumerate(args) if isinstance(arg, Logits)), None)
     if at is None:
         return None
@@ -219,7 +219,7 @@ def _followed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if at == 0 and name in MOVING:
         if any(
             isinstance(value, torch.dtype) for value in (*rest, *kwargs.values())
-        ):  # the bits, read as another dtype
+        ):  # reinterpret the bits as another dtype
             return None
         made = moved(node.rows, name, func, rest, kwargs, node.call.x.device)
         if made is None:
@@ -247,7 +247,7 @@ def _child(node: Node, step: Any, **changed: Any) -> Node:
 
 
 def _over_classes(rows: Rows, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a ``log_softmax`` with these arguments is one over the classes, in the logits' own dtype."""
+    """Return whether a ``log_softmax`` with these arguments is over the classes, in the logits' own dtype."""
     named = {**dict(zip(("dim", "_stacklevel"), rest, strict=False)), **kwargs}
     dim = named.pop("dim", None)
     if not isinstance(dim, int) or any(key != "_stacklevel" and value is not None for key, value in named.items()):
@@ -260,7 +260,7 @@ def _over_classes(rows: Rows, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _cast(node: Node, step: Any, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """To a dtype that holds all that the logits' does."""
+    """Cast to a dtype that can hold all values of the logits' dtype."""
     dtype, device = _CASTS.get(name), node.call.x.device
     if dtype is None:
         with torch._C.DisableTorchFunction():
@@ -274,7 +274,7 @@ def _cast(node: Node, step: Any, name: str, rest: tuple[Any, ...], kwargs: dict[
 
 
 def _is_scalar(value: Any, node: Node) -> bool:
-    """Whether it is a number, or a tensor of one by which the logits' shape stays."""
+    """Return whether it is a number, or a tensor with one element that keeps the logits' shape."""
     if not isinstance(value, Tensor):
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) in (Tensor, nn.Parameter) and value.numel() == 1 and value.ndim <= len(node.rows.shape)
@@ -298,7 +298,7 @@ def _scaled(node: Node, step: Any, by: Any, *, divide: bool) -> Tensor | None:
 
 
 def _joined(node: Node, by: Any) -> torch.dtype | None:
-    """Of the logits with a number or a tensor, as torch promotes them: float32 of bfloat16 with float32, say."""
+    """Return the dtype of the logits with a number or a tensor, by torch's promotion."""
     if not isinstance(by, Tensor) or (by.ndim == 0 and by.is_floating_point()):
         return node.dtype
     dtype = torch.promote_types(node.dtype, by.dtype)
@@ -306,7 +306,7 @@ def _joined(node: Node, by: Any) -> torch.dtype | None:
 
 
 def _shifted(node: Node, step: Any, by: Any) -> Tensor | None:
-    """By a bias of classes, of which there is one for all rows."""
+    """Shift by a bias of classes, which is the same for all rows."""
     rows = node.rows
     if type(by) not in (Tensor, nn.Parameter) or node.cap is not None or by.ndim > len(rows.shape):
         return None
@@ -321,7 +321,7 @@ def _shifted(node: Node, step: Any, by: Any) -> Tensor | None:
 def _computed(
     name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stand_ins: list[Logits], *, changes: bool
 ) -> Any:
-    """The operation on the logits themselves."""
+    """Run the operation on the logits themselves."""
     for one in stand_ins:
         call = one._node.call
         if changes:

@@ -1,1 +1,1 @@
-"""Blocks of a stack called on padded batches without their padding, several samples in one row."""
+"""Blocks that compute padded batches without their padding, with several samples per row."""

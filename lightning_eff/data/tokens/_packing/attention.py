@@ -1,9 +1,9 @@
-"""Attention of samples that share a row: each sample's tokens see one another, and no other sample's.
+"""Attention of samples that share a row: each sample's tokens attend only to one another.
 
-``F.scaled_dot_product_attention`` is met wherever it is called within a block, by whatever name, Hugging Face's attention
-and ``nn.MultiheadAttention`` included. On a CPU it is computed sample by sample, which costs what each sample's length asks
-for, and keeps a causal call causal; elsewhere, where many small calls would be slow, once with a block-diagonal mask. For
-``flex_attention`` see :mod:`~lightning_eff.data.tokens._packing.flex`.
+``F.scaled_dot_product_attention`` is replaced wherever it is called within a block, under any name, including Hugging Face's
+attention and ``nn.MultiheadAttention``. On a CPU it is computed sample by sample, whose cost depends on each sample's length,
+and a causal call stays causal. Elsewhere, where many small calls would be slow, it is computed once with a block-diagonal mask.
+For ``flex_attention`` see :mod:`~lightning_eff.data.tokens._packing.flex`.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,11 +20,11 @@ from lightning_eff._core.patches import Patches
 from lightning_eff.data.tokens._packing.flex import Flex, Mods
 from lightning_eff.data.tokens._packing.rows import Rows
 
-APART = ("cpu",)  #: kinds of devices on which it is computed sample by sample
+APART = ("cpu",)  #: device types on which it is computed sample by sample
 
 
 class Attention(TorchFunctionMode):
-    """Lets attention be of samples in rows, within :meth:`within`.
+    """Lets attention work on samples in rows, within :meth:`within`.
 
     Args:
         who: the technique's name, for messages.
@@ -33,7 +33,7 @@ class Attention(TorchFunctionMode):
         flex: FlexAttention on these rows.
     """
 
-    apart_from_compiled = True  # sees nothing in compiled code, which need not be compiled with it
+    apart_from_compiled = True  # it sees nothing in compiled code, which need not be compiled with it
 
     def __init__(self, who: str) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Attention(TorchFunctionMode):
 
     @contextmanager
     def within(self, block: nn.Module, rows: Rows, mods: Mods) -> Iterator[None]:
-        """A block's call on these rows is under way; each call, since backward passes that run blocks again know no modes."""
+        """Run one call of a block on these rows; each call, since a recomputing backward pass has no active modes."""
         around = self._rows, self._around
         self._rows, self._around = rows, _recording()
         try:
@@ -63,7 +63,7 @@ class Attention(TorchFunctionMode):
         self._check()
         if func is F.scaled_dot_product_attention:
             return attend(func, rows, *args, **kwargs)
-        # a function of torch's own in Python, in which this mode is off and names are looked up in F
+        # a Python function of torch in which this mode is off, and which looks names up in F
         plain, patches = F.scaled_dot_product_attention, Patches()
         patches.set(F, "scaled_dot_product_attention", lambda *a, **kw: attend(plain, rows, *a, **kw))
         try:
@@ -74,14 +74,13 @@ class Attention(TorchFunctionMode):
     def _check(self) -> None:
         if _recording() != self._around:
             raise ValueError(
-                f"{self.who}: attention is within a checkpoint inside of its block, and would run again without what is known"
-                " of its rows; expected blocks to run again as a whole. Checkpoint whole blocks, as Rematerialization does,"
-                " or take the technique out."
+                f"{self.who}: attention is within a checkpoint inside of its block, and would be recomputed without its rows."
+                f" Checkpoint whole blocks, as Rematerialization does, or remove {self.who}."
             )
 
 
 def _recording() -> tuple[bool, Any]:
-    """Whether a graph is recorded, and which of torch's checkpoints saves it, if any."""
+    """Return whether a graph is recorded, and which of torch's checkpoints saves it, if any."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         return torch.is_grad_enabled(), None
@@ -101,19 +100,19 @@ def attend(
     apart: bool | None = None,
     **rest: Any,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` in which no token sees another sample's.
+    """Compute ``F.scaled_dot_product_attention`` such that no token attends to another sample.
 
     Args:
         func: the plain function.
-        rows: where samples stand.
-        query: (R, H, L, E), or (R H, L, E); of other shapes the call is plain.
+        rows: the positions of the samples.
+        query: (R, H, L, E), or (R H, L, E). With other shapes the call is plain.
         key: likewise.
         value: likewise.
-        attn_mask: as the plain function has it.
-        dropout_p: as the plain function has it.
-        is_causal: as the plain function has it.
-        apart: sample by sample; None for where the device is of :data:`APART`.
-        rest: what else the plain function takes.
+        attn_mask: as in the plain function.
+        dropout_p: as in the plain function.
+        is_causal: as in the plain function.
+        apart: whether to compute sample by sample; None if the device is in :data:`APART`.
+        rest: other arguments of the plain function.
     """
     tensors = (query, key, value)
     if query.ndim == 3 and all(t.ndim == 3 and t.shape[0] % rows.count == 0 for t in tensors):
@@ -143,9 +142,9 @@ def attend(
 def _apart(
     func: Callable[..., Tensor], rows: Rows, tensors: tuple[Tensor, ...], mask: Tensor | None, **settings: Any
 ) -> Tensor:
-    """One call for each sample; slots that are left over get zeros."""
+    """Make one call per sample; empty slots get zeros."""
     sizes = [piece.stop - piece.start for piece in rows.pieces]
-    # tokens side by side, so that there is one split and one join, whatever the number of samples
+    # consecutive tokens, so that one split and one join serve any number of samples
     parts = zip(*(t.transpose(1, 2).flatten(0, 1).split(sizes) for t in tensors), strict=True)
     found: list[Tensor | None] = []
     for piece, (q, k, v) in zip(rows.pieces, parts, strict=True):
@@ -161,7 +160,7 @@ def _apart(
 
 
 def _cut(mask: Tensor, row: int, tokens: slice, count: int) -> Tensor:
-    """What a mask of rows says of one sample."""
+    """Return the part of a mask of rows for one sample."""
     if mask.ndim == 4 and mask.shape[0] == count:
         mask = mask[row : row + 1]
     every = slice(None)

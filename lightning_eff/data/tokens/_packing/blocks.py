@@ -1,8 +1,7 @@
-"""The way in: blocks of a stack that training steps call on rows of tokens, without padding.
+"""Blocks of a stack that training steps call on rows of tokens, without padding.
 
-Each block is handed the tokens of a padded batch in rows, and returns them in their places: the module's own code, before,
-between and after the blocks, sees a padded batch, and so do embeddings, heads and losses. What it finds at padding is what
-entered the stack there.
+Each block gets the tokens of a padded batch in rows, and returns them in their places. The module's own code before, between
+and behind the blocks sees a padded batch, and so do embeddings, heads and losses. At padding, it finds what entered the stack.
 """
 
 import math
@@ -32,26 +31,26 @@ from lightning_eff.data.tokens._packing.rows import Rows, in_rows, unpacked
 
 
 class PackedBlocks(Tokens):
-    """All blocks of a stack, which training steps call on rows where that holds fewer slots than the batch has places.
+    """Blocks of a stack that training steps call on rows, where these hold fewer slots than the batch has places.
 
-    The first batch with padding is looked at before it is trained on: each block is tried on a copy (see
-    :mod:`~lightning_eff.data.tokens._packing.inputs`), and the module's loss with noise at padding, and with packing, must be
-    the plain one. A later batch that calls a block with other kinds of inputs, has longer rows, two samples in a row for the
-    first time, or tokens that are not the first places, is tried in its turn, before the block runs. In each step it is looked
-    at whether masks still hide padding, and whether any gradient comes back to it.
+    The first batch with padding is checked before training on it: each block on a copy (see
+    :mod:`~lightning_eff.data.tokens._packing.inputs`), and the module's loss, which must be the same with noise at padding,
+    and with packing. A later batch is checked before the block runs, if it brings other kinds of inputs, longer rows, the
+    first two samples in a row, or tokens that are not the first places. Each step checks that masks still hide padding, and
+    that no gradient reaches it.
 
     Args:
         session: the run.
         who: the technique's name.
-        capacity: tokens of a row, at most; None for those of the batch's longest sample.
-        find: how a batch tells its padding.
+        capacity: the largest number of tokens per row; None for the batch's longest sample.
+        find: a function that finds how a batch marks its padding.
     """
 
     def __init__(self, session: Session, who: str, capacity: int | None, find: Callable[[Any], Padding]) -> None:
         super().__init__(session, who, lambda at: None)
         self.capacity = capacity
-        self.rows: Rows | None = None  #: of the last batch; None where it was not packed
-        self.places = 0  #: of the last batch
+        self.rows: Rows | None = None  #: the rows of the last batch; None if it was not packed
+        self.places = 0  #: the places of the last batch
         self._find_padding = find
         self._padding: Padding | None = None
         self._attention = Attention(who)
@@ -71,22 +70,21 @@ class PackedBlocks(Tokens):
             for path, m in block.named_modules():
                 if m._compiled_call_impl is not None or hasattr(m, "_orig_mod"):
                     raise ValueError(
-                        f"{self.who}: block {index} of {stack} is compiled{f' in {path}' if path else ''}; expected it not to"
-                        " be, since each batch has rows of other lengths, and attention within compiled code is not met."
-                        " Do not compile, or take the technique out."
+                        f"{self.who}: block {index} of {stack} is compiled{f' in {path}' if path else ''}, but attention in"
+                        f" compiled code cannot be replaced. Remove torch.compile, or {self.who}."
                     )
         return stack
 
     @override
     def run(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """``proceed(batch)`` with the blocks called on rows, in its backward pass too.
+        """Run ``proceed(batch)`` with the blocks on rows, in its backward pass too.
 
         Raises:
-            ValueError: on all ranks, if a block cannot be called so, or the loss reads padding.
+            ValueError: on all ranks, if a block cannot be packed, or the loss reads padding.
         """
         if not self._checked:
             self._look_first(step, batch)
-        if self._patches is not None or not self._own_look:  # within a pass of another technique; no padding so far
+        if self._patches is not None or not self._own_look:  # within a pass of another technique, or no padding so far
             return proceed(batch)
         self._put_on(step)
         if torch.is_grad_enabled():
@@ -132,7 +130,7 @@ class PackedBlocks(Tokens):
         self._checked = all(agree(self.session, problem, self._own_look))
 
     def _look_at(self, step: Step, batch: Any, padding: Padding) -> bool:
-        """Whether the batch has padding, and what it is for can be done."""
+        """Return whether the batch has padding, after checking that it can be packed."""
         keep = padding.keep(batch)
         rows = None if keep is None else in_rows(keep, self.capacity)
         if rows is None:
@@ -160,8 +158,7 @@ class PackedBlocks(Tokens):
                 return False
             if not self._tried:
                 raise ValueError(
-                    f"{self.who}: training_step called none of the blocks of {self.stack}; expected each step to call them."
-                    " Name another stack by layers=."
+                    f"{self.who}: training_step called none of the blocks of {self.stack}. Name another stack with layers=."
                 )
             plain = passed()
             if plain is None:  # the step skips this batch
@@ -173,20 +170,18 @@ class PackedBlocks(Tokens):
                 packed = passed(packing=True)
             except (RuntimeError, IndexError, TypeError) as error:
                 raise ValueError(
-                    f"{self.who}: training_step, which ran on the padded batch, fails with rows in the blocks of {self.stack}:"
-                    f" {error}. Something outside of them takes what is inside of them to be padded, such as a router's loss:"
-                    " switch that off, or take the technique out."
+                    f"{self.who}: training_step fails with packed rows in the blocks of {self.stack}: {error}. Code outside"
+                    f" the blocks expects padded tensors from inside them, such as a router's loss. Disable it, or remove"
+                    f" {self.who}."
                 ) from error
             exact = all(p.dtype.itemsize >= 4 for p in step.module.parameters()) and not torch.is_autocast_enabled(
                 device
             )
-            inside = (
-                " Something inside of the blocks is read beside their output, such as a router's loss: switch that off."
-            )
+            inside = " Code outside the blocks reads more than their output, such as a router's loss. Disable it."
             self._compare(plain, packed, "without padding in the blocks", 2e-5 if exact else 3e-2, inside)
         rank_zero_info(
-            f"{self.who}: {rows.keep.numel()} places of the first batch with padding are {rows.count} rows of {rows.length}"
-            f" tokens in {self.stack}"
+            f"{self.who}: {self.stack} computes {rows.count} rows of {rows.length} tokens for the"
+            f" {rows.keep.numel()} places of the first batch with padding"
         )
         return True
 
@@ -194,13 +189,10 @@ class PackedBlocks(Tokens):
         if loss is not None and abs(loss - plain) <= tolerance * max(abs(plain), 1e-3):
             return
         why = why or (
-            " The loss or what comes before it reads padding (a mean over all places, labels that are not ignored there, the"
-            " first token after padding on the left, which is predicted there): let it ignore padding."
+            " The loss or an earlier part reads padding (a mean over all places, labels that count at padding, or the first"
+            " token after padding on the left, which is predicted at padding). Let it ignore padding."
         )
-        raise ValueError(
-            f"{self.who}: {what} the loss is {loss} instead of {plain}; expected the same.{why} Otherwise take the technique"
-            " out."
-        )
+        raise ValueError(f"{self.who}: {what} the loss is {loss} instead of {plain}.{why} Otherwise remove {self.who}.")
 
     # -- the blocks of one step
 
@@ -226,10 +218,10 @@ class PackedBlocks(Tokens):
         return full if rest is None else (full, *given_back(rest, less, call))
 
     def _rows(self, fewer: Fewer, hidden: Tensor) -> Rows | None:
-        """The rows of the batch that the module's step was given last."""
+        """Return the rows of the batch that the module's step received last."""
         batch = fewer.step.given
         if batch is not self._given:
-            assert self._padding is not None, "it was found with the first batch"
+            assert self._padding is not None, "the first batch finds it"
             keep = self._padding.keep(batch)
             self._given, self._one_row = batch, None
             self.places = 0 if keep is None else keep.numel()
@@ -241,14 +233,14 @@ class PackedBlocks(Tokens):
             return rows
         if self._one_row is None:
             self._one_row = in_rows(rows.keep, rows.keep.numel())
-            assert self._one_row is not None, "where rows hold fewer slots than places, one row does"
+            assert self._one_row is not None, "if rows hold fewer slots than places, so does one row"
         return self._one_row
 
     def _planned(self, fewer: Fewer, call: Call, hidden: Tensor, rows: Rows) -> Plan:
-        """How the block is called on rows: as found before for inputs of these kinds, or tried now."""
+        """Return how the block is called on rows: as found before for such inputs, or tried now."""
         shared, first = rows.kind
         of_kind = kinds(call, hidden)
-        for other in (shared, True):  # what is right with several samples in a row is right with one
+        for other in (shared, True):  # a plan for several samples per row also works for one
             longest, plan = self._tried.get((fewer.index, of_kind, other, first), (0, None))
             if plan is None or rows.length > longest:
                 continue
@@ -260,7 +252,7 @@ class PackedBlocks(Tokens):
         except CannotTake as error:
             raise ValueError(
                 f"{self.who}: block {fewer.index} of {self.stack} cannot be called without padding: {error}. Name another stack"
-                " by layers=, another mask by mask=, or take the technique out."
+                f" with layers=, another mask with mask=, or remove {self.who}."
             ) from None
         self._tried[fewer.index, of_kind, shared, first] = rows.length, plan
         return plan
@@ -284,13 +276,13 @@ class PackedBlocks(Tokens):
             seen = sees_padding(value, plan.dims[path], rows, true_hides=plan.true_hides)
             if seen is not None:
                 self._flags.append(
-                    (f"the mask {'.'.join(map(str, path))} that blocks are handed lets tokens see padding", seen)
+                    (f"the mask {'.'.join(map(str, path))} that blocks receive lets tokens see padding", seen)
                 )
         if not hidden_of(*call).is_cuda:
             self._raise_flags()
 
     def _look_at_flex(self, plan: Plan) -> None:
-        """Block masks that blocks found elsewhere than among what they were handed, too."""
+        """Check block masks that blocks did not receive as arguments too."""
         seen, self._attention.flex.seen = self._attention.flex.seen, []
         if plan.flex_hides:
             self._flags += [("FlexAttention's block mask lets tokens see padding", flag) for flag in seen]
@@ -298,8 +290,10 @@ class PackedBlocks(Tokens):
             self._raise_flags()
 
     def _watch(self, gradient: Tensor) -> None:
-        """Gradients at padding: where a loss reads it, it does not train what it would."""
-        if not gradient.is_cuda and not bool(gradient.any()):  # as ever; what follows takes several passes over it
+        """Check for gradients at padding, where a loss that reads it would train something else."""
+        if not gradient.is_cuda and not bool(
+            gradient.any()
+        ):  # the usual case; the following takes several passes over it
             return
         reads = ((gradient != 0) & gradient.isfinite()).any()
         self._flags.append(("the loss reads what the blocks return at padding", reads))
@@ -311,7 +305,6 @@ class PackedBlocks(Tokens):
         for text, flag in flags:
             if bool(flag):
                 raise ValueError(
-                    f"{self.who}: in this batch {text}, and not in the one that was looked at; expected padding to be without"
-                    " effect, since it is not computed. Mend the batch's mask or labels (padding on the left predicts a first"
-                    " token), or take the technique out."
+                    f"{self.who}: in this batch {text}, unlike in the one that was checked. Correct the batch's mask or labels"
+                    f" (padding on the left predicts a first token), or remove {self.who}."
                 )

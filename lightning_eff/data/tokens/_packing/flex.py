@@ -1,9 +1,9 @@
-"""FlexAttention of samples that share a row: block masks and score functions of a padded batch, asked for slots of rows.
+"""FlexAttention of samples that share a row: block masks and score functions of a padded batch, evaluated for slots of rows.
 
-``flex_attention`` is a function that no mode of torch meets, so it is met under the names that modules call it by: globals
-of their files and attributes of their own, ``torch.compile(flex_attention)`` and Hugging Face's included. The user's own
-function is called, with a mask and scores of slots. Where a function of theirs is made of what the block was handed in rows,
-it goes by slots already; which of the two it is cannot be seen, but tried.
+No torch mode sees ``flex_attention``, so it is replaced under the names that modules use: globals of their files and their own
+attributes, including ``torch.compile(flex_attention)`` and Hugging Face's. The user's own function is called, with a mask and
+scores for slots. A mask or score function that is built from inputs in rows already uses slots. Which of the two applies cannot
+be seen, so both are tried.
 """
 
 import sys
@@ -29,28 +29,28 @@ _NAMES = ("query", "key", "value", "score_mod", "block_mask", "scale", "enable_g
 
 @dataclass(frozen=True)
 class Mods:
-    """Whether the functions that a block's FlexAttention is given go by slots of rows, and not by the batch's places.
+    """Whether the functions passed to a block's FlexAttention use slots of rows instead of the batch's places.
 
     Attributes:
-        mask_by_slots: those of block masks.
-        score_by_slots: those of scores.
+        mask_by_slots: whether block masks do.
+        score_by_slots: whether score functions do.
     """
 
     mask_by_slots: bool = False
     score_by_slots: bool = False
 
 
-#: What they may go by, in the likeliest order.
+#: The possibilities, the likeliest first.
 EVERY = (Mods(), Mods(score_by_slots=True), Mods(mask_by_slots=True), Mods(True, True))
 
 
 def mask_of_slots(mask_mod: Mod | None, rows: Rows, *, by_slots: bool = False) -> Mod:
-    """Which slots see one another: those of one sample, where ``mask_mod`` lets their tokens.
+    """Return the mask function for slots: those of one sample attend to each other, if ``mask_mod`` allows it for their tokens.
 
     Args:
-        mask_mod: ``(b, h, q, k)`` of the padded batch; None for all.
-        rows: where tokens stand.
-        by_slots: it is of slots.
+        mask_mod: ``(b, h, q, k)`` of the padded batch; None allows all.
+        rows: the positions of the tokens.
+        by_slots: whether ``mask_mod`` uses slots.
     """
     segment, sample, place = rows.segment, rows.sample.int(), rows.place.int()
 
@@ -69,7 +69,7 @@ def mask_of_slots(mask_mod: Mod | None, rows: Rows, *, by_slots: bool = False) -
 
 
 def scores_of_slots(score_mod: Mod, rows: Rows) -> Mod:
-    """``score_mod(score, b, h, q, k)`` of the padded batch, of slots."""
+    """Return the padded batch's ``score_mod(score, b, h, q, k)`` for slots."""
     sample, place = rows.sample.int(), rows.place.int()
 
     def of_batch(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def scores_of_slots(score_mod: Mod, rows: Rows) -> Mod:
 
 
 def sees_padding(block_mask: Any, rows: Rows) -> Tensor:
-    """Whether a block mask of the padded batch lets any token see padding, as a tensor."""
+    """Return whether a block mask of the padded batch lets any token attend to padding, as a tensor."""
     from torch.nn.attention.flex_attention import create_mask
 
     size, tokens = rows.keep.shape
@@ -99,11 +99,11 @@ class Flex:
     """FlexAttention of blocks on rows.
 
     Args:
-        check: is called before each, and may raise.
+        check: a function that is called before each use, and may raise.
 
     Attributes:
-        met: a function has been asked that may go by places or by slots.
-        seen: of each block mask of the padded batch that was met, whether it lets tokens see padding.
+        met: whether a function was used that may depend on places or slots.
+        seen: for each block mask of the padded batch, whether it lets tokens attend to padding.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -117,14 +117,14 @@ class Flex:
         self._blocks: WeakKeyDictionary[nn.Module, tuple[Any, list[Name]]] = WeakKeyDictionary()
 
     def forget(self) -> None:
-        """A step, or a trial, is over."""
+        """End a step, or a trial."""
         self.met = False
         self.seen.clear()
         self._held.clear()
 
     @contextmanager
     def within(self, block: nn.Module, rows: Rows, mods: Mods) -> Iterator[None]:
-        """``block`` calls FlexAttention on these rows, with functions that go by ``mods``."""
+        """Let ``block`` call FlexAttention on these rows, with functions according to ``mods``."""
         around, patches = (self._rows, self._mods), Patches()
         self._rows, self._mods = rows, mods
         try:
@@ -136,7 +136,7 @@ class Flex:
             self._rows, self._mods = around
 
     def _names(self, block: nn.Module) -> list[Name]:
-        """Where the block may find FlexAttention, and what stands in for it there."""
+        """List where the block may find FlexAttention, and its replacement there."""
         home = sys.modules.get(_HOME)
         if home is None:
             return []
@@ -161,7 +161,7 @@ class Flex:
             self._check()
             score_mod, block_mask = given.get("score_mod"), given.get("block_mask")
             with without_listeners():
-                if hugging_face:  # what it asks of scores is made within the block, of what that is handed in rows
+                if hugging_face:  # its score function is built within the block, from inputs in rows
                     mods = replace(mods, score_by_slots=True)
                 else:
                     self.met |= score_mod is not None or block_mask is not None
@@ -173,7 +173,7 @@ class Flex:
         return flex_attention
 
     def _mask(self, block_mask: Any, rows: Rows, mods: Mods) -> Any:
-        """The block mask of rows, made once in a step for all blocks that are given the same."""
+        """Return the block mask of rows, created once per step for all blocks with the same mask."""
         from torch.nn.attention.flex_attention import create_block_mask
 
         key = id(block_mask), id(rows), mods.mask_by_slots
@@ -196,16 +196,16 @@ class Flex:
 
 
 def _is(value: Any, flex: Any) -> bool:
-    """Whether it is FlexAttention, or that compiled."""
+    """Return whether ``value`` is FlexAttention, compiled or not."""
     return value is flex or (type(value) is FunctionType and value.__dict__.get("_torchdynamo_orig_callable") is flex)
 
 
 def _in_files(flex: Any) -> Iterator[tuple[Any, str, Any]]:
-    """The globals, of all files that are loaded, that are FlexAttention."""
+    """Yield the globals of all loaded files that are FlexAttention."""
     for name, file in list(sys.modules.items()):
         if not isinstance(file, ModuleType) or (name.startswith("torch.") and name != _HOME):
             continue
-        if name == _HUGGING_FACE:  # compiles it once for all, by its own global, and calls that by another
+        if name == _HUGGING_FACE:  # it compiles the function once in one global, and calls it by another
             func = getattr(file, "compile_friendly_flex_attention", None)
             if func is not None:
                 yield file, func.__name__, func

@@ -1,4 +1,4 @@
-"""How a block's inputs are handed over in rows, and whether the block then computes the same: tried on a copy of it."""
+"""Pass a block's inputs in rows, and test on a copy whether the block then computes the same."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,17 +33,17 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Plan:
-    """How a block's call is made one on rows.
+    """How a block is called on rows.
 
     Attributes:
         hidden: the path of the hidden state, (B, T, D) or (T, B, D).
-        dim: its dimension along the tokens, 1 or 0.
-        dims: by path, those of the other inputs.
-        true_hides: what a boolean mask of which two tokens see each other has where they do not.
-        one_row: all samples stand in one row, since an input has no dimension for samples.
-        hides: paths of masks that let no token see padding.
-        mods: what the functions that FlexAttention is given go by.
-        flex_hides: its block masks let no token see padding.
+        dim: its token dimension, 1 or 0.
+        dims: the token dimensions of the other inputs, by path.
+        true_hides: whether True in a boolean mask means that a token does not see another.
+        one_row: whether all samples share one row, because an input has no sample dimension.
+        hides: the paths of masks that let no token see padding.
+        mods: what the functions passed to FlexAttention use.
+        flex_hides: whether its block masks let no token see padding.
     """
 
     hidden: Path
@@ -56,12 +56,12 @@ class Plan:
     flex_hides: bool = False
 
     def in_rows(self, call: Call, rows: Rows, held: dict[Any, tuple[Tensor, Tensor]] | None = None) -> Call:
-        """The call on rows; caches of keys and values are left out.
+        """Return the call on rows, without caches of keys and values.
 
         Args:
-            call: on the padded batch.
-            rows: where tokens stand.
-            held: inputs in rows that other blocks of this step were handed, by what they were made of.
+            call: the call on the padded batch.
+            rows: the positions of the tokens.
+            held: inputs in rows that other blocks of this step received, by their source.
         """
 
         def take(path: Path, value: Any) -> Any:
@@ -83,14 +83,14 @@ class Plan:
 
 
 def taken(value: Tensor, dims: Dims, rows: Rows, *, true_hides: bool) -> Tensor:
-    """An input of the padded batch in rows.
+    """Return an input of the padded batch in rows.
 
     Args:
-        value: with a dimension for samples in front, (B or 1, ..), or, if all samples stand in one row, without.
-        dims: along tokens: one, or the two of a mask of which token sees which. A mask of which tokens are seen, (B, H, 1, T),
+        value: the input, with a sample dimension in front, (B or 1, ..), or without one if all samples share a row.
+        dims: its token dimensions: one, or two for a mask of which token sees which. A mask of visible tokens, (B, H, 1, T),
             becomes one of which token sees which.
-        rows: where tokens stand.
-        true_hides: what a boolean mask has where a token does not see another.
+        rows: the positions of the tokens.
+        true_hides: the value in a boolean mask where a token does not see another.
     """
     size = rows.keep.shape[0]
     if not _by_sample(value, dims, size):
@@ -116,7 +116,7 @@ def _of_keys(value: Tensor, dims: Dims) -> bool:
 
 
 def _apart(mask: Tensor, dims: Dims, same: Tensor, true_hides: bool) -> Tensor:
-    """A mask in which no token sees another sample's; ``same`` is (R, L, L), or (L, L) where there are no rows."""
+    """Return a mask in which no token sees another sample; ``same`` is (R, L, L), or (L, L) without rows."""
     shape = list(mask.shape) if same.ndim == 2 else [same.shape[0], *mask.shape[1:]]
     other = (~same).reshape([n if d in dims or (d == 0 and same.ndim == 3) else 1 for d, n in enumerate(shape)])
     if mask.dtype == torch.bool:
@@ -125,7 +125,7 @@ def _apart(mask: Tensor, dims: Dims, same: Tensor, true_hides: bool) -> Tensor:
 
 
 def sees_padding(value: Tensor, dims: Dims, rows: Rows, *, true_hides: bool) -> Tensor | None:
-    """Whether a mask lets any token see padding, as a tensor; None where it does not tell samples apart or is no mask."""
+    """Return whether a mask lets any token see padding, as a tensor; None if it is shared by samples or no mask."""
     size = rows.keep.shape[0]
     if not _by_sample(value, dims, size) or value.shape[0] != size:
         return None
@@ -147,18 +147,18 @@ def _reaches(seen: Tensor, rows: Rows) -> Tensor:
 def find_plan(
     block: nn.Module, call: Call, keep: Tensor, capacity: int | None, attention: Attention, generator: Generator
 ) -> Plan:
-    """How ``block`` is called on rows, tried on a copy of it in float64, with weights and inputs moved at random.
+    """Find how ``block`` is called on rows, on a float64 copy with randomly changed weights and inputs.
 
     Args:
         block: the block.
         call: a real call of it.
         keep: which places hold tokens, (B, T), bool.
-        capacity: tokens of a row, see :func:`in_rows`.
-        attention: of samples in rows.
-        generator: of what is drawn.
+        capacity: the tokens of a row, see :func:`in_rows`.
+        attention: attention of samples in rows.
+        generator: the source of random numbers.
 
     Raises:
-        CannotTake: with the reason, and all inputs.
+        CannotTake: if it cannot be, with the reason and all inputs.
     """
     inputs = ", ".join(told(path, value) for path, value in leaves(call) if value is not None)
     try:
@@ -175,13 +175,11 @@ def _find(
     dim = token_dim(hidden, keep.shape[0])
     if hidden.shape[dim] != keep.shape[1]:
         raise CannotTake(
-            f"its hidden state has {hidden.shape[dim]} tokens of a sample, and the mask of padding {keep.shape[1]} places"
+            f"its hidden state has {hidden.shape[dim]} tokens per sample, but the mask of padding has {keep.shape[1]} places"
         )
     for path, value in leaves(call):
         if isinstance(value, Tensor) and value.is_nested:
-            raise CannotTake(
-                f"{told(path, value)} is nested and cannot be taken apart; expected padded tensors, or none"
-            )
+            raise CannotTake(f"{told(path, value)} is nested and cannot be split; use padded tensors, or none")
     at = next(path for path, value in leaves(call) if value is hidden)
     reasons: list[str] = []
     for dtype in (torch.float64, torch.float32):
@@ -203,7 +201,7 @@ def _find(
                 if found is not None:
                     return replace(found, hides=_hiding(plan, call, rows))
                 reasons += told_why
-                if len(told_why) > 1 and tried >= _TRIES_OF_MODS:  # each of which torch compiles anew
+                if len(told_why) > 1 and tried >= _TRIES_OF_MODS:  # torch compiles each of them again
                     break
         else:
             break
@@ -211,7 +209,7 @@ def _find(
 
 
 def _with_mods(trial: "_Trial", plan: Plan, rows: Rows, attention: Attention) -> tuple[Plan | None, list[str]]:
-    """The plan, with what the functions of FlexAttention go by where it has any; or why it cannot be."""
+    """Return the plan with what FlexAttention's functions use, or the reasons against it."""
     reasons: list[str] = []
     for mods in EVERY:
         plan = replace(plan, mods=mods)
@@ -229,7 +227,7 @@ def _with_mods(trial: "_Trial", plan: Plan, rows: Rows, attention: Attention) ->
 
 
 def _at_other_length(trial: "_Trial", plan: Plan, rows: Rows, attention: Attention) -> list[str]:
-    """Why the plan fails in rows of another length, where it leaves an input whole that is as long as these rows."""
+    """Return why the plan fails in rows of another length, if an unchanged input is as long as these rows."""
     longer = in_rows(rows.keep, rows.keep.numel())
     along = [path for path, v in leaves(trial.call) if isinstance(v, Tensor) and rows.length in v.shape]
     whole = [path for path in along if path != plan.hidden and path not in plan.dims]
@@ -239,7 +237,7 @@ def _at_other_length(trial: "_Trial", plan: Plan, rows: Rows, attention: Attenti
 
 
 def _plans(call: Call, at: Path, dim: int, keep: Tensor) -> Iterator[Plan]:
-    """What may run along tokens, in the likeliest order; then all samples in one row, for inputs that are alike for all."""
+    """Yield the possible plans, the likeliest first; those with one row last."""
     size, tokens = keep.shape
     values = dict(leaves(call))
     found = [dict(dims) for dims in islice(candidates(call, at, tokens), TRIES)]
@@ -264,12 +262,12 @@ def _hiding(plan: Plan, call: Call, rows: Rows) -> frozenset[Path]:
 
 
 class _Trial:
-    """A copy of a block with weights and inputs moved at random, run on the padded batch and on rows."""
+    """A copy of a block with randomly changed weights and inputs, which runs on the padded batch and on rows."""
 
     def __init__(self, block: nn.Module, call: Call, dim: int, dtype: torch.dtype, generator: Generator) -> None:
         self.dtype, self.dim = dtype, dim
         self.block = moved(block, dtype, generator)
-        for m in self.block.modules():  # their statistics would be of tokens alone
+        for m in self.block.modules():  # their statistics would cover only tokens
             m.training = isinstance(m, _NormBase)
         hidden = hidden_of(*call)
         self.call = mapped(call, lambda _, value: moved_input(value, value is hidden, dtype, generator))
@@ -281,7 +279,7 @@ class _Trial:
             )
 
     def refuted(self, plan: Plan, rows: Rows, attention: Attention) -> str | None:
-        """Why the block cannot be called on these rows in this way; None if it can."""
+        """Return why the block cannot be called on these rows in this way; None if it can."""
         try:
             call = plan.in_rows(self.call, rows)
             with attention.within(self.block, rows, plan.mods):
@@ -298,16 +296,16 @@ class _Trial:
         if not bool((got - expected).abs().max() <= TOLERANCE[self.dtype] * (expected - entered).abs().max() + 1e-12):
             return (
                 "without padding, or with several samples in a row, it computes something else: its tokens see padding, or it"
-                " mixes tokens otherwise than by F.scaled_dot_product_attention, flex_attention, by a global of a file or an"
-                " attribute of its own, or a mask that it is handed (convolutions over tokens, recurrences, attention written"
-                " out with a mask of its own), or it goes by statistics of the batch"
+                " mixes tokens in another way than F.scaled_dot_product_attention, flex_attention, by a global of a file or an"
+                " attribute of its own, or a mask that it receives (convolutions over tokens, recurrences, attention written"
+                " out with a mask of its own), or it depends on statistics of the batch"
             )
         for value in rest or ():
             if isinstance(value, Tensor) and not _handed(value, call):
-                return f"it returns {tuple(value.shape)} beside the hidden state, which cannot be put back from rows"
+                return f"it returns {tuple(value.shape)} besides the hidden state, which cannot be restored from rows"
         return None
 
 
 def _handed(part: Tensor, call: Call) -> bool:
-    """Whether an output has the shape and value of an input that is handed on."""
+    """Return whether an output has the shape and value of an input that is passed on."""
     return any(isinstance(v, Tensor) and v.shape == part.shape and torch.equal(v, part) for _, v in leaves(call))

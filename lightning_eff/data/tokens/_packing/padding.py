@@ -1,4 +1,4 @@
-"""Which places of a batch hold padding: by a mask in it, or by the id of padding."""
+"""Find the padding of a batch, by a mask in it or by the id of padding."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,19 +7,20 @@ import torch
 from torch import Tensor
 
 from lightning_eff._core.batches import lies_at, tensors
+from lightning_eff.data.tokens._texts.batches import listed
 
 _OTHERS = ("special", "loss", "label", "mlm", "masked", "span", "global", "decoder", "pixel", "image", "token_type")
 
 
 @dataclass(frozen=True)
 class Padding:
-    """How a batch tells its padding.
+    """How a batch marks its padding.
 
     Attributes:
         who: the technique's name, for messages.
-        path: of the mask in the batch, or of the ids, as ``tensors`` tells it.
-        true_pads: the mask is true at padding, and not at tokens.
-        pad_token_id: of padding, where the path is of ids.
+        path: the path of the mask in the batch, or of the ids.
+        true_pads: whether the mask is true at padding instead of at tokens.
+        pad_token_id: the id of padding, if the path is of ids.
     """
 
     who: str
@@ -28,10 +29,10 @@ class Padding:
     pad_token_id: int | None = None
 
     def keep(self, batch: Any) -> Tensor | None:
-        """Which places hold tokens, (B, T), bool; None where the batch has no such tensor, and so no padding.
+        """Return which places hold tokens, (B, T), bool; None if the batch has no such tensor, and so no padding.
 
         Raises:
-            ValueError: if the mask is another than of zeros and ones, (B, T).
+            ValueError: if the mask is not a (B, T) tensor of zeros and ones.
         """
         found = dict(tensors(batch)).get(self.path)
         if found is None:
@@ -41,39 +42,39 @@ class Padding:
             return (token.cumsum(1) > 0) & (token.flip(1).cumsum(1).flip(1) > 0)
         if found.ndim != 2 or not _is_binary(found):
             raise ValueError(
-                f"{self.who}: the mask of padding {self.path} is {tuple(found.shape)} {str(found.dtype)[6:]} in a later batch;"
-                " expected (B, T) with zeros and ones."
+                f"{self.who}: the mask of padding {self.path} is {tuple(found.shape)} {str(found.dtype)[6:]} in a later batch,"
+                " but must be (B, T) with zeros and ones. Correct the batch."
             )
         return (found == 0) if self.true_pads else (found != 0)
 
 
 def find_padding(batch: Any, mask: str | int | None, pad_token_id: int | None, *, who: str) -> Padding:
-    """How this batch tells its padding.
+    """Find how this batch marks its padding.
 
     Args:
-        batch: any; its mask is a tensor (B, T) of bools, or of zeros and ones.
+        batch: any batch; its mask is a tensor (B, T) of bools, or of zeros and ones.
         mask: its name or position; None for ``attention_mask``, or the only mask of tokens by its name.
-        pad_token_id: of padding, in the batch's first tensor of ids; None for a mask.
+        pad_token_id: the id of padding, in the batch's first tensor of ids; None for a mask.
         who: the technique's name, for messages.
 
     Raises:
         ValueError: if there is none, or several.
     """
     held = tensors(batch)
-    listed = ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in held) or "no tensor"
     if pad_token_id is not None:
         ids = [path for path, t in held if t.ndim == 2 and _is_integer(t) and (mask is None or lies_at(path, mask))]
         if not ids:
             raise ValueError(
-                f"{who}(pad_token_id={pad_token_id}): found no ids in the batch: {listed}; expected an integer tensor (B, T)."
+                f"{who}(pad_token_id={pad_token_id}): found no ids in the batch, which holds {listed(batch)}. Return an"
+                " integer tensor (B, T), and name it with mask=."
             )
         return Padding(who, ids[0], pad_token_id=pad_token_id)
     if mask is not None:
         named = [(path, t) for path, t in held if lies_at(path, mask)]
         if len(named) != 1 or named[0][1].ndim != 2 or not _is_binary(named[0][1]):
             raise ValueError(
-                f"{who}(mask={mask!r}): the batch holds {listed}; expected one tensor (B, T) of that name or position, of bools"
-                " or of zeros and ones."
+                f"{who}(mask={mask!r}): the batch holds {listed(batch)}. Name one tensor (B, T) of bools or of zeros and"
+                " ones."
             )
         return Padding(who, named[0][0], "pad" in named[0][0].lower())
     fits = [(path, t) for path, t in held if t.ndim == 2 and _is_binary(t)]
@@ -86,10 +87,10 @@ def find_padding(batch: Any, mask: str | int | None, pad_token_id: int | None, *
         if len(choice) == 1:
             return Padding(who, choice[0], "pad" in choice[0].lower())
         if choice:
-            raise ValueError(f"{who}: found several masks in the batch: {', '.join(choice)}. Name one by mask=.")
+            raise ValueError(f"{who}: found several masks in the batch: {', '.join(choice)}. Name one with mask=.")
     raise ValueError(
-        f"{who}: found no mask of padding in the batch: {listed}; expected a tensor (B, T) of bools or of zeros and ones, as"
-        " Hugging Face's attention_mask is. Let the collate function return one, name it by mask=, or give pad_token_id=."
+        f"{who}: found no mask of padding in the batch, which holds {listed(batch)}. Return an attention_mask (B, T) of zeros"
+        " and ones, name a mask with mask=, or set pad_token_id=."
     )
 
 

@@ -1,4 +1,4 @@
-"""Samples of a padded batch without their padding, several in one row: where tokens stand, and hidden states there and back."""
+"""Samples of a padded batch without padding, several per row: token positions, and hidden states in both directions."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ from typing_extensions import override
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Samples in few rows of at most ``capacity`` tokens: the longest first, each in the first row that has room for it.
+    """Pack samples into rows of at most ``capacity`` tokens: the longest first, each into the first row with room for it.
 
     Args:
-        lengths: tokens of each sample, each <= ``capacity``; samples of none stand in no row.
-        capacity: tokens.
+        lengths: the tokens of each sample, each <= ``capacity``. Empty samples are in no row.
+        capacity: the tokens of a row.
 
     Returns:
-        The samples of each row. It takes at most 11/9 of the rows that are needed, and one (Johnson 1973).
+        The samples of each row. The number of rows is at most 11/9 of the optimum, plus one (Johnson 1973).
     """
     rows: list[list[int]] = []
     room: list[int] = []
@@ -34,7 +34,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of slots in one row, ``start`` to ``stop``: one sample's tokens, or none (``sample`` is -1)."""
+    """Consecutive slots in one row, ``start`` to ``stop``: one sample's tokens, or none (``sample`` is -1)."""
 
     row: int
     start: int
@@ -44,19 +44,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the tokens of a padded batch of B samples and T places stand in R rows of L slots.
+    """The positions of the tokens of a padded batch of B samples and T places in R rows of L slots.
 
-    A sample's tokens stand side by side in their order. A slot that is left over holds a copy of its row's first token, which
-    only such slots see.
+    A sample's tokens are consecutive and in order. An empty slot holds a copy of its row's first token, which only empty
+    slots see.
 
     Attributes:
         keep: which places hold tokens, (B, T), bool.
-        sample: of each slot, (R, L), long.
-        place: of each slot's token in its sample, (R, L), long.
-        segment: the sample of each slot, (R, L), long; -1 in those left over.
-        pieces: runs of slots, row by row.
-        slots: of the N tokens in the flattened rows, (N,), long; None where no slot is left over.
-        flat: of the N tokens in the flattened batch, (N,), long.
+        sample: the sample of each slot, (R, L), long.
+        place: the place in its sample of each slot's token, (R, L), long.
+        segment: the sample of each slot, (R, L), long; -1 for empty slots.
+        pieces: consecutive slots, row by row.
+        slots: the N tokens' slots in the flattened rows, (N,), long; None without empty slots.
+        flat: the N tokens' places in the flattened batch, (N,), long.
         padding: the other places of the flattened batch, (B T - N,), long.
     """
 
@@ -86,7 +86,7 @@ class Rows:
 
     @functools.cached_property
     def source(self) -> Tensor:
-        """Of each slot, its token's place in the flattened batch, (R L,), long."""
+        """The place in the flattened batch of each slot's token, (R L,), long."""
         return (self.sample * self.keep.shape[1] + self.place).flatten()
 
     @functools.cached_property
@@ -107,18 +107,18 @@ def in_rows(keep: Tensor, capacity: int | None) -> Rows | None:
 
     Args:
         keep: which places hold tokens, (B, T), bool, on any device.
-        capacity: tokens of a row, at most, or as many as the longest sample has, if that has more; None for what leaves the
-            fewest slots over, between that and T.
+        capacity: the largest number of tokens per row. A longer sample extends it. None chooses it between that and T, to
+            leave the fewest slots empty.
 
     Returns:
-        None where rows would hold as many slots as the batch has places.
+        The rows, or None if they would hold as many slots as the batch has places.
     """
     device, keep = keep.device, keep.cpu()
     lengths = keep.sum(dim=1).tolist()
     longest = max(lengths, default=0)
     if not longest:
         return None
-    if capacity is None:  # of some, the first with the fewest slots
+    if capacity is None:  # the first of several with the fewest slots
         step = max((keep.shape[1] - longest) // _CAPACITIES, 1)
         sizes = {*range(longest, keep.shape[1], step), keep.shape[1]}
         tried = ((*_slots(lengths, size), size) for size in sorted(sizes))
@@ -151,17 +151,17 @@ def in_rows(keep: Tensor, capacity: int | None) -> Rows | None:
 
 
 def _slots(lengths: Sequence[int], capacity: int) -> tuple[int, int]:
-    """R L and L of the rows that :func:`first_fit` gives."""
+    """Return R L and L of the rows from :func:`first_fit`."""
     rows = first_fit(lengths, capacity)
     length = max(sum(lengths[i] for i in row) for row in rows)
     return len(rows) * length, length
 
 
-_CAPACITIES = 8  # that are tried
+_CAPACITIES = 8  # the number of capacities to try
 
 
 class _Pack(torch.autograd.Function):
-    """Flattened places (B T, D) to flattened slots (R L, D); slots left over have no gradient."""
+    """Map flattened places (B T, D) to flattened slots (R L, D); empty slots have no gradient."""
 
     @staticmethod
     @override
@@ -178,7 +178,7 @@ class _Pack(torch.autograd.Function):
 
 
 class _Unpack(torch.autograd.Function):
-    """Flattened slots to flattened places; padding holds what ``hidden`` does there, of which nothing may read a gradient."""
+    """Map flattened slots to flattened places; padding holds the values of ``hidden``, whose gradient must not be used."""
 
     @staticmethod
     @override
@@ -200,21 +200,21 @@ class _Unpack(torch.autograd.Function):
 
 
 def packed(hidden: Tensor, rows: Rows, dim: int) -> Tensor:
-    """A hidden state (B, T, D), or (T, B, D) with ``dim`` 0, in rows: (R, L, D), or (L, R, D)."""
+    """Return a hidden state (B, T, D), or (T, B, D) with ``dim`` 0, in rows: (R, L, D), or (L, R, D)."""
     flat = (hidden if dim == 1 else hidden.transpose(0, 1)).reshape(-1, hidden.shape[-1])
     new = _Pack.apply(flat, rows).unflatten(0, (rows.count, rows.length))  # pyright: ignore[reportOptionalMemberAccess]
     return new if dim == 1 else new.transpose(0, 1)
 
 
 def unpacked(hidden: Tensor, new: Tensor, rows: Rows, dim: int, watch: Callable[[Tensor], None]) -> Tensor:
-    """``hidden`` with the tokens of ``new``, in rows, in their places; padding is bit for bit as it was.
+    """Return ``hidden`` with the tokens of ``new``, in rows, in their places; padding is unchanged.
 
     Args:
         hidden: (B, T, D), or (T, B, D) with ``dim`` 0.
         new: (R, L, D), or (L, R, D).
-        rows: where tokens stand.
-        dim: along tokens.
-        watch: is shown the gradients that arrive at padding, (P, D), which go no further.
+        rows: the positions of the tokens.
+        dim: the token dimension.
+        watch: a function that gets the gradients at padding, (P, D), which are then dropped.
     """
     if dim == 0:
         hidden, new = hidden.transpose(0, 1), new.transpose(0, 1)

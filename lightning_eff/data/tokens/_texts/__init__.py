@@ -1,0 +1,1 @@
+"""Batches of texts: their tokens and labels, and the arguments that name them."""
