@@ -96,12 +96,12 @@ def test_the_first_batch_teaches_the_run_and_evaluations_after_it() -> None:
     (found,) = t.validate(net, loader("tiny_gpt", 4, shuffle=False), verbose=False)
     (plain,) = trainer(limit_val_batches=2).validate(net, loader("tiny_gpt", 4, shuffle=False), verbose=False)
     with pytest.warns(
-        UserWarning, match="it has learnt no threshold, so this evaluation computes plain attention"
+        UserWarning, match="no threshold is learnt yet, so this evaluation computes plain attention"
     ) as seen:
         (fresh,) = trainer(ELSAAttention(), limit_val_batches=2).validate(
             net, loader("tiny_gpt", 4, shuffle=False), verbose=False
         )
-    assert sum("learnt no threshold" in str(w.message) for w in seen) == 1
+    assert sum("no threshold is learnt" in str(w.message) for w in seen) == 1
     assert found != plain == fresh, "one that has learnt nothing leaves attention as it is"
 
 
