@@ -15,7 +15,7 @@ from tests.cases import Case, classifier
 from tests.model.attention.nets import a_call
 from tests.runs import fit_yaml
 
-UNSEEN = "saw no attention in training_step"
+UNSEEN = "found no attention call in training_step"
 CASES = {
     "A3Attention": Case(
         active=lambda: A3Attention(search=0.25, cut=0.1),

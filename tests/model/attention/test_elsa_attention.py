@@ -16,7 +16,7 @@ from tests.model.attention.nets import a_call, reference, weights_of
 from tests.models import TinyGPT, loader, trainer
 from tests.runs import fit_yaml
 
-UNSEEN = "saw no attention in training_step"
+UNSEEN = "found no attention call in training_step"
 CASES = {
     "ELSAAttention": Case(
         active=lambda: ELSAAttention(p=2.0, bits=16),

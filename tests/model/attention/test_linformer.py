@@ -24,7 +24,7 @@ CASES = {
         neutral=lambda: Linformer(rank=0),
         model="vit",
         architecture=True,
-        stays="attention to all keys does not compute what it does to mixtures of them",
+        stays="attention to all keys computes something else",
         refuses={
             **dict.fromkeys(("tiny_gpt", "gpt2", "llama", "translator", "padded", "t5"), CAUSAL),
             "bert": "give length=32",

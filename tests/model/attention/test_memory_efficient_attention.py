@@ -29,7 +29,7 @@ from tests.model.attention.nets import (
 from tests.models import TinyGPT, flat, loader, trainer
 from tests.runs import fit_yaml
 
-UNSEEN = "saw no attention in training_step"
+UNSEEN = "found no attention call in training_step"
 CASES = {
     "MemoryEfficientAttention": Case(
         active=lambda: MemoryEfficientAttention(chunk=8, kernel="chunks"),

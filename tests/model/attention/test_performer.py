@@ -19,7 +19,7 @@ from tests.model.attention.nets import Net, a_call, loss_of, reference, replaced
 from tests.models import TinyGPT, loader, trainer
 from tests.runs import fit_yaml
 
-UNSEEN = "saw no attention in training_step"
+UNSEEN = "found no attention call in training_step"
 CASES = {
     "Performer": Case(
         active=lambda: Performer(features=16, redraw=2),

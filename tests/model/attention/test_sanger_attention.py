@@ -17,7 +17,7 @@ from tests.model.attention.nets import HUGGING, OWN, a_call, gradients, loss_of,
 from tests.models import TinyGPT, flat, loader, trainer
 from tests.runs import fit_yaml
 
-UNSEEN = "saw no attention in training_step"
+UNSEEN = "found no attention call in training_step"
 CASES = {
     "SangerAttention": Case(
         active=lambda: SangerAttention(threshold=0.15),

@@ -23,7 +23,7 @@ CASES = {
     "DataDrivenInit": Case(
         active=lambda: DataDrivenInit(batches=3),
         neutral=lambda: DataDrivenInit(batches=0),
-        lost=(classifier, "classifier", "neither a language model .* nor does a convolution"),
+        lost=(classifier, "classifier", "neither a language model .* nor starts with a convolution"),
         outside_surveys=True,
     )
 }

@@ -29,11 +29,11 @@ CASES = {
         neutral=lambda: GatedPositionalAttention(gated=0),
         model="vit",
         architecture=True,
-        stays="attention without gates and places does not compute what it does with them",
+        stays="attention without gates computes something else",
         refuses=dict.fromkeys(
             ("tiny_gpt", "gpt2", "llama", "bert", "classifier", "translator", "padded", "t5"), NO_IMAGES
         ),
-        lost=(classifier, "classifier", "no attention was seen"),
+        lost=(classifier, "classifier", "ran without attention"),
     )
 }
 

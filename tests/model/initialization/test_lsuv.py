@@ -20,7 +20,7 @@ CASES = {
     "LSUV": Case(
         active=lambda: LSUV(),
         neutral=lambda: LSUV(maps=[]),
-        lost=(no_map, "classifier", "calls no linear map or convolution"),
+        lost=(no_map, "classifier", "uses no linear layer or convolution"),
     )
 }
 

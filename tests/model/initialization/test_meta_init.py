@@ -42,7 +42,7 @@ CASES = {
     "MetaInit": Case(
         active=lambda: MetaInit(steps=3, lr=0.02),
         neutral=lambda: MetaInit(steps=0),
-        lost=(vectors, "classifier", "has no weight of two dimensions or more"),
+        lost=(vectors, "classifier", "none of the .* has two or more dimensions and is not zero"),
     )
 }
 

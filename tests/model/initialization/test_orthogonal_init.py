@@ -18,7 +18,7 @@ CASES = {
     "OrthogonalInit": Case(
         active=lambda: OrthogonalInit(),
         neutral=lambda: OrthogonalInit(maps=[]),
-        lost=(no_map, "classifier", "calls no linear map or convolution"),
+        lost=(no_map, "classifier", "uses no linear layer or convolution"),
     )
 }
 

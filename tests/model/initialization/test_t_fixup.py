@@ -18,7 +18,7 @@ CASES = {
     "TFixup": Case(
         active=lambda: TFixup(),
         neutral=lambda: TFixup(maps=[]),
-        lost=(classifier, "classifier", "expected a transformer"),
+        lost=(classifier, "classifier", "needs some of both"),
     )
 }
 

@@ -16,7 +16,7 @@ CASES = {
     "ZerO": Case(
         active=lambda: ZerO(),
         neutral=lambda: ZerO(maps=[]),
-        lost=(no_map, "classifier", "calls no linear map or convolution"),
+        lost=(no_map, "classifier", "uses no linear layer or convolution"),
     )
 }
 

@@ -24,7 +24,7 @@ CASES = {
     "ZeroProjections": Case(
         active=lambda: ZeroProjections(),
         neutral=lambda: ZeroProjections(scale=1.0),
-        lost=(classifier, "classifier", "adds nothing to what it is made of"),
+        lost=(classifier, "classifier", "found no residual branch"),
     )
 }
 
