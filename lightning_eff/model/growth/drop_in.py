@@ -117,8 +117,8 @@ class DropIn(Growing):
 
     def __init__(
         self,
-        first: Annotated[int, Count()] = 6,
         *,
+        first: Annotated[int, Count()] = 6,
         start: Annotated[float, Fraction(below=1)] = 0.1,
         end: Annotated[float, Fraction()] = 0.5,
         layers: str | None = None,
