@@ -66,7 +66,7 @@ class A3Attention(SelectedKeys):
     The choice has no gradient. A query without a candidate sees the key with the highest score. Masks, causal
     attention, grouped queries and dropout are supported.
 
-    **It saves nothing on a CPU or GPU**, and is slow: the search covers L S E products for L queries and S keys of E
+    **It saves nothing on a CPU or GPU**, and is slow. The search covers L S E products for L queries and S keys of E
     features, and its rounds run one after the other. The paper's gain comes from its own chip, for inference; the paper
     does not train with it. Use it on small models, to study what such hardware would keep. It acts in evaluation only
     under a Trainer that has it.

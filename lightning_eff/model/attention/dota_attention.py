@@ -9,17 +9,16 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.record import swap_of
-from lightning_eff._core._architecture.surgeon import Surgeon
-from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._architecture.technique import Architecture
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core._needs.needs import Need, Part, Reasons
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.inside import Inside, places, put_inside
+from lightning_eff.model.attention._replacing.inside import Inside, InsideAttention, Place, put_inside
 from lightning_eff.model.attention._replacing.selecting import SLOWER
 from lightning_eff.model.attention._replacing.technique import CONFLICTS, NO_PAIRS, SOME_KEYS, no_sequences
 
@@ -92,11 +91,7 @@ def _forget(detecting: list[Detecting]) -> None:
         m.__dict__.pop("collected", None)
 
 
-def _any_call(call: Call) -> None:
-    return None
-
-
-class DOTAAttention(Architecture):
+class DOTAAttention(InsideAttention):
     """Let each query attend only to a fraction of its keys, those that a small detector, trained along, finds strongest.
 
     The detector of a layer computes ``S~ = (Q P W_q) (K P W_k)^T / sqrt(d)`` for each head, with a sparse random
@@ -106,7 +101,7 @@ class DOTAAttention(Architecture):
     trains the detector and, as in the paper, pulls the scores S towards what the detector can see. Masks, causal
     attention, grouped queries and dropout of weights are supported.
 
-    **It saves nothing on a CPU or GPU**: the detector looks at all pairs, and attention runs on all of them with a
+    **It saves nothing on a CPU or GPU**. The detector looks at all pairs, and attention runs on all of them with a
     mask, which costs more than the fused kernel without one. In training, the loss also needs the exact scores of all
     pairs. The paper's speed-up of 152.6 comes from its own chip. Use it to study sparse attention. The module has a
     detector afterwards: its checkpoints load only into ``lightning_eff.apply(plain, DOTAAttention(...))``, and
@@ -149,9 +144,7 @@ class DOTAAttention(Architecture):
         **SOME_KEYS,
         **dict.fromkeys(("Performer", "Linformer", "Fastformer"), NO_PAIRS),
     }
-    change_at: ClassVar[Change] = Change.ADAPT
     stays: ClassVar[str] = "attention to all keys computes something else"
-    needs: ClassVar[Need] = Need.WHOLE
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.SHARD: ""}
     needs_automatic_optimization: ClassVar[bool] = True
 
@@ -174,19 +167,13 @@ class DOTAAttention(Architecture):
     # -- the change
 
     @override
-    def change(self, surgeon: Surgeon) -> None:
-        found = places(surgeon, who=WHO, unfit=_any_call)
-        by_id = {id(surgeon.root.get_submodule(path)): place for path, place in found.items()}
-
-        def build(plain: nn.Module) -> nn.Module:
-            made, place = cast(Detecting, put_inside(Detecting, plain, who=WHO, share=self.share)), by_id[id(plain)]
-            made.register_buffer(PROJECTION, torch.empty(place.width, self.rank))
-            for name, heads in ((QUERY, place.heads), (KEY, place.call.key.shape[1])):
-                made.register_parameter(name, nn.Parameter(torch.empty(heads, self.rank, self.rank)))
-            made.begin()
-            return made
-
-        surgeon.swap(lambda path, m: path in found, build, what="a module that attends")
+    def build(self, plain: nn.Module, place: Place) -> Inside:
+        made = cast(Detecting, put_inside(Detecting, plain, who=WHO, share=self.share))
+        made.register_buffer(PROJECTION, torch.empty(place.width, self.rank))
+        for name, heads in ((QUERY, place.heads), (KEY, place.call.key.shape[1])):
+            made.register_parameter(name, nn.Parameter(torch.empty(heads, self.rank, self.rank)))
+        made.begin()
+        return made
 
     # -- the detector's loss
 

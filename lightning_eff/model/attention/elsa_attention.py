@@ -90,7 +90,7 @@ class ELSAAttention(SelectedKeys):
     Attention over the chosen pairs is exact, and its weights sum to one. The choice has no gradient. A query without
     such a key sees the key estimated as nearest. Masks, causal attention, grouped queries and dropout are supported.
 
-    **It saves nothing on a CPU or GPU**: hashes are compared for all pairs, and attention runs on all of them with a
+    **It saves nothing on a CPU or GPU**. Hashes are compared for all pairs, and attention runs on all of them with a
     mask, which costs more than the fused kernel without one. The paper's speed-up of 58 comes from its own chip, for
     inference. Use it to study sparse attention. It acts in evaluation only under a Trainer that has it.
 

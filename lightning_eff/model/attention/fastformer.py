@@ -8,13 +8,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture.surgeon import Surgeon
-from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._attention.calls import Call, CannotReplace
-from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.inside import Inside, places, put_inside
+from lightning_eff.model.attention._replacing.inside import Inside, InsideAttention, Place, put_inside
 from lightning_eff.model.attention._replacing.masks import problem_of_mask, refuse_dropout, visible_keys
 from lightning_eff.model.attention._replacing.technique import CONFLICTS, EXACT, NO_PAIRS, too_short
 
@@ -88,7 +85,7 @@ def _unfit(call: Call) -> str | None:
     return problem_of_mask(call, WHO, _CAUSAL)
 
 
-class Fastformer(Architecture):
+class Fastformer(InsideAttention):
     """Replace attention by one global query and one global key per head, which scale each token's key and value.
 
     With learnt vectors w for each head, ``q' = sum_i a_i q_i`` with ``a = softmax_i(w_q q_i / sqrt(E))``, and likewise
@@ -150,11 +147,7 @@ class Fastformer(Architecture):
             NO_PAIRS,
         ),
     }
-    change_at: ClassVar[Change] = Change.ADAPT
     stays: ClassVar[str] = "attention to single tokens computes something else"
-    needs: ClassVar[Need] = Need.WHOLE
-    refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.PIPELINE: ""}
-    _count = 0
 
     def __init__(self, *, active: bool = True) -> None:
         self.active = active
@@ -165,26 +158,21 @@ class Fastformer(Architecture):
         return not self.active
 
     @override
-    def change(self, surgeon: Surgeon) -> None:
-        found = places(surgeon, who=WHO, unfit=_unfit)
-        by_id = {id(surgeon.root.get_submodule(path)): place for path, place in found.items()}
-
-        def build(plain: nn.Module) -> nn.Module:
-            made, place = cast(Fastformed, put_inside(Fastformed, plain, who=WHO)), by_id[id(plain)]
-            features = place.heads * place.width
-            made.register_parameter(QUERY, nn.Parameter(torch.empty(place.heads, place.width)))
-            made.register_parameter(KEY, nn.Parameter(torch.empty(place.heads, place.width)))
-            made.register_parameter(MIX, nn.Parameter(torch.empty(features, features)))
-            made.begin()
-            return made
-
-        surgeon.swap(lambda path, m: path in found, build, what="a module that attends")
-        self._count = len(found)
+    def unfit(self, call: Call) -> str | None:
+        return _unfit(call)
 
     @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {"attentions": self._count}
+    def build(self, plain: nn.Module, place: Place) -> Inside:
+        made = cast(Fastformed, put_inside(Fastformed, plain, who=WHO))
+        features = place.heads * place.width
+        made.register_parameter(QUERY, nn.Parameter(torch.empty(place.heads, place.width)))
+        made.register_parameter(KEY, nn.Parameter(torch.empty(place.heads, place.width)))
+        made.register_parameter(MIX, nn.Parameter(torch.empty(features, features)))
+        made.begin()
+        return made
 
     @override
     def summary(self) -> str:
-        return f"{self._count} attention modules used global queries and keys" if self._count else "changed before"
+        return (
+            f"{self._replaced} attention modules used global queries and keys" if self._replaced else "changed before"
+        )

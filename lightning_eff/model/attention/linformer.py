@@ -9,14 +9,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture.surgeon import Surgeon
-from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._attention.calls import Call, CannotReplace
-from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.inside import Inside, places, put_inside
+from lightning_eff.model.attention._replacing.inside import Inside, InsideAttention, Place, put_inside
 from lightning_eff.model.attention._replacing.masks import problem_of_mask, visible_keys
 from lightning_eff.model.attention._replacing.technique import CONFLICTS, EXACT, too_short
 
@@ -63,7 +60,7 @@ class Linformed(Inside):
             maps.normal_(std=1.0 / math.sqrt(len(maps)))
 
 
-class Linformer(Architecture):
+class Linformer(InsideAttention):
     """Let attention see k learnt mixtures of the keys and values instead of all n tokens.
 
     Attention becomes ``softmax(Q (E K)^T / sqrt(d)) F V`` with learnt E and F (k, n) for each layer, shared by its
@@ -76,7 +73,7 @@ class Linformer(Architecture):
     tokens. So are masks that say more than what is padding, and batches with another number of tokens.
 
     **Where it pays.** A head of d features needs 2 n k d products to mix and 2 n k d to attend, instead of 2 n^2 d.
-    That saves nothing below n = 2 k, and up to about 8,000 tokens fused exact attention is faster on a GPU. It changes
+    It saves nothing below n = 2 k, and up to about 8,000 tokens fused exact attention is faster on a GPU. It changes
     the model, so train with it from the start or fine-tune with it. Its checkpoints load only into
     ``lightning_eff.apply(plain, Linformer(...))``, and ``lightning_eff.export`` refuses it.
 
@@ -129,11 +126,7 @@ class Linformer(Architecture):
             ("AttentionWindowWarmup", "NarrowAttention"), "its keys are mixtures, which belong to no window"
         ),
     }
-    change_at: ClassVar[Change] = Change.ADAPT
     stays: ClassVar[str] = "attention to all keys computes something else"
-    needs: ClassVar[Need] = Need.WHOLE
-    refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.PIPELINE: ""}
-    _count = 0
 
     def __init__(
         self,
@@ -149,35 +142,33 @@ class Linformer(Architecture):
         return self.rank == 0
 
     @override
-    def change(self, surgeon: Surgeon) -> None:
-        found = places(surgeon, who=WHO, unfit=lambda call: problem_of_mask(call, WHO, _CAUSAL))
-        tokens = {path: self.length or place.tokens for path, place in found.items()}
-        for path, n in tokens.items():
-            if self.rank > n:
-                raise ValueError(
-                    f"{WHO}(rank={self.rank}): {path} attends to only {n} tokens, found by {found[path].of}. Use rank={n} or"
-                    " less, or give length."
-                )
-        by_id = {id(surgeon.root.get_submodule(path)): n for path, n in tokens.items()}
-
-        def build(plain: nn.Module) -> nn.Module:
-            made = cast(Linformed, put_inside(Linformed, plain, who=WHO))
-            for name in (KEYS, VALUES):
-                made.register_parameter(name, nn.Parameter(torch.empty(self.rank, by_id[id(plain)])))
-            made.begin()
-            return made
-
-        surgeon.swap(lambda path, m: path in found, build, what="a module that attends")
-        self._count = len(found)
+    def unfit(self, call: Call) -> str | None:
+        return problem_of_mask(call, WHO, _CAUSAL)
 
     @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {"attentions": self._count}
+    def check_places(self, found: Mapping[str, Place]) -> None:
+        for path, place in found.items():
+            n = self.length or place.tokens
+            if self.rank > n:
+                raise ValueError(
+                    f"{WHO}(rank={self.rank}): {path} attends to only {n} tokens, found by {place.of}. Use rank={n} or less,"
+                    " or give length."
+                )
+
+    @override
+    def build(self, plain: nn.Module, place: Place) -> Inside:
+        made = cast(Linformed, put_inside(Linformed, plain, who=WHO))
+        for name in (KEYS, VALUES):
+            made.register_parameter(name, nn.Parameter(torch.empty(self.rank, self.length or place.tokens)))
+        made.begin()
+        return made
 
     @override
     def summary(self) -> str:
         return (
-            f"{self._count} attention modules saw {self.rank} mixtures of tokens" if self._count else "changed before"
+            f"{self._replaced} attention modules saw {self.rank} mixtures of tokens"
+            if self._replaced
+            else "changed before"
         )
 
     @override

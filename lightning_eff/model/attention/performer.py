@@ -21,7 +21,7 @@ from lightning_eff._core._attention.calls import Call, CannotReplace, keys_alone
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.masks import refuse_dropout
+from lightning_eff.model.attention._replacing.masks import in_full, refuse_dropout
 from lightning_eff.model.attention._replacing.projections import orthogonal_rows
 from lightning_eff.model.attention._replacing.technique import (
     EXACT,
@@ -90,7 +90,7 @@ class Performer(ReplacedAttention):
     Everything is computed in float32 or higher.
 
     **Where it pays.** For L tokens and heads of E features it takes about ``2 L m (E + 1)`` products instead of
-    ``2 L^2 E``. That saves nothing below ``L = m``, and up to about 8,000 tokens fused exact attention is faster on a
+    ``2 L^2 E``. It saves nothing below ``L = m``, and up to about 8,000 tokens fused exact attention is faster on a
     GPU, and exact. It changes the model: the squared error of the weights falls with 1 / m, and is large where logits
     are large. Fine-tune a pretrained module with it before you use it. It adds no parameter, and acts in evaluation
     only under a Trainer that has it.
@@ -182,9 +182,8 @@ class Performer(ReplacedAttention):
         of_keys, causal = keys_alone(call, WHO)
         if causal and call.query.shape[-2] != call.key.shape[-2]:
             raise CannotReplace("it is causal with other keys than queries")
-        kind = call.query.device.type
-        with torch.autocast(kind, enabled=False):
-            dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+
+        def compute(dtype: torch.dtype) -> Tensor:
             root = math.sqrt(call.scale)
             q, k = call.query.to(dtype) * root, call.whole_key.to(dtype) * root
             omega = self._omega(q.shape[-1], q)
@@ -198,9 +197,9 @@ class Performer(ReplacedAttention):
             if of_keys is not None and of_keys.dtype != torch.bool:
                 assert hidden is not None
                 fk = fk * torch.exp(of_keys.to(dtype).masked_fill(hidden, 0.0))[..., None]
-            out = linear_attention(fq, fk, call.whole_value.to(dtype), causal=causal)
-        kept = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.value.dtype
-        return out.to(kept)
+            return linear_attention(fq, fk, call.whole_value.to(dtype), causal=causal)
+
+        return in_full(call, compute)
 
     def _safe(self, x: Tensor, omega: Tensor, dims: tuple[int, ...], hidden: Tensor | None) -> Tensor:
         """Return positive features scaled to a largest value of about one; hidden keys get zeros."""

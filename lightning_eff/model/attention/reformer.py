@@ -18,7 +18,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.hashing import buckets_of, hashed_attention, num_chunks
-from lightning_eff.model.attention._replacing.masks import refuse_dropout, visible_keys
+from lightning_eff.model.attention._replacing.masks import in_full, refuse_dropout, visible_keys
 from lightning_eff.model.attention._replacing.technique import (
     EXACT,
     NO_PAIRS,
@@ -169,9 +169,8 @@ class Reformer(ReplacedAttention):
         there, causal = visible_keys(call, WHO)
         if there is not None:
             there = there.expand(size, heads, length).flatten(0, 1)
-        kind = call.query.device.type
-        with torch.autocast(kind, enabled=False):
-            dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+
+        def compute(dtype: torch.dtype) -> Tensor:
             q, k, v = (t.to(dtype).flatten(0, 1) for t in (call.query, call.whole_key, call.whole_value))
             with torch.no_grad():
                 rotations = self._rotations(width, q)
@@ -179,7 +178,7 @@ class Reformer(ReplacedAttention):
             chunk = -(-length // self.buckets)
             chunks = num_chunks(length, length, self.buckets, chunk)
             self._pairs = self.rounds * chunks * chunk * min(2 * chunk, length)
-            out = hashed_attention(
+            return hashed_attention(
                 q,
                 k,
                 v,
@@ -191,8 +190,8 @@ class Reformer(ReplacedAttention):
                 chunk=chunk,
                 buckets=self.buckets,
             ).unflatten(0, (size, heads))
-        kept = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.value.dtype
-        return out.to(kept)
+
+        return in_full(call, compute)
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -144,7 +144,7 @@ def listed(names: Sequence[str], most: int = 12) -> str:
 
 
 def draw_orthogonal(one: Map, weight: Tensor, *, gain: float, generator: torch.Generator) -> None:
-    """Make each matrix of ``weight`` orthonormal, times ``gain``."""
+    """Set each matrix of ``weight`` to an orthonormal one, times ``gain``."""
     for matrix, put in one.split(weight):
         put(orthogonal(matrix.shape, gain=gain, generator=generator).to(matrix))
 
@@ -155,7 +155,7 @@ def no_maps(profile: RunProfile) -> str | None:
 
 
 class Seen(NamedTuple):
-    """The findings of a pass over a batch.
+    """The findings of a pass on a batch.
 
     Attributes:
         graph: the graph of its loss.

@@ -68,8 +68,8 @@ class Fixup(OfBranches):
     Use it for deep residual networks that you build without norms. Norms that the module has stay, because which ones
     to remove cannot be decided safely; a branch that ends in a norm starts at zero by the norm's weight.
 
-    Branches are found before training starts, by a pass over made-up inputs, in a Trainer as in
-    ``lightning_eff.apply``. That pass may not reach the classifier; in a Trainer, the loss of the first batch then
+    Branches are found before training starts, by a pass on made-up inputs, in a Trainer as in
+    ``lightning_eff.apply``. The pass may not reach the classifier; in a Trainer, the loss of the first batch then
     shows it. A head that shares its weight with an embedding stays unchanged. Only linear layers and convolutions get
     scalars. Scalars and multipliers have no weight decay. The paper trains them with a tenth of the learning rate; set
     that in your optimizer.

@@ -47,7 +47,7 @@ class SkipInit(BranchScale):
     Use it for deep residual networks that you build without norms; norms that the module has stay. It costs one product
     per number of the layers that end a branch.
 
-    Branches are found before training starts, by a pass over made-up inputs, in a Trainer as in
+    Branches are found before training starts, by a pass on made-up inputs, in a Trainer as in
     ``lightning_eff.apply``; a log line lists them. Alpha multiplies the tensors in which a branch ends: the weight and
     bias of its last layer, or of the norm behind it. They keep their names; alpha is the parameter ``branch_scale``
     beside them and has no weight decay. ``lightning_eff.export`` multiplies it in and returns the plain module.

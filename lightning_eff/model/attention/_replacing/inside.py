@@ -2,19 +2,22 @@
 
 import copy
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._attention.calls import Call, CannotReplace
 from lightning_eff._core._attention.mode import Replacing
 from lightning_eff._core._branches.probing import aside, attempts
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 
 
 class Inside(nn.Module):
@@ -81,6 +84,42 @@ def put_inside(kind: type[Inside], plain: nn.Module, *, who: str, **attributes: 
 
 def _called(module: nn.Module, args: Any) -> None:
     """Do nothing; the hook's presence makes torch call the module."""
+
+
+class InsideAttention(Architecture):
+    """A technique that puts another attention, with its own parameters, into every module that attends."""
+
+    change_at: ClassVar[Change] = Change.ADAPT
+    needs: ClassVar[Need] = Need.WHOLE
+    refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.PIPELINE: ""}
+    _replaced = 0  # modules
+
+    def unfit(self, call: Call) -> str | None:
+        """Return why a call cannot be replaced, or None."""
+        return None
+
+    def check_places(self, found: "Mapping[str, Place]") -> None:
+        """Raise ``ValueError`` if the modules that attend cannot be replaced with these settings."""
+
+    @abstractmethod
+    def build(self, plain: nn.Module, place: "Place") -> Inside:
+        """Return the module that takes the place of ``plain``."""
+
+    @override
+    def change(self, surgeon: Surgeon) -> None:
+        found = places(surgeon, who=type(self).__name__, unfit=self.unfit)
+        self.check_places(found)
+        by_id = {id(surgeon.root.get_submodule(path)): place for path, place in found.items()}
+
+        def build(plain: nn.Module) -> nn.Module:
+            return self.build(plain, by_id[id(plain)])
+
+        surgeon.swap(lambda path, m: path in found, build, what="a module that attends")
+        self._replaced = len(found)
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {"attentions": self._replaced}
 
 
 @dataclass

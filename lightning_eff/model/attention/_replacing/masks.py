@@ -1,4 +1,6 @@
-"""Masks of attention calls, for methods without a weight for each pair."""
+"""The mask, the dropout and the dtype of attention calls, for methods without a weight for each pair of tokens."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,6 +30,14 @@ def problem_of_mask(call: Call, who: str, causal: str) -> str | None:
     except CannotReplace as e:
         return str(e)
     return causal if is_causal else None
+
+
+def in_full(call: Call, compute: Callable[[torch.dtype], Tensor]) -> Tensor:
+    """Run ``compute`` in float32, or in float64 for such queries, and return its result in the dtype of plain attention."""
+    kind = call.query.device.type
+    with torch.autocast(kind, enabled=False):
+        out = compute(torch.float64 if call.query.dtype == torch.float64 else torch.float32)
+    return out.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.value.dtype)
 
 
 def refuse_dropout(call: Call, who: str) -> None:

@@ -62,7 +62,7 @@ class ReplacedAttention(Technique):
     A subclass computes a call in :meth:`attend`. Several techniques act on each call in turn, by ``turn`` and then by
     class name; what one leaves of the call, such as a narrower mask, goes to the next.
 
-    Class attributes, beside those of :class:`Technique`:
+    Class attributes, in addition to those of :class:`Technique`:
         turn: the technique with the largest value acts first.
     """
 

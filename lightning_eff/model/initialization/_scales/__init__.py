@@ -1,1 +1,1 @@
-"""Learnt scales and scalars beside layers, which can be folded away."""
+"""Learnt scales and scalars of layers, which can be folded away."""
