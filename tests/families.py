@@ -159,7 +159,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if kind == "speech" or name == "rembert":  # whose head reads another width than its embedding has
         begun["DataDrivenInit"] = "is neither a language model"
     if name in ("mamba", "rwkv"):
-        begun["TFixup"] = "expected a transformer"
+        begun["TFixup"] = "needs some of both"
     begun |= dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on")
     if name in ("esm", "squeezebert"):  # whose loss leaves a pooler, or another head, unused
         begun |= dict.fromkeys(("SNIP", "GraSP"), "1 weights have no gradient on the 1 batches")
@@ -210,7 +210,7 @@ _INSIDE = ("DOTAAttention", "Linformer", "Fastformer")  # which have parameters 
 def attention_of(name: str, kind: str) -> dict[str, str]:
     """Which techniques of attention a family refuses, by whether it is causal, and by its masks."""
     if name in _BY_HAND.split():
-        return {**dict.fromkeys(_REPLACED, "saw no attention"), **dict.fromkeys(_INSIDE, "found no attention")}
+        return {**dict.fromkeys(_REPLACED, "found no attention"), **dict.fromkeys(_INSIDE, "found no attention")}
     found: dict[str, str] = {}
     if name == "albert":  # one layer that is run several times
         return dict.fromkeys(_INSIDE, "attends several times in a pass")
@@ -290,7 +290,7 @@ _NO_SEQUENCE |= dict.fromkeys(("EDA", "SeqMix", "TokenNoise"), "found no tokens 
 _NO_SEQUENCE |= {"TokenBudgetBatches": "found no sequence of integers in a sample"}
 _OTHER_BLOCKS = dict.fromkeys(
     ("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth"),
-    r"block \d of .* is to be a copy of block 0, and has other parameters",
+    r"block \d of .* cannot copy block 0, because their parameters",
 )
 _NO_STACK = "found no stack of repeated blocks"
 _NO_FFN = dict.fromkeys(("CompoundGrowth", "ApproximateRandomDropout"), "found no feed-forward network")
@@ -372,7 +372,7 @@ FAMILIES: dict[str, Family] = {
         | _NO_LINEAR
         | _NO_FFN
         | _NO_TOKENS
-        | {"TFixup": "expected a transformer", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
+        | {"TFixup": "needs some of both", "AttentionWindowWarmup": _NO_ATTENTION, "SpanMasking": _NO_DECODER}
         | {"TransMix": "saw no attention in training_step"}
         | {"GatedPositionalAttention": _NO_PATCHES}
         | {"GatedPositionalAttention": _NO_PATCHES, "VisualPromptTuning": _NOT_OF_IMAGES}

@@ -227,7 +227,7 @@ def test_a_network_in_one_sequential_trains_as_with_its_blocks_in_one_of_their_o
 
 
 @pytest.mark.parametrize("what", ["stacking", "stochastic depth", "freezing"])
-@pytest.mark.filterwarnings("ignore:.*(mid-growth|ended before)")
+@pytest.mark.filterwarnings("ignore:.*(before all blocks run|ended before)")
 def test_a_run_is_resumed_exactly_and_its_checkpoints_are_of_the_plain_module(what: str, tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     whole = trained(TECHNIQUES[what](), mixed=True, callbacks=[saver], enable_checkpointing=True)

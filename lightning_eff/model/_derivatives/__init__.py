@@ -1,1 +1,1 @@
-"""Losses that are differentiated more than once."""
+"""Losses that are differentiated several times."""

@@ -1,4 +1,4 @@
-"""Passes of an unchanged step whose loss can be differentiated again and again."""
+"""Passes of an unchanged step whose loss can be differentiated several times."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,11 +15,12 @@ from lightning_eff._core.wrapping import unrounded
 
 @contextmanager
 def watched(loss: Tensor) -> Iterator[tuple[Tensor, list[str]]]:
-    """The loss, and the names of functions written by hand in its graph whose backward pass turns out to have no derivative.
+    """Give the loss, and a list of the custom autograd functions in its graph whose backward pass has no derivative.
 
-    torch hands on what such a function returns as a constant, or raises in a part of the graph that nothing asks for: a second
-    derivative would then be wrong in silence. The loss that is given is a multiple of 1 that takes a gradient itself, so that
-    all that is handed back through the graph depends on it.
+    torch treats the result of such a function as a constant, or raises only in a part of the graph that nothing needs,
+    so a second derivative would be wrong without an error. The returned loss is multiplied by a 1 that requires a
+    gradient, so everything that passes back through the graph depends on it. The list is filled during the backward
+    pass.
     """
     found: list[str] = []
     with ExitStack() as scope:
@@ -41,7 +42,7 @@ def _noting(name: str, found: list[str]) -> Any:
 
 
 def _own_functions(loss: Tensor) -> list[Any]:
-    """The nodes of functions written by hand that the loss was computed by."""
+    """Return the nodes of custom autograd functions in the loss's graph."""
     found: list[Any] = []
     seen, todo = set[Any](), [loss.grad_fn]
     while todo:
@@ -57,7 +58,9 @@ def _own_functions(loss: Tensor) -> list[Any]:
 
 @contextmanager
 def differentiable(session: Session) -> Iterator[None]:
-    """The module's own step, in float32 or more, by operations that can be differentiated again and again; without a trace."""
+    """Run the module's own step in float32 or higher, with operations that can be differentiated several times, and undo
+    it.
+    """
     module = session.module
     with ExitStack() as scope:
         scope.enter_context(_in_full(module))
@@ -69,7 +72,7 @@ def differentiable(session: Session) -> Iterator[None]:
         if any(isinstance(m, nn.RNNBase) for m in module.modules()):
             scope.enter_context(torch.backends.cudnn.flags(enabled=False))
         for m in module.modules():
-            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:  # whose gradient has no graph
+            if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse:  # a sparse gradient has no graph
                 scope.callback(setattr, m, "sparse", True)
                 m.sparse = False
         yield
@@ -77,7 +80,7 @@ def differentiable(session: Session) -> Iterator[None]:
 
 @contextmanager
 def _in_full(module: nn.Module) -> Iterator[None]:
-    """Parameters and buffers of fewer bits than float32 are float32; afterwards they have their type, and the new values."""
+    """Convert parameters and buffers below float32 to float32; afterwards restore their type, with the new values."""
     short = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() and t.dtype.itemsize < 4]
     stored = [(t, t.data) for t in short]
     try:
@@ -91,5 +94,5 @@ def _in_full(module: nn.Module) -> Iterator[None]:
 
 
 def unshortened(tensor: Tensor) -> Tensor:
-    """A tensor of a batch in float32, where it has fewer bits."""
+    """Return a tensor of a batch in float32 if it has fewer bits, else unchanged."""
     return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor

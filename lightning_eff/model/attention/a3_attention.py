@@ -1,29 +1,31 @@
-"""A3: a greedy search for the keys that may matter, and only the near-best of those (Ham et al. 2020, arXiv:2002.10941)."""
+"""A3: a greedy search for keys that may matter, and attention to those close to the best (Ham et al. 2020,
+arXiv:2002.10941).
+"""
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core._attention.calls import Call
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.selecting import SLOWER, SelectedKeys, with_best
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS, no_sequences
 
-WHO = "A3Attention"
-_MOST = 2**22  # products that are looked through at a time
+_MOST = 2**22  # products that are searched at a time
 
 
 def greedy_scores(q: Tensor, k: Tensor, seen: Tensor | None, rounds: int) -> Tensor:
-    """The greedy score of each key for each query, (.., L, S): those above 0 are candidates.
+    """Return the greedy score of each key for each query, (.., L, S); keys with scores above 0 are candidates.
 
-    Of the products ``q_e k_je`` of all keys j and features e, each round adds the largest that is left to the score of its key,
-    if it is positive, and then the smallest, if it is negative; the latter is passed over where the sum of what was added so
-    far is negative, so that there are candidates where most products are.
+    Of the products ``q_e k_je`` of all keys j and features e, each round adds the largest remaining one to the score of
+    its key, if it is positive, and then the smallest, if it is negative. The smallest is skipped while the sum of all
+    additions is negative, so that there are candidates even if most products are negative.
 
     Args:
         q: (.., L, E).
@@ -39,7 +41,7 @@ def greedy_scores(q: Tensor, k: Tensor, seen: Tensor | None, rounds: int) -> Ten
     high, high_at = flat.topk(rounds)
     low, low_at = flat.topk(rounds, largest=False)
     high, low = high.clamp_min(0.0), low.clamp_max(0.0)
-    taken = torch.zeros_like(high_at[..., :1])  # how many of the smallest have been
+    taken = torch.zeros_like(high_at[..., :1])  # how many of the smallest were used
     total = torch.zeros_like(high[..., :1])
     used = torch.zeros_like(low, dtype=torch.bool)
     for i in range(rounds):
@@ -55,37 +57,41 @@ def greedy_scores(q: Tensor, k: Tensor, seen: Tensor | None, rounds: int) -> Ten
 
 
 class A3Attention(SelectedKeys):
-    """Let each query see the keys alone that a greedy search over single products finds, and of these the near-best.
+    """Let each query attend only to keys that a greedy search over single products finds, and of these to the near-best.
 
-    Search: of the products of a query's features with those of all keys, ``M = search S`` rounds, for S keys, add the largest
-    that is left, and the smallest, to the score of its key; keys that end above 0 are candidates (:func:`greedy_scores`). Of
-    these the ones stay whose attention weight is at least ``cut`` times the largest one, ``s >= max s - ln(1 / cut)``.
-    Attention on these is exact, its weights sum to one again; the choice takes no gradient. A query without a candidate sees
-    the key of the highest score. Masks, causal attention, grouped queries and dropout go along; a key that may not be seen is
-    in no search.
+    The search looks at the products of a query's features with those of all S keys. In each of ``M = search S`` rounds,
+    the largest remaining product and the smallest are added to the scores of their keys. Keys whose score ends above 0
+    are candidates (:func:`greedy_scores`). A candidate is kept if its attention weight is at least ``cut`` times the
+    largest one, ``s >= max s - ln(1 / cut)``. Attention on the kept keys is exact, and its weights sum to one again.
+    The choice has no gradient. A query without a candidate sees the key with the highest score. Masks, causal
+    attention, grouped queries and dropout are supported.
 
-    **It saves nothing on a CPU or GPU**, and is slow: the search goes over L S E products for L queries and S keys of E
-    features, and its rounds come one after the other. The paper's gain is that of its own chip, which holds sorted columns of
-    keys for one query at a time, and infers; training with it is what the paper does not do. It is for small models, as a study
-    of what such hardware would leave. It acts in evaluation of a Trainer that has it, and nowhere else.
+    **It saves nothing on a CPU or GPU**, and is slow. The search covers L S E products for L queries and S keys of E
+    features, and its rounds run one after the other. The paper's gain comes from its own chip, for inference; the paper
+    does not train with it. Use it on small models, to study what such hardware would keep. It acts in evaluation only
+    under a Trainer that has it.
 
-    Logged: ``attentions``, calls in the last step; ``kept``, the share of the pairs that could be seen.
+    Logged: ``attentions``, the calls in the last step; ``kept``, the fraction of visible pairs that were kept.
 
     Args:
-        search: rounds as a share of the keys, > 0: 1/2 and 1/8 are the paper's conservative and aggressive ones; None searches
-            for nothing, all keys are candidates.
-        cut: the share of the largest weight below which a candidate is left out, in [0, 1): .05 and .1 are the paper's; 0
-            leaves all candidates in. Without a search this is plain training.
+        search: the number of rounds, as a fraction of the keys. 0.5 and 0.125 are the paper's conservative and
+            aggressive settings. None skips the search, so all keys are candidates.
+        cut: the fraction of the largest weight below which a candidate is dropped. 0.05 and 0.1 are the paper's. 0
+            keeps all candidates; without a search this is plain training.
 
     Raises:
-        ValueError: for other values; at the first batch, before any weight has changed, where no attention is seen, or one
-            cannot be replaced, with the reason; at setup for compiled modules.
+        ValueError: for a value out of range. At setup, for compiled modules. At the first batch, before any weight has
+            changed, if there is no attention or a call cannot be replaced.
 
-    Sources:
-        Ham et al. 2020, "A3: Accelerating Attention Mechanisms in Neural Networks with Approximation", arXiv:2002.10941.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[A3Attention(search=0.5, cut=0.05)])
+
+    References:
+        Ham et al. 2020, "A3: Accelerating Attention Mechanisms in Neural Networks with Approximation",
+        arXiv:2002.10941.
     """
 
-    saves: ClassVar[str] = "products of attention on hardware made for it; costs much time elsewhere"
+    saves: ClassVar[str] = "attention products on special hardware; costs much time elsewhere"
     paper: ClassVar[str] = "Ham et al. 2020, arXiv:2002.10941"
     constraints: ClassVar[str] = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; slower on a CPU or GPU"
@@ -97,13 +103,13 @@ class A3Attention(SelectedKeys):
     control: ClassVar[Control] = SLOWER
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
 
-    def __init__(self, search: float | None = 0.5, *, cut: float = 0.05) -> None:
-        number = isinstance(search, int | float) and not isinstance(search, bool)
-        if search is not None and (not number or not 0.0 < search < math.inf):
-            raise ValueError(f"{WHO}({search=}): expected a share of the keys > 0, such as 0.5, or None for no search.")
-        if isinstance(cut, bool) or not isinstance(cut, int | float) or not 0.0 <= cut < 1.0:
-            raise ValueError(f"{WHO}({cut=}): expected a share of the largest weight in [0, 1), such as 0.05.")
-        self.search, self.cut = search, float(cut)
+    def __init__(
+        self,
+        search: Annotated[float, Number(above=0)] | None = 0.5,
+        *,
+        cut: Annotated[float, Fraction(below=1)] = 0.05,
+    ) -> None:
+        self.search, self.cut = search, cut
 
     @property
     @override
@@ -125,7 +131,7 @@ class A3Attention(SelectedKeys):
         return candidates & (among >= among.amax(-1, keepdim=True) + math.log(self.cut))
 
     def _searched(self, call: Call, seen: Tensor | None, rounds: int) -> Tensor:
-        """Greedy scores by as many queries at a time as memory holds."""
+        """Compute greedy scores for as many queries at a time as fit in memory."""
         q, k = call.query.float(), call.whole_key.float()
         most = max(1, _MOST // max(k.numel(), 1))
         found = [

@@ -1,42 +1,44 @@
-"""DOTA: the strongest pairs as a detector of low rank sees them, which is trained along (Qu et al. 2022, ASPLOS)."""
+"""DOTA: attention to the strongest pairs, as a low-rank detector that is trained along sees them (Qu et al. 2022, ASPLOS)."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.record import swap_of
-from lightning_eff._core._architecture.surgeon import Surgeon
-from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._architecture.technique import Architecture
+from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core._needs.needs import Need, Part, Reasons
+from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.inside import Inside, places, put_inside
+from lightning_eff.model.attention._replacing.inside import Inside, InsideAttention, Place, put_inside
 from lightning_eff.model.attention._replacing.selecting import SLOWER
-from lightning_eff.model.attention._replacing.technique import CONFLICTS, SOME_KEYS, no_sequences
+from lightning_eff.model.attention._replacing.technique import CONFLICTS, NO_PAIRS, SOME_KEYS, no_sequences
 
 WHO = "DOTAAttention"
 QUERY, KEY, PROJECTION = "dota_query", "dota_key", "dota_projection"
-_NO_PAIRS = "it has no weight for each pair that the detector's choice could be applied to"
 
 
 def sparse_projection(width: int, rank: int) -> Tensor:
-    """P, (width, rank): entries ``sqrt(3 / rank)`` times 1, 0 and -1, in parts of 1/6, 2/3 and 1/6 (Achlioptas 2003)."""
+    """Return P, (width, rank): entries ``sqrt(3 / rank)`` times 1, 0 or -1, with probabilities 1/6, 2/3 and 1/6
+    (Achlioptas 2003).
+    """
     drawn = torch.rand(width, rank, dtype=torch.float32)
     signs = (drawn < 1 / 6).to(drawn.dtype) - (drawn >= 5 / 6).to(drawn.dtype)
     return math.sqrt(3 / rank) * signs
 
 
 def strongest(scores: Tensor, share: float) -> Tensor:
-    """Of each row the largest ``ceil(share n)`` of its n scores above ``-inf``, as bool: as many of each row of as many.
+    """Return, as bool, the largest ``ceil(share n)`` scores of each row, where n is the number of its scores above
+    ``-inf``.
 
     Args:
         scores: (.., L, S).
@@ -54,7 +56,7 @@ class Detecting(Inside):
     collected: list[tuple[Tensor, bool]] | None
 
     def detected(self, call: Call) -> Tensor:
-        """``S~ = (Q P W_q) (K P W_k)^T scale`` with the mask, (B, H, L, S)."""
+        """Return ``S~ = (Q P W_q) (K P W_k)^T scale`` with the mask, (B, H, L, S)."""
         p = cast(Tensor, self._buffers[PROJECTION]).to(call.query.dtype)
         w_q, w_k = (cast(Tensor, self._parameters[name]).to(p.dtype) for name in (QUERY, KEY))
         q, k = call.query @ p @ w_q, call.key @ p @ w_k
@@ -70,20 +72,14 @@ class Detecting(Inside):
             error = (exact - found).masked_fill(~there, 0.0).float()
             trains = any(cast(Tensor, self._parameters[name]).requires_grad for name in (QUERY, KEY))
             mean = error.square().sum() / there.sum()
-            if torch._C._current_graph_task_id() < 0:  # what a backward pass runs again has been counted
+            if torch._C._current_graph_task_id() < 0:  # a recomputation in the backward pass was already counted
                 collected.append((mean, trains))
         return call.of_keys(strongest(found.detach(), self.share)).run()
 
-    def reset_parameters(self) -> None:
-        """The class's own, and the detector as it begins."""
-        reset = getattr(super(), "reset_parameters", None)
-        if reset is not None:
-            reset()
-        self.begin()
-
+    @override
     @torch.no_grad()
     def begin(self) -> None:
-        """The projection is drawn, and the detector's maps are the identity: scores are right on average over draws."""
+        """Draw the projection and set the detector's matrices to the identity, so scores are right on average over draws."""
         p = cast(Tensor, self._buffers[PROJECTION])
         p.copy_(sparse_projection(*p.shape))
         for name in (QUERY, KEY):
@@ -91,45 +87,46 @@ class Detecting(Inside):
             maps.copy_(torch.eye(maps.shape[-1]).expand_as(maps))
 
 
-def _any_call(call: Call) -> None:
-    return None
+class DOTAAttention(InsideAttention):
+    """Let each query attend only to a fraction of its keys, those that a small detector, trained along, finds strongest.
 
+    The detector of a layer computes ``S~ = (Q P W_q) (K P W_k)^T / sqrt(d)`` for each head, with a sparse random
+    projection P of the head's features to ``rank`` numbers and learnt matrices W (rank, rank). Of the n visible keys of
+    a query, the ``ceil(share n)`` with the largest scores are kept. Attention on these is exact, and its weights sum to
+    one again. ``weight`` times the mean square of ``S - S~`` over pairs, averaged over layers, is added to the loss. It
+    trains the detector and, as in the paper, pulls the scores S towards what the detector can see. Masks, causal
+    attention, grouped queries and dropout of weights are supported.
 
-class DOTAAttention(Architecture):
-    """Let each query see a share of its keys alone, those that a small detector, trained along, takes for the strongest.
+    **It saves nothing on a CPU or GPU**. The detector looks at all pairs, and attention runs on all of them with a
+    mask, which costs more than the fused kernel without one. In training, the loss also needs the exact scores of all
+    pairs. The paper's speed-up of 152.6 comes from its own chip. Use it to study sparse attention. The module has a
+    detector afterwards: its checkpoints load only into ``lightning_eff.apply(plain, DOTAAttention(...))``, and
+    ``lightning_eff.export`` refuses it.
 
-    The detector of a layer computes ``S~ = (Q P W_q) (K P W_k)^T / sqrt(d)`` for each head, with a sparse random projection P
-    of the head's features to ``rank`` numbers and learnt maps W (rank, rank). Of each row the largest ``ceil(share n)``
-    scores of the n keys that may be seen stay, as many for each query, and attention on these is exact: its weights sum to
-    one again. The step's loss has ``weight`` times the mean square of ``S - S~`` over pairs, averaged over layers, which
-    trains the detector and, as in the paper, pulls the scores S themselves towards what it can see. Masks, causal attention,
-    grouped queries and dropout of weights go along.
+    Two things differ from the paper. The detector reads a head's queries and keys instead of the layer's input, which a
+    call of attention does not show. It computes in the module's own precision instead of 4 bits.
 
-    Done otherwise than in the paper: the detector looks at a head's queries and keys, and not at the layer's input, which a
-    call of attention does not show, and it computes in the module's own numbers, and not in 4 bits.
-
-    **It saves nothing on a CPU or GPU**: the detector looks at all pairs, and attention runs on all of them with a mask, which
-    costs more than the fused kernel without one; in training the exact scores of all pairs are needed for the loss besides. The
-    paper's 152.6 times are its own chip's. Another model, with a detector: its checkpoints load into
-    ``lightning_eff.apply(plain, DOTAAttention(...))`` alone, and ``export`` refuses.
-
-    Logged: ``attentions``, how many; ``error``, the mean square that the loss has, of the last step.
+    Logged: ``attentions``, the number of attention modules; ``error``, the mean square in the loss of the last step.
 
     Args:
-        share: of the keys of each query, in (0, 1]; the paper goes down to .1 and less in fine-tuning. 1 is plain training.
-        rank: numbers that the detector has of a head's features, >= 1.
-        weight: of the detector's error in the loss, >= 0; with 0 the detector stays as it began.
+        share: the fraction of keys that each query keeps. The paper goes down to 0.1 and less in fine-tuning. 1 is
+            plain training.
+        rank: the number of features per head that the detector uses.
+        weight: the weight of the detector's error in the loss. At 0 the detector is not trained.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no attention is found; at the first batch where attention
-            was not seen in the training step.
+        ValueError: for a value out of range. At setup or in ``apply``, if no attention is found. At the first batch, if
+            attention was not seen in the training step.
 
-    Sources:
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[DOTAAttention(share=0.25)])
+
+    References:
         Qu et al. 2022, "DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration", ASPLOS,
         doi:10.1145/3503222.3507738.
     """
 
-    saves: ClassVar[str] = "products of attention on hardware that passes over pairs one by one; costs time elsewhere"
+    saves: ClassVar[str] = "attention products on hardware that skips single pairs; costs time elsewhere"
     paper: ClassVar[str] = "Qu et al. 2022, doi:10.1145/3503222.3507738"
     constraints: ClassVar[str] = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; no faster on a CPU or GPU; a single"
@@ -141,22 +138,20 @@ class DOTAAttention(Architecture):
     conflicts: ClassVar[Mapping[str, str]] = {
         **CONFLICTS,
         **SOME_KEYS,
-        **dict.fromkeys(("Performer", "Linformer", "Fastformer"), _NO_PAIRS),
+        **dict.fromkeys(("Performer", "Linformer", "Fastformer"), NO_PAIRS),
     }
-    change_at: ClassVar[Change] = Change.ADAPT
-    stays: ClassVar[str] = "attention to all keys does not compute what it does to the detected ones"
-    needs: ClassVar[Need] = Need.WHOLE
+    stays: ClassVar[str] = "attention to all keys computes something else"
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.SHARD: ""}
     needs_automatic_optimization: ClassVar[bool] = True
 
-    def __init__(self, share: float = 0.25, *, rank: int = 8, weight: float = 0.1) -> None:
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
-            raise ValueError(f"{WHO}({share=}): expected a share of the keys in (0, 1]; 1 is plain training.")
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"{WHO}({rank=}): expected an integer >= 1, numbers for each head's features.")
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.0 <= weight < math.inf:
-            raise ValueError(f"{WHO}({weight=}): expected a finite number >= 0.")
-        self.share, self.rank, self.weight = float(share), rank, float(weight)
+    def __init__(
+        self,
+        share: Annotated[float, Fraction(above=0)] = 0.25,
+        *,
+        rank: Annotated[int, Count()] = 8,
+        weight: Annotated[float, Number(at_least=0)] = 0.1,
+    ) -> None:
+        self.share, self.rank, self.weight = share, rank, weight
         self._error: Tensor | float = 0.0
         self._count = 0
 
@@ -168,19 +163,13 @@ class DOTAAttention(Architecture):
     # -- the change
 
     @override
-    def change(self, surgeon: Surgeon) -> None:
-        found = places(surgeon, who=WHO, unfit=_any_call)
-        by_id = {id(surgeon.root.get_submodule(path)): place for path, place in found.items()}
-
-        def build(plain: nn.Module) -> nn.Module:
-            made, place = cast(Detecting, put_inside(Detecting, plain, who=WHO, share=self.share)), by_id[id(plain)]
-            made.register_buffer(PROJECTION, torch.empty(place.width, self.rank))
-            for name, heads in ((QUERY, place.heads), (KEY, place.call.key.shape[1])):
-                made.register_parameter(name, nn.Parameter(torch.empty(heads, self.rank, self.rank)))
-            made.begin()
-            return made
-
-        surgeon.swap(lambda path, m: path in found, build, what="a module that attends")
+    def build(self, plain: nn.Module, place: Place) -> Inside:
+        made = cast(Detecting, put_inside(Detecting, plain, who=WHO, share=self.share))
+        made.register_buffer(PROJECTION, torch.empty(place.width, self.rank))
+        for name, heads in ((QUERY, place.heads), (KEY, place.call.key.shape[1])):
+            made.register_parameter(name, nn.Parameter(torch.empty(heads, self.rank, self.rank)))
+        made.begin()
+        return made
 
     # -- the detector's loss
 
@@ -197,7 +186,7 @@ class DOTAAttention(Architecture):
         patches = Patches()
         for m in detecting:
             patches.set(m, "collected", collected)
-        # until the backward pass is over: what gradient checkpointing runs again must compute the same
+        # until the backward pass is over, because gradient checkpointing must recompute the same
         self.session.when_step_ends(patches.restore)
         output = proceed(batch)
         errors = [error for error, _ in collected]
@@ -209,8 +198,8 @@ class DOTAAttention(Architecture):
         self._error = error.detach()
         if self.weight and any(trains and not e.requires_grad for e, trains in collected):
             raise ValueError(
-                f"{WHO}: attention runs where no graph is recorded, as in checkpoints with use_reentrant=True, so that the"
-                " detector would not be trained; expected use_reentrant=False. Or set weight=0.0."
+                f"{WHO}: attention runs where no graph is recorded, such as in checkpoints with use_reentrant=True, so the"
+                " detector would not be trained. Use use_reentrant=False, or weight=0.0."
             )
         whole = loss + self.weight * error.to(loss.dtype)
         return {**output, "loss": whole} if isinstance(output, Mapping) else whole
@@ -223,7 +212,7 @@ class DOTAAttention(Architecture):
     def summary(self) -> str:
         if not self._count:
             return "no step taken"
-        return f"{self._count} attentions to {self.share:.0%} of their keys, detected to an error of {float(self._error):.3g}"
+        return f"{self._count} attention modules kept {self.share:.0%} of their keys; detector error {float(self._error):.3g}"
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""ELSA: keys whose angle to the query, estimated from signs of random projections, is small (Ham et al. 2021, ISCA)."""
+"""ELSA: attention to keys whose angle to the query, estimated from sign hashes, is small (Ham et al. 2021, ISCA)."""
 
 import math
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._attention.calls import Call
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
@@ -22,7 +23,7 @@ WHO = "ELSAAttention"
 
 
 def sign_hash(x: Tensor, projections: Tensor) -> Tensor:
-    """``h(x) = sign(R x)`` as 1 and -1: (.., bits).
+    """Return ``h(x) = sign(R x)`` as 1 and -1: (.., bits).
 
     Args:
         x: (.., E).
@@ -32,18 +33,18 @@ def sign_hash(x: Tensor, projections: Tensor) -> Tensor:
 
 
 def estimated_angles(hq: Tensor, hk: Tensor, correction: float) -> Tensor:
-    """``max(0, pi / bits hamming(h(q), h(k)) - correction)`` in radians, (.., L, S)."""
+    """Return ``max(0, pi / bits hamming(h(q), h(k)) - correction)`` in radians, (.., L, S)."""
     bits = hq.shape[-1]
     hamming = (bits - hq @ hk.transpose(-1, -2)) / 2
     return (math.pi / bits * hamming - correction).clamp_min(0.0)
 
 
 def longest_seen(k: Tensor, seen: Tensor | None) -> Tensor:
-    """``max |k|`` over the keys that each query may see: (.., L or 1, 1).
+    """Return ``max |k|`` over the keys that each query may see: (.., L or 1, 1).
 
     Args:
         k: (.., S, E).
-        seen: broadcasts to (.., L, S), bool; None where every query may see all keys.
+        seen: broadcasts to (.., L, S), bool; None if every query may see all keys.
     """
     lengths = k.norm(dim=-1)[..., None, :]
     if seen is not None:
@@ -52,15 +53,15 @@ def longest_seen(k: Tensor, seen: Tensor | None) -> Tensor:
 
 
 def threshold_of(q: Tensor, k: Tensor, scores: Tensor, p: float) -> Tensor:
-    """t: the mean over queries of the least ``q k / (|q| max|k|)`` among keys with a weight above p / n.
+    """Return t: the mean over queries of the smallest ``q k / (|q| max|k|)`` among keys with a weight above p / n.
 
-    Queries whose own token is hidden from all queries are padding, and are left out.
+    Queries whose own token is hidden from all queries are padding and are left out.
 
     Args:
         q: (.., L, E).
         k: (.., S, E).
-        scores: of attention, ``-inf`` where a key may not be seen, (.., L, S).
-        p: how much is approximated; n is the number of keys that a query may see.
+        scores: the attention scores, ``-inf`` where a key may not be seen, (.., L, S).
+        p: the degree of approximation; n is the number of keys that a query may see.
     """
     seen = scores > -torch.inf
     matters = scores.softmax(-1) > p / seen.sum(-1, keepdim=True).clamp_min(1)
@@ -72,42 +73,50 @@ def threshold_of(q: Tensor, k: Tensor, scores: Tensor, p: float) -> Tensor:
 
 
 class ELSAAttention(SelectedKeys):
-    """Let each query see the keys alone whose similarity, estimated from hashes of a few bits, exceeds a threshold.
+    """Let each query attend only to keys whose similarity, estimated from short sign hashes, exceeds a threshold.
 
-    A hash is the signs of ``bits`` orthogonal projections, drawn once of the run's seed. The number of bits in which
-    the hashes of a query and a key differ estimates their angle, less ``correction``, so that the estimate is rather
-    too small. A key is kept if cos(angle) times its length exceeds ``t`` times the length of the longest key that the
-    query may see. The paper takes the longest of all keys, so that under causal attention later tokens would change
-    earlier outputs. The threshold t is learnt in one pass over the first batch: the mean over queries of the least
-    similarity among keys whose attention weight is above ``p / n``. There is one threshold for all layers, where the
-    paper has one for each, and it stays as it is learnt. In a module that trains from scratch, attention is near
-    uniform then. What runs before that batch, such as Lightning's sanity check, is plain. So is an evaluation without a
-    learnt threshold, which warns. Attention over the chosen
-    pairs is exact and its weights sum to one. The choice has no gradient. A query without such a key sees the key
-    that is estimated nearest. Masks, causal attention, grouped queries and dropout are supported.
+    A hash consists of the signs of ``bits`` orthogonal projections, drawn once from the run's seed. The number of bits
+    in which the hashes of a query and a key differ estimates their angle; ``correction`` is subtracted, so that the
+    estimate is rather too small. A key is kept if cos(angle) times its length exceeds t times the length of the longest
+    key that the query may see. (The paper takes the longest of all keys; under causal attention, later tokens would
+    then change earlier outputs.)
 
-    **It saves nothing on a CPU or GPU**: hashes are compared for all pairs, and attention runs on all of them with a mask,
-    which costs more than the fused kernel without one. The paper's 58 times are its own chip's, which infers. It acts in
-    evaluation of a Trainer that has it, and nowhere else.
+    The threshold t is learnt in one pass over the first batch: it is the mean over queries of the smallest similarity
+    among keys whose attention weight is above ``p / n``. There is one threshold for all layers, where the paper has one
+    per layer, and it stays fixed. In a module that trains from scratch, attention is still close to uniform on that
+    batch. Passes before it, such as Lightning's sanity check, are plain. An evaluation without a learnt threshold is
+    plain too, and warns.
 
-    Logged: ``attentions``, calls in the last step; ``kept``, the share of the pairs that could be seen; ``threshold``, t.
+    Attention over the chosen pairs is exact, and its weights sum to one. The choice has no gradient. A query without
+    such a key sees the key estimated as nearest. Masks, causal attention, grouped queries and dropout are supported.
+
+    **It saves nothing on a CPU or GPU**. Hashes are compared for all pairs, and attention runs on all of them with a
+    mask, which costs more than the fused kernel without one. The paper's speed-up of 58 comes from its own chip, for
+    inference. Use it to study sparse attention. It acts in evaluation only under a Trainer that has it.
+
+    Logged: ``attentions``, the calls in the last step; ``kept``, the fraction of visible pairs that were kept;
+    ``threshold``, t.
 
     Args:
-        p: how much is approximated, >= 0; 1 leaves out about what has less than the mean weight; 0 leaves all in, which is
+        p: the degree of approximation. 1 drops about the keys with less than the mean weight, and 0 keeps all, which is
             plain training.
-        bits: of a hash, >= 1.
-        correction: radians that an angle is taken to be smaller, in [0, pi]; the paper has .127 for 64 bits of heads of 64.
+        bits: the number of bits of a hash.
+        correction: the angle in radians that is subtracted from the estimate. 0.127 is the paper's, for 64 bits and
+            heads of 64.
 
     Raises:
-        ValueError: for other values; at the first batch, before any weight has changed, where no attention is seen, or one
-            cannot be replaced, with the reason; at setup for compiled modules.
+        ValueError: for a value out of range. At setup, for compiled modules. At the first batch, before any weight has
+            changed, if there is no attention or a call cannot be replaced.
 
-    Sources:
-        Ham et al. 2021, "ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention Mechanism in Neural
-        Networks", ISCA, doi:10.1109/ISCA52012.2021.00060.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ELSAAttention(p=1.0)])
+
+    References:
+        Ham et al. 2021, "ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention Mechanism in
+        Neural Networks", ISCA, doi:10.1109/ISCA52012.2021.00060.
     """
 
-    saves: ClassVar[str] = "products of attention on hardware that passes over pairs one by one; costs time elsewhere"
+    saves: ClassVar[str] = "attention products on hardware that skips single pairs; costs time elsewhere"
     paper: ClassVar[str] = "Ham et al. 2021, doi:10.1109/ISCA52012.2021.00060"
     constraints: ClassVar[str] = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; no faster on a CPU or GPU"
@@ -117,14 +126,14 @@ class ELSAAttention(SelectedKeys):
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"p": Uniform(0.5, 4.0, log=True)}, no_sequences)
     control: ClassVar[Control] = SLOWER
 
-    def __init__(self, p: float = 1.0, *, bits: int = 64, correction: float = 0.127) -> None:
-        if isinstance(p, bool) or not isinstance(p, int | float) or not 0.0 <= p < math.inf:
-            raise ValueError(f"{WHO}({p=}): expected a number >= 0, in mean attention weights; 0 is plain training.")
-        if isinstance(bits, bool) or not isinstance(bits, int) or bits < 1:
-            raise ValueError(f"{WHO}({bits=}): expected an integer >= 1, such as 64.")
-        if isinstance(correction, bool) or not isinstance(correction, int | float) or not 0.0 <= correction <= math.pi:
-            raise ValueError(f"{WHO}({correction=}): expected radians in [0, pi], such as 0.127.")
-        self.p, self.bits, self.correction = float(p), bits, float(correction)
+    def __init__(
+        self,
+        p: Annotated[float, Number(at_least=0)] = 1.0,
+        *,
+        bits: Annotated[int, Count()] = 64,
+        correction: Annotated[float, Number(at_least=0, at_most=math.pi)] = 0.127,
+    ) -> None:
+        self.p, self.bits, self.correction = p, bits, correction
         self._threshold: float | None = None
         self._found: list[float] = []
         self._projections: dict[tuple[int, str], Tensor] = {}
@@ -167,8 +176,8 @@ class ELSAAttention(SelectedKeys):
         if not self.session.fitting and not self._warned:
             self._warned = True
             rank_zero_warn(
-                f"{WHO}: it has learnt no threshold, so this evaluation computes plain attention. Give the checkpoint of a"
-                " fit with it, ckpt_path=..., or evaluate with the Trainer that trained."
+                f"{WHO}: no threshold is learnt yet, so this evaluation computes plain attention. Give the checkpoint of a fit"
+                f" with {WHO} as ckpt_path, or evaluate with the Trainer that trained."
             )
         return call.run()
 

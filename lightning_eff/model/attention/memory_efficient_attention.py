@@ -1,10 +1,10 @@
-"""Attention in memory that grows with the length and not with its square (Rabe & Staats 2021; Dao et al. 2022).
+"""Exact attention in memory that grows linearly with the length (Rabe & Staats 2021; Dao et al. 2022).
 
-The rule stands in ``_replacing.chunks``.
+The rule is in ``_replacing.chunks``.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._attention.calls import Call
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -20,7 +21,7 @@ from lightning_eff.model.attention._replacing.chunks import chunked_attention
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, ReplacedAttention, no_sequences
 
 WHO = "MemoryEfficientAttention"
-#: What torch calls its kernels, in the words of the summary.
+#: torch's kernels, in the words of the summary.
 KERNELS = {
     SDPBackend.FLASH_ATTENTION: "flash",
     SDPBackend.EFFICIENT_ATTENTION: "memory-efficient",
@@ -30,7 +31,9 @@ CHUNKS = "chunks"
 
 
 def kernel_of(call: Call) -> str:
-    """Which kernel ``F.scaled_dot_product_attention`` takes for a call that needs no square of weights, or ``chunks``."""
+    """Return the kernel that ``F.scaled_dot_product_attention`` takes for a call without a square of weights, or
+    ``chunks``.
+    """
     tensors: tuple[Any, ...] = (call.query, call.key, call.value, call.mask)
     kind = call.query.device.type
     if torch.is_autocast_enabled(kind):
@@ -43,7 +46,7 @@ def kernel_of(call: Call) -> str:
 
 
 def _as_autocast(t: Tensor | None, kind: str) -> Tensor | None:
-    """A tensor as autocast hands it on to fused attention."""
+    """Return a tensor as autocast passes it to fused attention."""
     if t is None or not torch.is_autocast_enabled(kind) or not t.is_floating_point() or t.dtype == torch.float64:
         return t
     return t.to(torch.get_autocast_dtype(kind))
@@ -52,46 +55,50 @@ def _as_autocast(t: Tensor | None, kind: str) -> Tensor | None:
 def _pointless(profile: RunProfile) -> str | None:
     if (why := no_sequences(profile)) is not None:
         return why
-    return None if profile.memory_bound else "memory limits neither batch nor model, and this costs time"
+    return None if profile.memory_bound else "memory limits neither the batch nor the model, and this costs time"
 
 
 class MemoryEfficientAttention(ReplacedAttention):
-    """Compute attention exactly without ever holding all of its weights, forward and backward.
+    """Compute attention exactly without ever storing all of its weights, forward and backward.
 
     Every call of ``F.scaled_dot_product_attention`` (Hugging Face's "sdpa" among them) and of ``nn.MultiheadAttention``
-    (with ``need_weights=False``) is computed by chunks of queries and keys, with running maxima and sums. Kept for the
-    backward pass are queries, keys, values, the output and one number for each row; weights are computed again, chunk by
-    chunk. So the memory of L tokens grows with L, and at one time there are ``chunk^2`` weights of each head and sample. Masks
-    of either kind, biases that are learnt, causal attention, grouped queries and dropout of weights are exact; a query that may
-    see nothing gets zeros.
+    (with ``need_weights=False``) is computed in chunks of queries and keys, with running maxima and sums. The backward
+    pass keeps queries, keys, values, the output and one number per row, and recomputes the weights chunk by chunk. So
+    memory grows linearly with the number of tokens, and at most ``chunk^2`` weights per head and sample exist at a
+    time. Masks of either kind, learnt biases, causal attention, grouped queries and dropout of weights are exact. A
+    query that may see no key gets zeros.
 
-    **Where it pays.** torch's own fused kernels (flash, memory-efficient, cuDNN's) do the same and are faster; with
-    ``kernel="auto"`` they run wherever torch would take one, and chunks elsewhere. What torch leaves to its plain kernel, which
-    holds all L^2 weights, depends on the device: on a CPU, dropout of weights and masks that take gradients; on a GPU also
-    old devices, large heads and float64. Chunks cost time: the weights again in the backward pass, and a small product at a
-    time. If nothing is left to do, the run is plain training, to the bit, and the log says so. Backward passes through
-    gradients (``create_graph``) are refused by torch in chunks, as in its fused kernels.
+    **Where it pays.** torch's own fused kernels (flash, memory-efficient, cuDNN's) do the same and are faster. With
+    ``kernel="auto"`` they run wherever torch would use one, and chunks elsewhere. torch's plain kernel, which stores
+    all L^2 weights, remains for dropout of weights and masks with gradients on a CPU, and for old devices, large heads
+    and float64 on a GPU. Chunks cost time: the weights are computed again in the backward pass, in small products. If
+    torch has a fused kernel for every call, the run is plain training, bit for bit, and a log line says so.
 
-    Weights are those of plain training but for rounding. No parameter changes; checkpoints are plain. It acts in evaluation
-    too, as long as the Trainer has it.
+    Weights are those of plain training up to rounding. It adds no parameter, and checkpoints are plain. It acts in
+    evaluation as long as the Trainer has it. Gradients of gradients (``create_graph``) are refused by torch in chunks,
+    as in its fused kernels.
 
-    Logged: ``attentions``, calls in the last step; ``chunked``, how many of them were in chunks.
+    Logged: ``attentions``, the calls in the last step; ``chunked``, how many of them ran in chunks.
 
     Args:
-        chunk: queries, and keys, at a time, >= 1. Large chunks are faster.
-        kernel: ``"auto"``, torch's fused kernel where it has one for the call; ``"chunks"``, always by chunks; or ``"torch"``,
-            whatever torch takes, which is plain training.
+        chunk: the number of queries, and of keys, at a time. Large chunks are faster.
+        kernel: the choice of the kernel. "auto" takes torch's fused kernel where it has one for the call, "chunks"
+            always uses chunks, and "torch" is plain training.
 
     Raises:
-        ValueError: for other values; at the first batch, before any weight has changed, where no attention is seen, or one
-            cannot be replaced, with the reason: its weights are asked for, or its mask is a tensor of a kind of its own; at
-            setup for compiled modules.
+        ValueError: for a value out of range. At setup, for compiled modules. At the first batch, before any weight has
+            changed, if there is no attention or a call cannot be replaced: its weights are requested, or its mask is a
+            tensor subclass.
 
-    Sources:
-        Rabe & Staats 2021, arXiv:2112.05682; Dao et al. 2022, "FlashAttention", arXiv:2205.14135 (the backward pass).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[MemoryEfficientAttention()])
+
+    References:
+        Rabe & Staats 2021, "Self-attention Does Not Need O(n^2) Memory", arXiv:2112.05682; Dao et al. 2022,
+        "FlashAttention", arXiv:2205.14135 (the backward pass).
     """
 
-    saves: ClassVar[str] = "the square of attention weights, where torch has no fused kernel for the call"
+    saves: ClassVar[str] = "the quadratic memory of attention weights, where torch has no fused kernel for the call"
     paper: ClassVar[str] = "Rabe & Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135"
     constraints: ClassVar[str] = "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled"
     survey: ClassVar[Survey | None] = Survey(
@@ -99,22 +106,20 @@ class MemoryEfficientAttention(ReplacedAttention):
     )
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds: torch's own scaled_dot_product_attention is the same function"
+        "the baseline for as many seconds, since torch's own scaled_dot_product_attention computes the same"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         **OUTSIDE,
-        "MetaInit": "its search takes gradients of gradients, which attention in chunks has none of",
+        "MetaInit": "its search needs gradients of gradients, which attention in chunks does not have",
     }
-    turn: ClassVar[int] = 0  # what others leave of a call
+    turn: ClassVar[int] = 0  # it computes what other techniques leave of a call
 
-    def __init__(self, chunk: int = 128, *, kernel: Literal["auto", "chunks", "torch"] = "auto") -> None:
-        if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-            raise ValueError(f"{WHO}({chunk=}): expected an integer >= 1, queries and keys at a time, such as 128.")
-        if kernel not in ("auto", CHUNKS, "torch"):
-            raise ValueError(
-                f"{WHO}({kernel=}): expected 'auto', torch's fused kernel where it has one, 'chunks', always by chunks, or"
-                " 'torch', which is plain training."
-            )
+    def __init__(
+        self,
+        chunk: Annotated[int, Count()] = 128,
+        *,
+        kernel: Literal["auto", "chunks", "torch"] = "auto",
+    ) -> None:
         self.chunk = chunk
         self.kernel: Literal["auto", "chunks", "torch"] = kernel
         self._kernels: dict[str, int] = {}
@@ -147,7 +152,11 @@ class MemoryEfficientAttention(ReplacedAttention):
     def looked(self, session: Session) -> None:
         rank_zero_info(
             f"{WHO}: {self._told()}"
-            + ("" if CHUNKS in self._kernels else "; nothing is left to save, plain training runs")
+            + (
+                ""
+                if CHUNKS in self._kernels
+                else "; torch's kernels already save the memory, so this is plain training"
+            )
         )
 
     def _told(self) -> str:
@@ -159,7 +168,7 @@ class MemoryEfficientAttention(ReplacedAttention):
 
     @override
     def summary(self) -> str:
-        return f"{self._told()} in a step" if self._kernels else "no step taken"
+        return f"{self._told()} per step" if self._kernels else "no step taken"
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,40 +1,47 @@
 """Performer: softmax attention by positive orthogonal random features, linear in the length (Choromanski et al. 2020).
 
-The kernel ``exp(q k)`` is the mean of ``phi(q) phi(k)`` over draws of the features (:func:`positive_features`), so that
+The kernel ``exp(q k)`` is the mean of ``phi(q) phi(k)`` over draws of the features (:func:`positive_features`), so
 
-    out_i = phi(q_i) (sum_j phi(k_j) v_j^T) / (phi(q_i) sum_j phi(k_j)),
+    out_i = phi(q_i) (sum_j phi(k_j) v_j^T) / (phi(q_i) sum_j phi(k_j)).
 
-whose sums over j are taken once, or up to i in causal attention (:func:`linear_attention`).
+The sums over j are computed once, or up to i in causal attention (:func:`linear_attention`).
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._arguments.kinds import Alias, Count
 from lightning_eff._core._attention.calls import Call, CannotReplace, keys_alone
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
+from lightning_eff.model.attention._replacing.masks import in_full, refuse_dropout
 from lightning_eff.model.attention._replacing.projections import orthogonal_rows
-from lightning_eff.model.attention._replacing.technique import NO_DROPOUT, OUTSIDE, ReplacedAttention, no_sequences
+from lightning_eff.model.attention._replacing.technique import (
+    EXACT,
+    NO_PAIRS,
+    OUTSIDE,
+    ReplacedAttention,
+    too_short,
+)
 
 WHO = "Performer"
-NO_PAIRS = "it has no weight for each pair that the other's mask or choice could be applied to"
-CHUNK = 64  # queries of causal attention at a time
+CHUNK = 64  # the queries of causal attention at a time
 
 
 def positive_features(x: Tensor, omega: Tensor, *, shift: Tensor | None = None) -> Tensor:
-    """``phi(x) = exp(omega x - |x|^2 / 2 - shift) / sqrt(m)``, so that ``E[phi(x) phi(y)] = exp(x y)`` without a shift.
+    """Return ``phi(x) = exp(omega x - |x|^2 / 2 - shift) / sqrt(m)``; without a shift, ``E[phi(x) phi(y)] = exp(x y)``.
 
     Args:
         x: (.., E).
-        omega: (m, E), rows like normal vectors.
-        shift: (.., 1), against overflow; it cancels out in attention where it is one for each query, or one for all keys.
+        omega: (m, E), with rows like normal vectors.
+        shift: (.., 1), against overflow; it cancels in attention if it is one per query, or one for all keys.
     """
     exponent = x @ omega.T - x.square().sum(-1, keepdim=True) / 2
     if shift is not None:
@@ -43,17 +50,17 @@ def positive_features(x: Tensor, omega: Tensor, *, shift: Tensor | None = None) 
 
 
 def linear_attention(fq: Tensor, fk: Tensor, v: Tensor, *, causal: bool, chunk: int = CHUNK) -> Tensor:
-    """``fq_i (sum_j fk_j v_j^T) / (fq_i sum_j fk_j)`` over all j, or over j <= i: (.., L, E').
+    """Return ``fq_i (sum_j fk_j v_j^T) / (fq_i sum_j fk_j)`` over all j, or over j <= i: (.., L, E').
 
-    Causal sums are prefix sums: within a chunk over its own keys, with the sums over all chunks before it. Rows whose
-    denominator is nothing are zero.
+    Causal sums are prefix sums: within a chunk over its own keys, plus the sums over all chunks before. Rows with a
+    denominator of zero are zero.
 
     Args:
-        fq: features of queries, (.., L, m).
-        fk: of keys, (.., S, m).
+        fq: the features of queries, (.., L, m).
+        fk: the features of keys, (.., S, m).
         v: (.., S, E').
-        causal: whether j <= i alone counts.
-        chunk: queries at a time in causal attention.
+        causal: whether only j <= i counts.
+        chunk: the number of queries at a time in causal attention.
     """
     ones = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)  # the denominator is one more column
     if not causal:
@@ -73,55 +80,52 @@ def linear_attention(fq: Tensor, fk: Tensor, v: Tensor, *, causal: bool, chunk: 
     return top / torch.where(bottom > 0, bottom, 1.0)
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    if (why := no_sequences(profile)) is not None:
-        return why
-    if profile.sequence_length is not None and profile.sequence_length < 512:
-        return f"in sequences of {profile.sequence_length} tokens exact attention is faster"
-    return None
-
-
 class Performer(ReplacedAttention):
-    """Compute attention by random features in time and memory that are linear in the length: an estimate, drawn anew at times.
+    """Estimate softmax attention by random features, in time and memory that are linear in the length.
 
-    Queries and keys, each times the root of attention's scale, have ``features`` positive features of orthogonal directions,
-    ``exp(omega x - |x|^2 / 2) / sqrt(m)``, whose products are softmax's kernel on average over draws. Sums over keys are taken
-    once; in causal attention they are prefix sums. Rows of the weights sum to one, as in softmax. Padding that hides keys, on
-    either side, is told from a mask, also of a causal one; grouped queries go along. Everything is computed in float32 or more.
+    Queries and keys, each times the square root of attention's scale, are mapped to ``features`` positive features with
+    orthogonal directions, ``exp(omega x - |x|^2 / 2) / sqrt(m)``. On average over draws, their products are the softmax
+    kernel. Sums over keys are computed once; in causal attention they are prefix sums. The weights of a row sum to one,
+    as in softmax. Padding on either side is read from the mask, also from a causal one. Grouped queries are supported.
+    Everything is computed in float32 or higher.
 
-    **Where it pays.** For L tokens and heads of E features it takes about ``2 L m (E + 1)`` products in the place of
-    ``2 L^2 E``: none is saved below ``L = m``, and up to some 8,000 tokens fused exact attention is faster on a GPU, and exact.
-    It is another model: an error of the weights whose square falls with 1 / m, and is large where logits are. A module that is
-    pretrained with softmax must be trained on with it. No parameter changes; it acts in evaluation of a Trainer that has it,
-    and nowhere else.
+    **Where it pays.** For L tokens and heads of E features it takes about ``2 L m (E + 1)`` products instead of
+    ``2 L^2 E``. It saves nothing below ``L = m``, and up to about 8,000 tokens fused exact attention is faster on a
+    GPU, and exact. It changes the model: the squared error of the weights falls with 1 / m, and is large where logits
+    are large. Fine-tune a pretrained module with it before you use it. It adds no parameter, and acts in evaluation
+    only under a Trainer that has it.
 
-    Logged: ``attentions``, calls in the last step; ``features``, m of them; ``draws``, of how many draws it is the latest.
+    Logged: ``attentions``, the calls in the last step; ``features``, their number m; ``draws``, how often features were
+    drawn.
 
     Args:
-        features: m >= 1; None for ``E log E``, rounded, for heads of E features; 0 is plain training.
-        redraw: optimizer steps after which features are drawn anew, >= 1, or None for one draw for the whole run.
+        features: the number of features m. None is ``E log E``, rounded, for heads of E features, and 0 is plain
+            training. Also accepted as ``nb_features``.
+        redraw: the number of optimizer steps after which features are drawn again. None keeps one draw for the whole
+            run.
 
     Raises:
-        ValueError: for other values; at the first batch, before any weight has changed, where no attention is seen, or one
-            cannot be replaced, with the reason: dropout of weights, a mask that says more than what is padding and whether
-            it is causal, causal attention on other keys than queries; at setup for compiled modules. A later batch with such
-            a mask is an error too.
+        ValueError: for a value out of range. At setup, for compiled modules. At the first batch, before any weight has
+            changed, if there is no attention or a call cannot be replaced: it drops weights, its mask says more than
+            what is padding and whether it is causal, or it is causal with other keys than queries. A later batch with
+            such a mask raises it too.
 
-    Sources:
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[Performer(features=256)])
+
+    References:
         Choromanski et al. 2020, "Rethinking Attention with Performers", arXiv:2009.14794.
     """
 
-    saves: ClassVar[str] = "the square of the length in attention; above some 8,000 tokens, as an estimate"
+    saves: ClassVar[str] = "the quadratic cost of attention, above about 8,000 tokens; an estimate"
     paper: ClassVar[str] = "Choromanski et al. 2020, arXiv:2009.14794"
     constraints: ClassVar[str] = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, without dropout of weights, not compiled; pays"
         " for thousands of tokens"
     )
     survey: ClassVar[Survey | None] = Survey("linear attention (Performer)", zhuang="4", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"features": Choice((64, 256))}, _pointless)
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero, with fused exact attention"
-    )
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"features": Choice((64, 256))}, too_short)
+    control: ClassVar[Control] = EXACT
     conflicts: ClassVar[Mapping[str, str]] = {
         **OUTSIDE,
         **dict.fromkeys(
@@ -138,10 +142,12 @@ class Performer(ReplacedAttention):
     }
     _features = 0
 
-    def __init__(self, features: int | None = None, *, redraw: int | None = 1000) -> None:
-        for name, value, least in (("features", features, 0), ("redraw", redraw, 1)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"{WHO}({name}={value!r}): expected an integer >= {least}, or None.")
+    def __init__(
+        self,
+        features: Annotated[int | None, Count(at_least=0), Alias("nb_features")] = None,
+        *,
+        redraw: Annotated[int, Count()] | None = 1000,
+    ) -> None:
         self.features, self.redraw = features, redraw
         self._draw = 0
         self._drawn: dict[tuple[int, int, str, torch.dtype], Tensor] = {}
@@ -172,14 +178,12 @@ class Performer(ReplacedAttention):
 
     @override
     def attend(self, call: Call) -> Tensor:
-        if call.dropout:
-            raise CannotReplace(NO_DROPOUT.format(call.dropout, WHO))
+        refuse_dropout(call, WHO)
         of_keys, causal = keys_alone(call, WHO)
         if causal and call.query.shape[-2] != call.key.shape[-2]:
-            raise CannotReplace("it is causal, on other keys than queries")
-        kind = call.query.device.type
-        with torch.autocast(kind, enabled=False):
-            dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+            raise CannotReplace("it is causal with other keys than queries")
+
+        def compute(dtype: torch.dtype) -> Tensor:
             root = math.sqrt(call.scale)
             q, k = call.query.to(dtype) * root, call.whole_key.to(dtype) * root
             omega = self._omega(q.shape[-1], q)
@@ -193,12 +197,12 @@ class Performer(ReplacedAttention):
             if of_keys is not None and of_keys.dtype != torch.bool:
                 assert hidden is not None
                 fk = fk * torch.exp(of_keys.to(dtype).masked_fill(hidden, 0.0))[..., None]
-            out = linear_attention(fq, fk, call.whole_value.to(dtype), causal=causal)
-        kept = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else call.value.dtype
-        return out.to(kept)
+            return linear_attention(fq, fk, call.whole_value.to(dtype), causal=causal)
+
+        return in_full(call, compute)
 
     def _safe(self, x: Tensor, omega: Tensor, dims: tuple[int, ...], hidden: Tensor | None) -> Tensor:
-        """Positive features whose largest is of the size of one; those of what is hidden are zero."""
+        """Return positive features scaled to a largest value of about one; hidden keys get zeros."""
         with torch.no_grad():
             exponent = x @ omega.T
             shift = exponent - x.square().sum(-1, keepdim=True) / 2
@@ -217,7 +221,7 @@ class Performer(ReplacedAttention):
     def summary(self) -> str:
         if not self._features:
             return "no step taken"
-        return f"{self._calls} calls of attention a step by {self._features} features, drawn {self._draw + 1} times"
+        return f"{self._calls} calls of attention per step by {self._features} features, drawn {self._draw + 1} times"
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""How the same network is computed: compiled blocks, and the order in which tensors lie in memory."""
+"""How a network is executed: compiled blocks, and the memory format of tensors."""

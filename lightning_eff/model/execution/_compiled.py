@@ -1,4 +1,4 @@
-"""Calls of modules through code that torch compiles once for all modules that are alike, and what compiling took."""
+"""Calls of modules through code that torch compiles once for all modules that are alike, and the time this takes."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from lightning_eff._core._tokens.inputs import is_cache
 from lightning_eff._core.blocks import signature
 
 Shapes = tuple[tuple[int, ...], ...]
-_KEPT = 256  # compiled calls
+_KEPT = 256  # the largest number of compiled calls to keep
 
 
 @dataclass
@@ -28,14 +28,14 @@ class Kept:
 
     Attributes:
         call: the function.
-        versions: how many calls of it have made the compiler work: no part of its code has more versions.
+        versions: how many of its calls were compiled; no part of its code has more versions.
     """
 
     call: Callable[..., Any]
     versions: int = 0
 
 
-_KINDS: dict[tuple[Any, ...], Kept] = {}  # compiled calls of this process, by what they were made for
+_KINDS: dict[tuple[Any, ...], Kept] = {}  # compiled calls of this process, by purpose
 
 
 def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -43,22 +43,22 @@ def _run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def compiled_call(name: str, **settings: Any) -> Callable[..., Any]:
-    """``torch.compile`` of ``fn(forward, *args, **kwargs) -> forward(*args, **kwargs)``, with a cache of its own.
+    """Return ``torch.compile`` of ``fn(forward, *args, **kwargs) -> forward(*args, **kwargs)``, with its own cache.
 
-    Dynamo keeps what it compiles by code objects, and looks at each kept version when that code is called: all calls of
-    this very function share versions with one another and with nothing else. A bound method's module is an input: its
-    class, its structure and what its code reads of it are guarded, and not which module it is.
+    Dynamo stores compiled versions by code object, and checks each version when that code is called. So all calls of
+    this function share versions with each other and with nothing else. The module of a bound method is an input: guards
+    check its class, its structure and what its code reads of it, but not which module it is.
 
     Args:
-        name: shown in logs and profiles.
-        settings: of ``torch.compile``.
+        name: the name shown in logs and profiles.
+        settings: those of ``torch.compile``.
     """
     code = _run.__code__.replace(co_name=name, co_qualname=name)
     return torch.compile(types.FunctionType(code, _run.__globals__, name), **settings)
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes:
-    """The shapes of all tensors that a call hands over, in the call's order."""
+    """Return the shapes of all tensors in a call's arguments, in order."""
     found: list[tuple[int, ...]] = []
     _collect(args, found)
     _collect(tuple(kwargs.values()), found)
@@ -76,7 +76,7 @@ def _collect(value: Any, found: list[tuple[int, ...]]) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody listens to the calls of this module itself, or of all modules."""
+    """Return whether hooks are registered for the calls of this module itself, or of all modules."""
     every = nn.modules.module
     return bool(
         module._forward_hooks
@@ -92,7 +92,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 @contextmanager
 def forward_as(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """``module.forward`` is another one, on this instance."""
+    """Replace ``module.forward`` on this instance."""
     space = module.__dict__
     missing = object()
     before = space.get("forward", missing)
@@ -108,14 +108,15 @@ def forward_as(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
 
 @dataclass
 class Stopwatch:
-    """What torch's compiler does in calls that are made within :meth:`mine`, and later for their backward passes.
+    """Measures what torch's compiler does in calls within :meth:`mine`, and later for their backward passes.
 
-    Meanwhile what torch warns of its own insides is not heard: where warnings are errors, it could compile nothing. And
-    sizes that happen to be equal in the first call, such as as many samples as features, are not taken to be one size.
+    Meanwhile torch's warnings about its own code are ignored; where warnings are errors, it could compile nothing.
+    Sizes that happen to be equal in the first call, such as the numbers of samples and features, are not treated as one
+    size.
 
     Attributes:
-        seconds: wall-clock, from the first frame that is looked at to the end of compiling.
-        events: frames that were compiled: one for each version of a call's code, and more where it is in pieces.
+        seconds: the wall-clock time of compiling.
+        events: the number of compiled frames: one per version of a call's code, and more if it breaks into pieces.
     """
 
     seconds: float = 0.0
@@ -135,7 +136,7 @@ class Stopwatch:
     def stop(self) -> None:
         from torch._dynamo.callback import callback_handler
 
-        with contextlib.suppress(ValueError):  # torch._dynamo.reset() has forgotten it
+        with contextlib.suppress(ValueError):  # torch._dynamo.reset() has removed it
             callback_handler.remove_start_callback(self._on_start)
         with contextlib.suppress(ValueError):
             callback_handler.remove_end_callback(self._on_end)
@@ -172,13 +173,12 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Event:
-    """One call that made the compiler work.
+    """A call that was compiled.
 
     Attributes:
-        block: the number of the module among those that are called so.
-        pieces: frames that were compiled: more than one where the code breaks into pieces.
-        broken: what held before and does not hold now, so that the versions that there were would not do; None for a first
-            version.
+        block: the number of the module.
+        pieces: the number of compiled frames: more than one if the code breaks into pieces.
+        broken: the condition that no longer holds, so that no existing version fits; None for a first version.
         breaks: why the code breaks into pieces.
     """
 
@@ -190,11 +190,11 @@ class Event:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """The compiler makes no more versions of some code, and runs what differs from all of them plainly.
+    """The compiler makes no more versions of some code, and runs further ones uncompiled.
 
     Attributes:
         code: the name of a module's class, or of a function within it.
-        broken: what held before and does not hold now.
+        broken: the condition that no longer holds.
     """
 
     code: str
@@ -202,7 +202,7 @@ class GivenUp:
 
 
 class CannotCompile(RuntimeError):
-    """Torch's compiler failed on the module of this number."""
+    """torch's compiler failed on the module with this number."""
 
     def __init__(self, block: int, why: str) -> None:
         super().__init__(f"torch's compiler failed on block {block}: {why}")
@@ -214,10 +214,10 @@ class Calls:
 
     Args:
         blocks: the modules.
-        settings: of ``torch.compile``, ``dynamic`` apart.
-        dynamic: True: one version for all shapes; False: one for each; None: one for the first that a kind of module is
-            called with, and one for all others.
-        on_event: told of each call that made the compiler work.
+        settings: those of ``torch.compile``, except ``dynamic``.
+        dynamic: True for one version for all shapes, False for one for each, None for one for the first shapes of a
+            kind of module and one for all others.
+        on_event: called for each call that was compiled.
     """
 
     def __init__(
@@ -234,24 +234,24 @@ class Calls:
         self.on_event = on_event
         self.watch = Stopwatch()
         self.first: dict[tuple[int, bool], Shapes] = {}  # by kind of block, and whether gradients are recorded
-        self.used: set[int] = set()  # blocks that have been called so
+        self.used: set[int] = set()  # blocks that were called
         kinds: dict[Any, int] = {}
         self._kind = [kinds.setdefault(_make(block), len(kinds)) for block in blocks]
         self._makes = list(kinds)
-        self._calls: dict[tuple[Any, ...], tuple[Kept, int]] = {}  # and how many versions earlier runs left
+        self._calls: dict[tuple[Any, ...], tuple[Kept, int]] = {}  # with the number of versions from earlier runs
         self._breaks: set[str] = set()
         self._limits = 0
 
     def begin(self) -> None:
-        """Look at what the compiler does from now on, until :meth:`end`."""
+        """Follow the compiler from now on, until :meth:`end`."""
         self.watch.start()
-        self.given_up()  # others' is not ours
+        self.given_up()  # forget what other code has reached
 
     def end(self) -> None:
         self.watch.stop()
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What block ``index`` returns, computed by compiled code; hooks on the block itself stay outside of it."""
+        """Return the output of block ``index``, computed by compiled code; hooks on the block itself stay outside of it."""
         block = self.blocks[index]
         forward = block.forward
         kept, earlier = self._compiled(index, args, kwargs)
@@ -284,18 +284,18 @@ class Calls:
         return Event(index, pieces, _words(reasons[0]) if reasons else None, breaks)
 
     def given_up(self) -> GivenUp | None:
-        """What the compiler has given up since the last call of this method."""
+        """Return what the compiler has given up since the last call of this method."""
         from torch._dynamo.utils import counters, get_compilation_metrics
 
         count = sum(n for text, n in counters["unimplemented"].items() if _LIMIT in text.partition("\n")[0])
         before, self._limits = self._limits, count
         if count <= before:
             return None
-        _KINDS.clear()  # runs to come begin with code of their own
+        _KINDS.clear()  # later runs start with their own code
         metrics = get_compilation_metrics()[::-1]
         last = next((m for m in metrics if m.recompile_reason), None)
         if last is None:
-            return GivenUp("the blocks", "torch does not say what")
+            return GivenUp("the blocks", "torch does not say which")
         frame = str(last.compile_id).partition("/")[0]
         names = [m.co_name for m in metrics if m.co_name and str(m.compile_id).partition("/")[0] == frame]
         return GivenUp(names[0] if names else "the blocks", _words(str(last.recompile_reason)))
@@ -322,7 +322,7 @@ class Calls:
 
 @contextmanager
 def _versions_beside(earlier: int) -> Iterator[None]:
-    """A run may have as many versions of its own as torch allows, whatever earlier runs left."""
+    """Allow a run as many versions as torch's limit, in addition to those of earlier runs."""
     if not earlier:
         yield
         return
@@ -340,10 +340,10 @@ def _make(block: nn.Module) -> tuple[Any, ...]:
 
 
 def without_empty_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A block's arguments without Hugging Face's caches of keys and values that hold nothing yet.
+    """Return a block's arguments without empty key-value caches of Hugging Face models.
 
-    A block would add to the cache, which nothing reads in training, at its own place: code that is compiled for one block
-    would not do for the next.
+    A block would add to the cache at its own place, which nothing reads in training, so code compiled for one block
+    would not fit the next.
     """
     if not any(map(_is_empty_cache, (*args, *kwargs.values()))):
         return args, kwargs
@@ -358,7 +358,7 @@ def _is_empty_cache(value: Any) -> bool:
 
 
 def _words(reason: str) -> str:
-    """The compiler's reason for a version more, without where that stands in its own code."""
+    """Return the compiler's reason for another version, without its place in the compiler's code."""
     text = reason.partition("\n")[0].partition("  #")[0].strip()
     return text.partition(": ")[2].replace("forward.__self__", "block") or text
 

@@ -1,4 +1,4 @@
-"""Operations that see the order of elements in memory, made to give what they give where all tensors lie plainly."""
+"""Makes operations that depend on the memory order give the results that they give in plain order."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ _SEEING = _FLATTENING | _DRAWS | _DRAWS_IN_PLACE
 
 
 def lies_last(tensor: Tensor) -> bool:
-    """Whether a tensor (N, C, H, W) or (N, C, D, H, W) lies with its channels last, and so not plainly."""
+    """Return whether a tensor (N, C, H, W) or (N, C, D, H, W) is stored channels-last, and so not in plain order."""
     memory_format = FORMATS.get(tensor.ndim)
     return (
         memory_format is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format)
@@ -50,26 +50,26 @@ def lies_last(tensor: Tensor) -> bool:
 
 
 class PlainOrder(TorchFunctionMode):
-    """Within it, no operation shows that images lie with their channels last, but by the time that it takes.
+    """Within it, no operation reveals that images are stored channels-last, except by the time it takes.
 
-    ``Tensor.view``, which a tensor refuses whose elements lie in another order, copies there. Random numbers, of which
-    each element gets one in the order of memory, are drawn in the plain order, so that the same elements are dropped.
+    ``Tensor.view``, which fails on tensors in another memory order, copies there. Random numbers, which elements get in
+    the order of memory, are drawn in plain order, so the same elements are dropped.
 
     Attributes:
-        copies: how many tensors were copied for that.
+        copies: the number of tensors copied for this.
 
     Args:
-        who: of whom errors speak.
+        who: the technique's name, for messages.
     """
 
     def __init__(self, who: str) -> None:
         super().__init__()
         self.who = who
         self.copies = 0
-        self._copied: dict[int, tuple[Tensor, Tensor, int]] = {}  # by id: what was copied, the copy, its version
+        self._copied: dict[int, tuple[Tensor, Tensor, int]] = {}  # by id: the original, the copy, its version
 
     def again(self) -> "PlainOrder":
-        """What stands around a part of the step where that is run again."""
+        """Return the mode for a part of the step that is run again."""
         return PlainOrder(self.who)
 
     @override
@@ -89,11 +89,11 @@ class PlainOrder(TorchFunctionMode):
             return func(*args, **given)
         if func in _FLATTENING:
             if isinstance(args[1] if len(args) > 1 else given.get("dtype"), torch.dtype):
-                return func(*args, **given)  # the same elements, seen as of another type
+                return func(*args, **given)  # the same elements, viewed as another dtype
             made = _VIEWS.get(func, func)(*args, **given)
             self._note(x, made, of_view=func in _VIEWS)
             return made
-        if not lies_last(x) or not given.get("training", True) or given.get("p") == 0:  # nothing is drawn, or dropped
+        if not lies_last(x) or not given.get("training", True) or given.get("p") == 0:  # nothing is drawn or dropped
             return func(*args, **given)
         self.copies += 1
         self._check_runs_once("draws random numbers for each element of an image")
@@ -113,24 +113,25 @@ class PlainOrder(TorchFunctionMode):
             self._copied[id(x)] = (x, made, made._version)
 
     def _check_runs_once(self, what: str) -> None:
-        """Raise ``ValueError`` in what the module checkpoints by itself: the second run is beyond this mode."""
+        """Raise ``ValueError`` in regions that the module checkpoints itself, whose recomputation this mode does not
+        reach.
+        """
         frame = None if torch.compiler.is_compiling() else sys._getframe()
         while frame is not None:
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 raise ValueError(
-                    f"{self.who}: the module {what} within torch.utils.checkpoint, whose second run would do it in the order"
-                    " of memory; expected it outside. Let Rematerialization checkpoint in its place (not selectively), or take"
-                    " the technique out."
+                    f"{self.who}: the module {what} within torch.utils.checkpoint, whose recomputation would use the memory"
+                    f" order. Let Rematerialization checkpoint instead (not selectively), or remove {self.who}."
                 )
             frame = frame.f_back
 
     def _look(self, args: tuple[Any, ...]) -> None:
-        """What is written into a copy does not reach what it was made of, as it would plainly."""
+        """Raise ``ValueError`` if the module wrote into a copy, which in plain order would have changed the original."""
         for value in args:
             noted = self._copied.get(id(value))
             if noted is not None and noted[1]._version != noted[2]:
                 raise ValueError(
-                    f"{self.who}: the module writes in place into a flattened {tuple(noted[0].shape)} and then reads that"
-                    " again; with channels last the flattened one is a copy. Let it write into what it reads, or take"
-                    " the technique out."
+                    f"{self.who}: the module writes in place into a flattened {tuple(noted[0].shape)} and then reads the"
+                    " original, but with channels last the flattened tensor is a copy. Let it write into the tensor that it"
+                    f" reads, or remove {self.who}."
                 )

@@ -1,4 +1,4 @@
-"""Channels-last memory format: the channels of a pixel lie together, in images and in convolutions' weights (PyTorch 2020)."""
+"""Channels-last memory format: the channels of a pixel are adjacent, in images and in convolution weights (PyTorch 2020)."""
 
 import copy
 import functools
@@ -6,7 +6,8 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Kind
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.batches import map_tensors
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
@@ -25,7 +27,7 @@ _KINDS = {2: (nn.Conv2d, nn.ConvTranspose2d), 3: (nn.Conv3d, nn.ConvTranspose3d)
 
 
 def strides_last(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor (N, C, ..., W) whose elements lie in the order N, ..., W, C.
+    """Return the strides of a dense tensor (N, C, ..., W) whose elements are stored in the order N, ..., W, C.
 
     stride_C = 1, stride_W = C, stride_H = C W, ..., stride_N = C W H ...
     """
@@ -37,14 +39,15 @@ def strides_last(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def plain_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor whose elements lie in the order of its dimensions."""
+    """Return the strides of a dense tensor whose elements are stored in the order of its dimensions."""
     return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """The same values of the same shape, (N, C, H, W) or (N, C, D, H, W), with channels last in memory; others as they are.
+    """Return a tensor (N, C, H, W) or (N, C, D, H, W) with channels last in memory; others unchanged.
 
-    Also where there is one channel or one pixel, and both orders are one: kernels read from the strides which is meant.
+    This also sets the strides for one channel or one pixel, where both orders are equal, because kernels read the
+    intended order from them.
     """
     memory_format = FORMATS.get(tensor.ndim)
     if memory_format is None:
@@ -53,7 +56,7 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 
 def laid(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """The same values at these strides, which those of a dense tensor must be."""
+    """Return the same values at these strides, which must be those of a dense tensor."""
     if tensor.stride() == tuple(strides):
         return tensor
     made = torch.empty_strided(tensor.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device)
@@ -61,11 +64,11 @@ def laid(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def in_plain_order(value: Any) -> Any:
-    """What a checkpoint holds, with every tensor of four or five dimensions in plain order; nothing is changed in place."""
+    """Return a checkpoint's content with every tensor of four or five dimensions in plain order, without in-place changes."""
     if isinstance(value, Tensor):
         return laid(value, plain_strides(value.shape)) if value.ndim in FORMATS else value
     if isinstance(value, dict):
-        made = copy.copy(value)  # of its own kind, such as a state_dict with its metadata
+        made = copy.copy(value)  # keeps the class, such as a state_dict with its metadata
         made.update({key: in_plain_order(item) for key, item in value.items()})
         return made
     if type(value) in (list, tuple):
@@ -74,13 +77,13 @@ def in_plain_order(value: Any) -> Any:
 
 
 def convolutions(module: nn.Module, dims: Sequence[int]) -> dict[str, nn.Module]:
-    """Convolutions over so many dimensions, transposed ones too, by path."""
+    """Return the convolutions over these numbers of dimensions, transposed ones included, by path."""
     kinds = tuple(kind for d in dims for kind in _KINDS[d])
     return {path: m for path, m in module.named_modules() if isinstance(m, kinds)}
 
 
 def weights_of(found: Mapping[str, nn.Module]) -> list[nn.Parameter]:
-    """Their kernels, those that a parametrization computes a kernel from too, each once."""
+    """Return their weights, including those from which a parametrization computes one, each once."""
     weights: dict[int, nn.Parameter] = {}
     for m in found.values():
         ndim = next(d for d, kinds in _KINDS.items() if isinstance(m, kinds)) + 2
@@ -89,18 +92,18 @@ def weights_of(found: Mapping[str, nn.Module]) -> list[nn.Parameter]:
 
 
 def _stepped(optimizer: Optimizer) -> list[Tensor]:
-    """An optimizer's parameters, in the order of its groups."""
+    """Return an optimizer's parameters, in the order of its groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _strides(state: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The strides of the tensors of a parameter's state that a checkpoint holds at others."""
+    """Return the strides of those tensors of a parameter's state that a checkpoint stores at other strides."""
     found = {key: x for key, x in state.items() if type(x) is Tensor and x.ndim in FORMATS}
     return {key: [*x.stride()] for key, x in found.items() if x.stride() != plain_strides(x.shape)}
 
 
 def _lay_beside(optimizers: Sequence[Optimizer], weights: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> None:
-    """Lay gradients, and optimizer states with an element for each of a weight's, at these strides."""
+    """Store gradients, and optimizer states of a weight's shape, at these strides."""
     for w, strides in weights:
         if w.grad is not None:
             w.grad = laid(w.grad, strides)
@@ -111,75 +114,93 @@ def _lay_beside(optimizers: Sequence[Optimizer], weights: Sequence[tuple[nn.Para
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.image_side is not None else "samples are no images"
+    return None if profile.image_side is not None else "samples are not images"
+
+
+@dataclass(frozen=True, repr=False)
+class Dimensions(Kind):
+    """Numbers of dimensions that convolutions can have, each once; kept as a tuple."""
+
+    hint = "[] is plain training."
+
+    @property
+    @override
+    def expected(self) -> str:
+        return "a list of 2 (images), 3 (volumes and videos) or both"
+
+    @override
+    def __call__(self, value: Any) -> tuple[int, ...]:
+        if not isinstance(value, list | tuple):
+            raise ValueError
+        dims = tuple(known for d in value for known in _KINDS if d == known)
+        if not len(value) == len(dims) == len(set(dims)):
+            raise ValueError
+        return dims
 
 
 class ChannelsLast(Technique):
-    """Train with images, and the weights of convolutions, in channels-last order: what fast convolution kernels read.
+    """Store images and convolution weights in channels-last order, the format that fast convolution kernels read.
 
-    Shapes and values stay what they are: what changes is where an element lies in memory, so that the channels of a pixel
-    stand side by side. The weights of convolutions are laid so once, images as each batch comes, and activations and
-    gradients between them follow by themselves. The numbers are those of plain training up to float32's rounding, since
-    kernels add up in another order; which elements a dropout draws is the same.
+    Shapes and values stay the same; only the order in memory changes, so that the channels of a pixel are adjacent.
+    Convolution weights are converted once, and images as each batch arrives. Activations and gradients between them
+    follow automatically. Results equal plain training up to float32 rounding, because kernels add in another order.
+    Dropout draws the same elements.
 
-    A module need not know of it: where it flattens images by ``view``, which other orders of memory refuse, it gets a copy,
-    as ``flatten`` gives it, and random numbers for each element of an image are drawn in plain order. Both cost a copy, and
-    ``copies`` tells how many.
+    The module need not be changed. Where it flattens images by ``view``, which fails on another memory order, it gets a
+    copy, as ``flatten`` would give it. Random numbers for each element of an image are drawn in plain order. Both cost
+    a copy; ``copies`` counts them.
 
-    What it gains depends on the device's kernels, so measure it (``benchmarks/layout_time.py``). On GPUs with tensor cores in
-    half precision PyTorch tells of 8 to 35 % on V100, 22 % for a ResNet-50, and Composer of about 30 %; none was at hand
-    here. On one thread of a CPU, in float32, a step of a ResNet took 0.80 of the plain time, and one of transformers'
-    ConvNeXt, whose norms permute, 0.95 (0.91 to 1.12); under bf16-mixed there, 0.94 and 1.27, which is a loss. A ViT, whose
-    one convolution is that of its patches, has next to nothing to gain.
+    The gain depends on the device's kernels, so measure it (``benchmarks/layout_time.py``). For GPUs with tensor cores
+    in half precision, PyTorch reports 8 to 35 % on V100 and 22 % for a ResNet-50, and Composer reports about 30 %;
+    neither was measured here. On one CPU thread in float32, a step of a ResNet took 0.80 of the plain time. A step of
+    transformers' ConvNeXt, whose norms permute, took 0.95 (0.91 to 1.12). Under bf16-mixed there, the figures were 0.94
+    and 1.27, which is a loss. A ViT, which has one convolution, gains next to nothing.
 
-    Checkpoints hold all tensors in plain order, those of optimizers too, and go both ways. When the run ends, weights,
-    gradients and optimizer states lie as before.
+    Checkpoints store all tensors in plain order, optimizer states included, so they load with and without this
+    callback. When the run ends, weights, gradients and optimizer states get their previous order back.
 
-    Logged: ``convolutions``, how many weights lie so; ``images``, the tensors of the last batch that do; ``copies``, of the
-    last step.
+    Logged: ``convolutions``, the number of converted weights; ``images``, the converted tensors of the last batch;
+    ``copies``, the copies of the last step.
 
     Args:
-        dims: of which convolutions: 2 for images, 3 for volumes and videos, or both. Empty is plain training.
+        dims: the dimensions of the convolutions to convert: 2 for images, 3 for volumes and videos.
 
     Raises:
-        ValueError: if ``dims`` holds anything but 2 and 3; at setup, if the module has no such convolution, or an optimizer
-            of bitsandbytes, whose scales belong to blocks of memory; in a step, if the module writes in place into images
-            that it has flattened, and reads these again, or flattens by ``view``, or draws for each element, within
+        ValueError: for a value of the wrong kind. At setup, if the module has no such convolution, or for an optimizer
+            of bitsandbytes, whose scales belong to blocks of memory. In a step, if the module writes in place into
+            flattened images and reads the originals again, or flattens by ``view`` or draws per element within
             ``torch.utils.checkpoint``.
 
-    Sources:
-        PyTorch 2020, Channels Last Memory Format in PyTorch (tutorial); MosaicML 2022, Composer's method card.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, precision="bf16-mixed", callbacks=[ChannelsLast()])
+
+    References:
+        PyTorch 2020, "Channels Last Memory Format in PyTorch" (tutorial); MosaicML 2022, Composer's method card.
     """
 
-    saves: ClassVar[str] = "time of convolutions, where their kernels read channels last"
+    saves: ClassVar[str] = "time of convolutions whose kernels read channels last"
     paper: ClassVar[str] = "PyTorch 2020, Channels Last Memory Format in PyTorch"
-    constraints: ClassVar[str] = "modules with nn.Conv2d, nn.Conv3d or transposed ones; no 8-bit optimizer"
+    constraints: ClassVar[str] = "modules with nn.Conv2d, nn.Conv3d or their transposed versions; no 8-bit optimizer"
     refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), "")
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control("the baseline for as many seconds: the numbers are the same to rounding")
+    control: ClassVar[Control] = Control("the baseline for as many seconds, since results are equal up to rounding")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "EightBitOptimizer": "its scales belong to blocks of elements that lie together, which would be others in a checkpoint"
+        "EightBitOptimizer": "its scales belong to blocks of adjacent elements, and a checkpoint has other blocks"
     }
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
 
-    def __init__(self, dims: Sequence[int] = (2, 3)) -> None:
-        if not isinstance(dims, list | tuple) or any(d not in _KINDS for d in dims) or len(set(dims)) < len(dims):
-            raise ValueError(
-                f"ChannelsLast({dims=}): expected a list of 2 (images), 3 (volumes and videos) or both; [] is plain training."
-            )
+    def __init__(self, dims: Annotated[Sequence[int], Dimensions()] = (2, 3)) -> None:
         self.dims = tuple(dims)
         self._reset()
 
     def _reset(self) -> None:
-        self._before: list[tuple[nn.Parameter, tuple[int, ...]]] = []  # weights, and the strides that they had
-        self._channels: dict[int, set[int]] = {}  # by number of dimensions, how many channels convolutions read
+        self._before: list[tuple[nn.Parameter, tuple[int, ...]]] = []  # weights, and their previous strides
+        self._channels: dict[int, set[int]] = {}  # by number of dimensions, the channels that convolutions read
         self._count = 0
-        self._strides: list[list[dict[str, list[int]]]] | None = (
-            None  # of a checkpoint's states, as :meth:`state_dict` says
-        )
-        self._settled = False  # whether gradients and optimizer states of a checkpoint lie as the weights do
+        self._strides: list[list[dict[str, list[int]]]] | None = None  # of a checkpoint's states, by :meth:`state_dict`
+        self._settled = False  # whether gradients and optimizer states of a checkpoint have the order of the weights
         self._images = 0
         self._copies = 0
 
@@ -194,7 +215,7 @@ class ChannelsLast(Technique):
         module, strategy = session.module, session.trainer.strategy
         for name in ("training_step", "validation_step"):
             session.patches.set(module, name, self._step(getattr(module, name)))
-        session.chain.original = module.training_step  # which other techniques' extra passes run too
+        session.chain.original = module.training_step  # which extra passes of other techniques also run
         states = strategy.lightning_module_state_dict
         session.patches.set(strategy, "lightning_module_state_dict", lambda: in_plain_order(states()))
 
@@ -209,8 +230,8 @@ class ChannelsLast(Technique):
             kinds = ", ".join(f"{count} {kind}" for kind, count in held.most_common(6)) or "nothing"
             named = " or ".join(f"nn.Conv{d}d" for d in sorted(self.dims))
             raise ValueError(
-                f"ChannelsLast(dims={list(self.dims)}): {type(module).__name__} has no convolution that could profit; expected"
-                f" one of {named} or transposed, and found parameters in {kinds}. Take the technique out."
+                f"ChannelsLast(dims={list(self.dims)}): {type(module).__name__} has no {named}, also not transposed (its"
+                f" parameters are in {kinds}). Remove ChannelsLast."
             )
         for m in found.values():
             ndim = next(d for d, kinds in _KINDS.items() if isinstance(m, kinds)) + 2
@@ -219,7 +240,7 @@ class ChannelsLast(Technique):
             self._before.append((w, w.stride()))
             w.data = channels_last(w.data)
         self._count = len(self._before)
-        rank_zero_info(f"ChannelsLast: the weights of {self._count} convolutions lie with their channels last")
+        rank_zero_info(f"ChannelsLast: stored the weights of {self._count} convolutions channels-last.")
 
     @override
     def on_optimizers(self, session: Session) -> None:
@@ -228,9 +249,8 @@ class ChannelsLast(Technique):
             steps = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
             if steps and type(optimizer).__module__.startswith("bitsandbytes"):
                 raise ValueError(
-                    f"ChannelsLast: got the optimizer {type(optimizer).__name__} of bitsandbytes for weights of convolutions;"
-                    f" expected one with states of 32 bits: {self.conflicts['EightBitOptimizer']}. Use torch.optim's, or take"
-                    " the technique out."
+                    f"ChannelsLast: the optimizer {type(optimizer).__name__} of bitsandbytes cannot update convolution weights"
+                    f" here: {self.conflicts['EightBitOptimizer']}. Use an optimizer of torch.optim, or remove ChannelsLast."
                 )
 
     # -- a step
@@ -250,7 +270,7 @@ class ChannelsLast(Technique):
         return step
 
     def _lay(self, tensor: Tensor) -> Tensor:
-        """A tensor of a batch: an image is one that a convolution could read, by its dimensions and its channels."""
+        """Convert a tensor of a batch if a convolution could read it, by its dimensions and channels."""
         shown = tensor.is_floating_point() or tensor.dtype == torch.uint8
         if not shown or tensor.ndim not in FORMATS or tensor.shape[1] not in self._channels.get(tensor.ndim, ()):
             return tensor
@@ -261,7 +281,7 @@ class ChannelsLast(Technique):
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         if self._settled:
             return
-        self._settled = True  # what a checkpoint brought lies plainly
+        self._settled = True  # tensors from a checkpoint are in plain order
         weights = [(w, w.stride()) for w, _ in self._before]
         _lay_beside(session.optimizers if self._strides is None else [], weights)
         for optimizer, of_parameters in zip(session.optimizers, self._strides or [], strict=False):
@@ -269,7 +289,7 @@ class ChannelsLast(Technique):
                 state = optimizer.state[p] if own else {}
                 state.update({key: laid(state[key], strides) for key, strides in own.items() if key in state})
 
-    # -- what is left of it
+    # -- checkpoints and the end of the run
 
     @override
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -285,7 +305,7 @@ class ChannelsLast(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Of each optimizer, for each parameter that it steps, the strides of its states that lie otherwise than plainly."""
+        """Return, for each optimizer and each parameter it updates, the strides of states that are not in plain order."""
         optimizers = [] if self._session is None else self._session.optimizers
         return {"strides": [[_strides(o.state.get(p, {})) for p in _stepped(o)] for o in optimizers]}
 
@@ -299,4 +319,4 @@ class ChannelsLast(Technique):
 
     @override
     def summary(self) -> str:
-        return f"{self._count} convolutions' weights lay with their channels last"
+        return f"stored the weights of {self._count} convolutions channels-last"

@@ -1,15 +1,18 @@
-"""Regional compilation: ``torch.compile`` of each block, once for all blocks that are alike (Ansel et al. 2024, PyTorch 2)."""
+"""Regional compilation: ``torch.compile`` of each block, once for all blocks that are alike (Ansel et al. 2024, PyTorch
+2).
+"""
 
 import functools
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Text
 from lightning_eff._core.blocks import Candidate, candidates, find_stack, refuse_compiled_around
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -19,11 +22,8 @@ from lightning_eff.model.execution._compiled import Calls, CannotCompile, Event,
 
 WHO = "RegionalCompilation"
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-_SAVES = "compiled code chooses itself what to save, and nothing says then what a saved tensor is"
-
-_MAPS = "each of its linear maps runs code of its own, so that every block would be compiled by itself"
+_SAVES = "compiled code decides itself what to save, and does not tell what a saved tensor is"
+_MAPS = "each of its linear layers runs its own code, so every block would be compiled separately"
 
 
 def _pointless(profile: RunProfile) -> str | None:
@@ -31,7 +31,7 @@ def _pointless(profile: RunProfile) -> str | None:
 
 
 def stacks_of(module: nn.Module, layers: str | None) -> list[Candidate]:
-    """The stack at the dotted path ``layers``; or every stack whose blocks are made of several modules, else the longest.
+    """Return the stack at the dotted path ``layers``; for None every stack of composite blocks, or else the longest stack.
 
     Raises:
         ValueError: if there is none, with the candidates.
@@ -44,9 +44,9 @@ def stacks_of(module: nn.Module, layers: str | None) -> list[Candidate]:
 
 
 def check_stack(module: nn.Module, stack: Candidate) -> None:
-    """Raise ``ValueError`` if the blocks of ``stack`` are compiled already, or cannot be compiled in one piece."""
+    """Raise ``ValueError`` if the blocks of ``stack`` are already compiled, or cannot be compiled in one piece."""
     refuse_compiled_around(
-        module, stack.path, who=WHO, way_out=f"Compile the whole or the blocks: take torch.compile or {WHO} out."
+        module, stack.path, who=WHO, way_out=f"Compile either the whole or the blocks: remove torch.compile or {WHO}."
     )
     for home, block in stack.named_blocks.items():
         for path, m in block.named_modules():
@@ -57,77 +57,81 @@ def check_stack(module: nn.Module, stack: Candidate) -> None:
                 or hasattr(m.forward, "_torchdynamo_orig_callable")
             ):
                 raise ValueError(
-                    f"{WHO}: {name!r} is compiled already; expected plain blocks, since {WHO} compiles them itself and keeps"
-                    f" checkpoints' names. Take torch.compile out of the module, or take {WHO} out."
+                    f"{WHO}: {name!r} is already compiled. Remove torch.compile from the module, since {WHO} compiles blocks"
+                    f" itself and keeps the names in checkpoints, or remove {WHO}."
                 )
             if m is not block and (m._backward_hooks or m._backward_pre_hooks):
                 raise ValueError(
-                    f"{WHO}: {name!r} has full backward hooks (register_full_backward_hook), at which compiled code would"
-                    f" break into pieces; expected them on whole blocks or outside of them. Register them there, or take {WHO}"
-                    " out."
+                    f"{WHO}: {name!r} has full backward hooks (register_full_backward_hook), which would break compiled code"
+                    f" into pieces. Register them on whole blocks or outside of them, or remove {WHO}."
                 )
 
 
 class RegionalCompilation(Technique):
-    """Run the blocks as compiled code: each kind of block is compiled once, whatever the depth.
+    """Compile the repeated blocks of a network with ``torch.compile``: each kind of block once, whatever the depth.
 
-    Blocks of one class and with parameters of the same shapes share one compiled code (``torch.compile`` on the call of a
-    block, with the block itself as an input), so that what compiling takes does not grow with depth. It takes place in the
-    first step, in tens of seconds for torch's own backend, ``inductor``. From then on a step's time falls by what fusing all
-    that lies between matrix products saves: a twelfth to a tenth of the time of a small GPT on one thread of a CPU, which
-    showed no difference in its loss at equal time; with compiling counted, 22 s of a minute, it is slower (docs/evidence.md).
-    Its authors report more on GPUs.
+    Blocks of one class with parameters of the same shapes share one compiled function, with the block itself as an
+    input, so compile time does not grow with depth. Compilation happens in the first step and takes tens of seconds
+    with torch's own backend, ``inductor``. Afterwards fused kernels make each step faster. A small GPT on one CPU
+    thread took a twelfth to a tenth less time per step, with no measurable difference in its loss at equal time. With
+    22 s of compiling, a run of a minute was slower (docs/evidence.md). Its authors report more on GPUs.
 
-    The module stays what it is: no wrapper, the same names in checkpoints, which load strictly with and without the
-    technique; copies and pickles of it are plain. Training steps alone are compiled, scoring passes within them included;
-    validation, test and prediction are plain. Hooks on a block itself stay outside of the compiled code and see what they
-    always do.
+    The module keeps its structure: there is no wrapper, checkpoints have the same names and load strictly with and
+    without this callback, and copies and pickles are plain. Only training steps are compiled, including scoring passes
+    within them; validation, test and prediction are plain. Hooks on a block itself stay outside the compiled code and
+    see what they always do.
 
-    The numbers are those of plain training up to float32's rounding, since ``inductor`` adds up in another order, and so
-    are the random numbers, such as dropout's, unless ``same_random=False``. A resumed run with the same settings is the
-    undisturbed one bit for bit: which code runs depends on shapes and settings, and not on what came before. Exceptions are
-    the autotuning modes, which choose kernels by measuring.
+    Results equal plain training up to float32 rounding, because ``inductor`` adds in another order. Random numbers,
+    such as dropout's, are also equal unless ``same_random=False``. A resumed run with the same settings equals the
+    undisturbed one bit for bit, except in the autotuning modes, which choose kernels by measuring.
 
-    **Shapes.** ``dynamic=False`` compiles anew for each combination of shapes. ``dynamic=True`` compiles once for all, for
-    somewhat slower code. None, the default, has code of its own for the shapes of the first batch and one that takes any for
-    all others, such as a last batch that is smaller; where another technique changes the shapes over the run
-    (:class:`SequenceLengthWarmup`), it is True from the start. Each change of anything else that a block's code reads
-    compiles it anew; what that was is told, and so is where torch's limit of versions (``torch._dynamo.config.
-    recompile_limit``) is reached, beyond which it runs what is new plainly.
+    **Shapes.** ``dynamic=False`` compiles again for each combination of shapes. ``dynamic=True`` compiles once for all
+    shapes, into somewhat slower code. None, the default, compiles once for the shapes of the first batch and once for
+    all others, such as a smaller last batch. If another technique changes shapes during the run
+    (:class:`SequenceLengthWarmup`), None means True. If anything else that a block's code reads changes, the block is
+    compiled again, and a log line says what changed. A warning says if torch's limit of versions
+    (``torch._dynamo.config.recompile_limit``) is reached; after that, new versions run uncompiled.
 
-    Hugging Face's caches of keys and values that hold nothing are not handed to compiled blocks: nothing reads them in
-    training, and each block would be compiled by itself.
+    Empty key-value caches of Hugging Face models are not passed to compiled blocks. Nothing reads them in training, and
+    they would make torch compile each block separately.
 
-    Logged: ``setup_seconds``, what compiling has taken in all, and in this process; ``compilations``, how many frames were
-    compiled, none where this process has done so before; ``blocks``, how many run compiled.
+    Logged: ``setup_seconds``, the total compile time in this process; ``compilations``, the number of compiled frames,
+    0 if this process compiled them before; ``blocks``, the number of blocks that run compiled.
 
     Args:
-        mode: ``torch.compile``'s, for ``inductor`` alone: "default", "reduce-overhead" (CUDA graphs), "max-autotune" or
-            "max-autotune-no-cudagraphs"; None is "default".
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None takes every stack of repeated blocks.
-        dynamic: see above.
-        backend: of ``torch.compile``, by name: "inductor"; "aot_eager" and "eager" compile nothing and find faults; None is
-            plain training.
-        same_random: let dropout draw what it draws in plain training. False lets ``inductor`` fuse a generator of its own
-            into its kernels, which is another run of the same distribution.
+        mode: the mode of ``torch.compile``, only for ``inductor``. "reduce-overhead" uses CUDA graphs. None is
+            "default".
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None takes every stack of
+            repeated blocks.
+        dynamic: whether one version serves all shapes, as described above.
+        backend: the backend of ``torch.compile``. "aot_eager" and "eager" compile nothing and help to find faults. None
+            is plain training.
+        same_random: whether dropout draws what it draws in plain training. False lets ``inductor`` fuse its own
+            generator into kernels; the distribution stays the same.
 
     Raises:
-        ValueError: for other values; at setup, if no blocks are found, blocks or what is around them are compiled already or
-            hold full backward hooks, the backend is unknown, or ``inductor`` has no C++ compiler (on a CPU) or no Triton (on
-            CUDA); in the first step, before any weight changes, if it calls none of the blocks as a whole.
-        RuntimeError: in the first step, before any weight changes, if torch's compiler fails on a block, with its reason.
+        ValueError: for a value of the wrong kind. At setup, if no blocks are found, blocks or modules around them are
+            already compiled or have full backward hooks, the backend is unknown, or ``inductor`` lacks a C++ compiler
+            (on a CPU) or Triton (on CUDA). In the first step, before any weight changes, if it calls no block as a
+            whole.
+        RuntimeError: in the first step, before any weight changes, if torch's compiler fails on a block.
 
-    Sources:
-        Ansel et al. 2024, doi:10.1145/3620665.3640366 (PyTorch 2).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[RegionalCompilation()])
+
+    References:
+        Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph
+        Compilation", doi:10.1145/3620665.3640366.
     """
 
-    saves: ClassVar[str] = "time of each step, by fused kernels; set-up that does not grow with depth"
+    saves: ClassVar[str] = "step time, by fused kernels; compile time does not grow with depth"
     paper: ClassVar[str] = "Ansel et al. 2024, doi:10.1145/3620665.3640366 (PyTorch 2)"
     constraints: ClassVar[str] = "a stack of repeated blocks; a compiler for inductor"
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"same_random": Choice((True, False))}, _pointless)
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds, set-up included: the numbers are the same to rounding, and it can be compiled too"
+        "the baseline for as many seconds, compile time included; results are equal up to rounding, and the baseline can be"
+        " compiled too"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("ActivationCompression", "ACTPrecision"), _SAVES),
@@ -143,35 +147,22 @@ class RegionalCompilation(Technique):
         *,
         layers: str | None = None,
         dynamic: bool | None = None,
-        backend: str | None = "inductor",
+        backend: Annotated[str, Text("the name of a backend of torch.compile")] | None = "inductor",
         same_random: bool = True,
     ) -> None:
-        if mode is not None and mode not in MODES:
-            raise ValueError(f"{WHO}({mode=}): expected one of {', '.join(map(repr, MODES))}, or None for 'default'.")
-        if dynamic is not None and not isinstance(dynamic, bool):
-            raise ValueError(
-                f"{WHO}({dynamic=}): expected True (one version for all shapes), False (one for each) or None (one for the"
-                " first shapes, one for all others)."
-            )
-        if backend is not None and not isinstance(backend, str):
-            raise ValueError(
-                f"{WHO}({backend=}): expected a backend of torch.compile by name, or None for plain training."
-            )
         if backend != "inductor" and mode is not None:
-            raise ValueError(f"{WHO}({mode=}, {backend=}): expected mode=None, since modes are inductor's.")
-        if not isinstance(same_random, bool):
-            raise ValueError(f"{WHO}({same_random=}): expected True or False.")
+            raise ValueError(f"{WHO}({mode=}, {backend=}): only inductor has modes. Use mode=None.")
         self.mode: Mode | None = mode
         self.layers, self.dynamic, self.backend, self.same_random = layers, dynamic, backend, same_random
         self._reset()
 
     def _reset(self) -> None:
         self._calls: Calls | None = None
-        self._paths: list[str] = []  # of the blocks
+        self._paths: list[str] = []  # the paths of the blocks
         self._first: dict[tuple[int, bool], Shapes] = {}
         self._events: list[Event] = []  # since the last batch
-        self._told = 0.0  # of the seconds
-        self._looked = False  # whether blocks are called
+        self._told = 0.0  # seconds that were reported
+        self._looked = False  # whether it was checked that blocks are called
         self._figures: dict[str, float] = {"setup_seconds": 0.0, "compilations": 0, "blocks": 0}
 
     @property
@@ -188,7 +179,7 @@ class RegionalCompilation(Technique):
         backends = torch._dynamo.list_backends(exclude_tags=None)
         if self.backend not in backends:
             raise ValueError(
-                f"{WHO}(backend={self.backend!r}): torch.compile has no such backend here; expected one of"
+                f"{WHO}(backend={self.backend!r}): torch.compile has no such backend here. Use one of"
                 f" {', '.join(sorted(backends))}."
             )
         device = session.trainer.strategy.root_device
@@ -203,16 +194,15 @@ class RegionalCompilation(Technique):
                 get_cpp_compiler()
             except Exception as error:
                 raise ValueError(
-                    f"{WHO}: torch's inductor finds no C++ compiler, which it needs on a CPU; expected g++ or clang++ on the"
-                    " PATH, or its path in the environment variable CXX. Install one, or take the technique out."
+                    f"{WHO}: torch's inductor found no C++ compiler, which it needs on a CPU. Put g++ or clang++ on the PATH,"
+                    f" set the environment variable CXX, or remove {WHO}."
                 ) from error
         elif device.type == "cuda":
             from torch.utils._triton import has_triton
 
             if not has_triton():
                 raise ValueError(
-                    f"{WHO}: torch's inductor needs Triton on CUDA, and a GPU that it supports; expected both. Install"
-                    " triton, or take the technique out."
+                    f"{WHO}: torch's inductor needs Triton, and a GPU that Triton supports. Install triton, or remove {WHO}."
                 )
 
     @override
@@ -241,19 +231,19 @@ class RegionalCompilation(Technique):
         for index, (_, block) in enumerate(blocks.values()):
             session.patches.set(block, "_compiled_call_impl", functools.partial(self._call, self._calls, index))
         shapes = f", for any shapes because of {', '.join(changing)}" if dynamic and changing else ""
-        rank_zero_info(f"{WHO}: compiles {', '.join(map(str, stacks))} in the first step{shapes}")
+        rank_zero_info(f"{WHO}: will compile {', '.join(map(str, stacks))} in the first step{shapes}.")
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """The step as it is; the first that is trained on must call blocks, or the first that drops not all of them."""
+        """Run the step, and check in the first training step that can that it calls blocks."""
         output = proceed(batch)
         if not self._looked and output is not None and torch.is_grad_enabled():
             used = self._calls is None or self._calls.used
             self._looked = bool(used) or not any(t.drops_blocks for t in self.session.working)
             if self._looked and not used:
                 raise ValueError(
-                    f"{WHO}: training_step called none of the blocks {self._paths[0]!r} .. {self._paths[-1]!r}; expected each"
-                    " step to call them as a whole, block(x), and not their forward or their parts, since it is such calls that"
-                    f" are compiled. Let the module do so, name another stack by layers=, or take {WHO} out."
+                    f"{WHO}: training_step called none of the blocks {self._paths[0]!r} .. {self._paths[-1]!r} as a whole, and"
+                    f" only such calls are compiled. Call block(x) instead of its forward or its parts, name another stack by"
+                    f" layers=, or remove {WHO}."
                 )
         return output
 
@@ -279,15 +269,14 @@ class RegionalCompilation(Technique):
         if given_up is not None:
             limit = torch._dynamo.config.recompile_limit
             rank_zero_warn(
-                f"{WHO}: torch's compiler has made as many versions of the code of {given_up.code} as it may"
-                f" (torch._dynamo.config.recompile_limit = {limit}), and runs what differs from all of them uncompiled from"
-                f" step {session.trainer.global_step} on: slower, with the same numbers. What held before and does not hold"
-                f" now: {given_up.broken}. Keep that the same from call to call, give dynamic=True where it is a shape, or"
-                " raise the limit."
+                f"{WHO}: torch's compiler has reached its limit of versions for the code of {given_up.code}"
+                f" (torch._dynamo.config.recompile_limit = {limit}), and runs further ones uncompiled from step"
+                f" {session.trainer.global_step} on. This condition no longer holds: {given_up.broken}. Keep it the same from"
+                " call to call, give dynamic=True if it is a shape, or raise the limit."
             )
 
     def _tell(self, session: Session, calls: Calls) -> None:
-        """Say what was compiled in this batch, how long that took, and what made it necessary."""
+        """Log what was compiled in this batch, how long it took, and why."""
         seconds, self._told = calls.watch.seconds - self._told, calls.watch.seconds
         kinds = Counter(type(calls.blocks[event.block]).__name__ for event in self._events)
         what = ", ".join(f"{count} x {name}" for name, count in kinds.items())
@@ -297,7 +286,7 @@ class RegionalCompilation(Technique):
             path = self._paths[event.block]
             if event.broken is not None:
                 rank_zero_info(
-                    f"{WHO}: {path!r} took a version of its own ({where}), since this does not hold for it: {event.broken}"
+                    f"{WHO}: {path!r} needed its own version ({where}), because this does not hold for it: {event.broken}"
                 )
             if event.breaks:
                 rank_zero_info(
@@ -312,7 +301,7 @@ class RegionalCompilation(Technique):
             self._calls = None
 
     def _call(self, calls: Calls, index: int, *args: Any, **kwargs: Any) -> Any:
-        """A block's call: compiled in training, plain in evaluation."""
+        """Call a block: compiled in training, plain in evaluation."""
         block = calls.blocks[index]
         if not (block.training or torch.is_grad_enabled()):
             return block._call_impl(*args, **kwargs)
@@ -320,12 +309,11 @@ class RegionalCompilation(Technique):
             return calls.call(index, *without_empty_caches(args, kwargs))
         except CannotCompile as error:
             raise RuntimeError(
-                f"{WHO}(backend={self.backend!r}): torch's compiler failed on {self._paths[index]!r}: {error.why}\nExpected"
-                " code that it can compile. Name another stack by layers=, see what backend='aot_eager' says of it, or take"
-                f" {WHO} out."
+                f"{WHO}(backend={self.backend!r}): torch's compiler failed on {self._paths[index]!r}: {error.why}\nName"
+                f" another stack by layers=, try backend='aot_eager' to find the cause, or remove {WHO}."
             ) from error
 
-    # -- what it tells
+    # -- report and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -335,8 +323,8 @@ class RegionalCompilation(Technique):
     def summary(self) -> str:
         seconds, blocks = self._figures["setup_seconds"], self._figures["blocks"]
         if not blocks:
-            return "no block has run compiled"
-        return f"{blocks:g} blocks ran compiled, after {seconds:.1f} s of set-up"
+            return "no block ran compiled"
+        return f"ran {blocks:g} blocks compiled, after {seconds:.1f} s of compiling"
 
     @override
     def state_dict(self) -> dict[str, Any]:

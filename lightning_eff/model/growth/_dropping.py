@@ -1,4 +1,4 @@
-"""Blocks passed over at random, in training alone: what techniques that say with which probabilities share."""
+"""The base of techniques that skip blocks at random in training."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar
@@ -13,22 +13,24 @@ from lightning_eff._core._stack.unused import look_for_unused, refuse_reentrant,
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
+from lightning_eff.model.growth._sizes.depth import check_distinct
 
 
 def keep_probabilities(theta: float, *, num_blocks: int) -> list[float]:
-    """``p_i = 1 - (i / L) (1 - theta)`` for the blocks i = 1 .. L."""
+    """Return ``p_i = 1 - (i / L) (1 - theta)`` for the blocks i = 1 .. L."""
     return [1.0 - i / num_blocks * (1.0 - theta) for i in range(1, num_blocks + 1)]
 
 
 def draw(keep: list[float], generator: Generator) -> frozenset[int]:
-    """The blocks to drop, from 0: each independently, with probability ``1 - p_i``."""
+    """Return the blocks to drop, from 0: each independently, with probability ``1 - p_i``."""
     # one number for each block, whatever its p
     numbers = torch.rand(len(keep), generator=generator, dtype=torch.float32).tolist()
     return frozenset(index for index, (number, p) in enumerate(zip(numbers, keep, strict=True)) if number >= p)
 
 
 class Dropping(Technique):
-    """Blocks are kept with a probability each, drawn for an optimizer step; a kept branch counts ``1/p``.
+    """Keeps each block with a probability, drawn per optimizer step; the residual branch of a kept block is scaled by
+    ``1/p``.
 
     A subclass says where the blocks are (:meth:`find`) and how likely each is kept (:meth:`probabilities`).
     """
@@ -41,7 +43,9 @@ class Dropping(Technique):
     def _reset(self) -> None:
         self._stacks: list[BlockStack] = []
         self._learnt: list[dict[str, Any]] = []
-        self._drawn: list[tuple[list[float], list[int]]] = []  # of the window that a checkpoint was saved in
+        self._drawn: list[
+            tuple[list[float], list[int]]
+        ] = []  # in the accumulation window in which a checkpoint was saved
         self._needed: tuple[int, int] | None = None
         self._dropped = 0
         self._passes, self._passed_over = 0, 0
@@ -49,11 +53,13 @@ class Dropping(Technique):
 
     @abstractmethod
     def find(self, session: Session) -> list[BlockStack]:
-        """The stacks whose blocks may be dropped, in their order."""
+        """Return the stacks whose blocks may be dropped, in the order in which they run."""
 
     @abstractmethod
     def probabilities(self, session: Session, num_blocks: int) -> list[float]:
-        """With which probability each of ``num_blocks`` blocks, over all stacks, is kept at this step, in (0, 1]."""
+        """Return the probability in (0, 1] with which each of ``num_blocks`` blocks, over all stacks, is kept at this
+        step.
+        """
 
     @property
     def skips(self) -> bool:
@@ -74,7 +80,9 @@ class Dropping(Technique):
     def attach(self, session: Session) -> None:
         self._reset()
         if self.skips and look_for_unused(session):
-            rank_zero_info(f"{type(self).__name__}: DDP runs with find_unused_parameters=True, for the dropped blocks.")
+            rank_zero_info(
+                f"{type(self).__name__}: switched on find_unused_parameters of DDP, because of the dropped blocks."
+            )
 
     @override
     def on_model(self, session: Session) -> None:
@@ -83,15 +91,10 @@ class Dropping(Technique):
         who = type(self).__name__
         stacks = self._stacks = self.find(session)
         blocks = [block for stack in stacks for block in stack.blocks]
-        where = " and ".join(str(stack) for stack in stacks)
+
         for stack in stacks:
             refuse_compiled_around(session.module, stack.path, who=who)
-        if len({id(block) for block in blocks}) < len(blocks):
-            raise ValueError(
-                f"{who}: {where} holds the same block several times; expected different ones,"
-                " because each is kept with a probability of its own. Name another stack by layers=, or take the"
-                " technique out."
-            )
+        check_distinct(stacks, who=who, why="each block is kept with its own probability")
         if self.skips:
             refuse_reentrant(session, stacks, who=who)
         self._take_up()
@@ -101,7 +104,7 @@ class Dropping(Technique):
         self._needed = self._look_for_needed(session)  # before a pipeline lets go of parameters
 
     def _take_up(self) -> None:
-        """What a checkpoint knows of the blocks' output."""
+        """Take over what a checkpoint knows about the blocks' output."""
         if len(self._learnt) == len(self._stacks):
             for stack, learnt in zip(self._stacks, self._learnt, strict=True):
                 stack.load_state_dict(learnt)
@@ -123,7 +126,7 @@ class Dropping(Technique):
         self._draw(session)
 
     def _draw(self, session: Session) -> None:
-        """Draw for this optimizer step; the same numbers on all ranks, and each time it is asked for in the step."""
+        """Draw for this optimizer step; the same numbers on all ranks, and at every call within the step."""
         assert self._stacks, "on_model has found the blocks"
         keep = self.probabilities(session, sum(stack.active for stack in self._stacks))
         numbers = session.generator(self.name(), session.trainer.global_step)
@@ -131,7 +134,7 @@ class Dropping(Technique):
         at = 0
         for i, stack in enumerate(self._stacks):
             stack.keep, at = keep[at : at + stack.active], at + stack.active
-            if stack.carries is None:  # no block has run yet, so what a dropped one must return is not known
+            if stack.carries is None:  # no block has run yet, so what a dropped one must return is unknown
                 stack.keep = [1.0] * stack.active
             elif stack.carries:
                 stack.keep[0] = 1.0
@@ -143,13 +146,12 @@ class Dropping(Technique):
         self._dropped = sum(len(stack.dropped) for stack in self._stacks)
         if all(len(stack.reshapes) == len(stack) for stack in self._stacks):
             raise ValueError(
-                f"{type(self).__name__}: every block of {self._where} returns a hidden state of another shape than it"
-                " is given; expected some that can be passed over. Name other stacks by layers=, or take the technique"
-                " out."
+                f"{type(self).__name__}: every block of {self._where} changes the shape of the hidden state, so none can be"
+                f" skipped. Name other stacks by layers=, or remove {type(self).__name__}."
             )
 
     def _look_for_needed(self, session: Session) -> tuple[int, int] | None:
-        """The stack and the block without which no parameter would take a gradient: where only blocks train, the first."""
+        """Return the stack and the block that must run for any parameter to get a gradient, where only blocks train."""
         blocks = [(i, j, block) for i, stack in enumerate(self._stacks) for j, block in enumerate(stack.blocks)]
         inside = {id(p) for _, _, block in blocks for p in block.parameters()}
         if any(p.requires_grad and id(p) not in inside for p in session.module.parameters()):

@@ -1,4 +1,4 @@
-"""Blocks that take no gradient for a while, and the backward pass that ends behind them: what freezing techniques share."""
+"""The base of techniques that freeze blocks for a while and end the backward pass behind them."""
 
 from abc import abstractmethod
 from collections.abc import Container, Iterable, Mapping
@@ -14,12 +14,16 @@ from lightning_eff._core.patches import hook_before
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Technique
+from lightning_eff.model.growth._identity import used_outside
+from lightning_eff.model.growth._sizes.depth import check_distinct
 
 Node = Any  # torch.autograd.graph.Node
 
 
 def nodes_below(roots: Iterable[Node | None], *, stop: Container[Node] = ()) -> set[Node]:
-    """The nodes of autograd's graph that ``roots`` were computed from, with themselves, as far as ``stop`` and without it."""
+    """Return the nodes of autograd's graph that ``roots`` were computed from, with ``roots``, up to ``stop`` and without
+    it.
+    """
     found = set[Node]()
     todo = [node for node in roots if node is not None]
     while todo:
@@ -31,19 +35,23 @@ def nodes_below(roots: Iterable[Node | None], *, stop: Container[Node] = ()) -> 
 
 
 def leaves_of(nodes: Iterable[Node]) -> set[int]:
-    """Ids of the parameters among ``nodes``."""
+    """Return the ids of the parameters among ``nodes``."""
     return {id(node.variable) for node in nodes if hasattr(node, "variable")}
 
 
 def made_below(entered: Iterable[Iterable[Node]], of_loss: Iterable[Node]) -> dict[int, int]:
-    """By the ids of parameters, the first block whose input, or an earlier one's, has in it all that was made of them.
+    """Return for each parameter the first block whose inputs, with those of earlier blocks, hold everything computed from
+    it.
 
-    What goes past a block on a residual branch has entered it, too. A weight that is used elsewhere, as a tied embedding is by
-    the head, is not among them.
+    A residual branch that leads past a block has also entered the block. A weight that is used elsewhere, such as an
+    embedding tied to the head, is not included.
 
     Args:
         entered: for each block, the nodes of the hidden states that it was given.
         of_loss: the nodes that the loss was computed from.
+
+    Returns:
+        The index of the block, by the parameter's id.
     """
     depth: dict[Node, int] = {}
     for index, nodes in enumerate(entered):
@@ -57,43 +65,31 @@ def made_below(entered: Iterable[Iterable[Node]], of_loss: Iterable[Node]) -> di
     return {key: index for key, index in found.items() if index is not None}
 
 
-def used_beside(root: nn.Module, blocks: Iterable[nn.Module]) -> set[int]:
-    """Ids of the parameters in ``root`` that modules hold which can be reached past ``blocks``."""
-    seen, used, todo = {id(block) for block in blocks}, set[int](), [root]
-    while todo:
-        m = todo.pop()
-        if id(m) not in seen:
-            seen.add(id(m))
-            used |= {id(p) for p in m.parameters(recurse=False)}
-            todo += list(m.children())
-    return used
-
-
 class Freezing(Technique):
-    """Says at each optimizer step which blocks take gradients, over all stacks of the class that most blocks are of.
+    """Says at each optimizer step which blocks are frozen, over all stacks of the most frequent block class.
 
-    What was computed below a block (embeddings, a stem, layers between the blocks) is frozen with that block, also where a
-    residual branch leads past the block: only a part of its gradient would be left. It is found in the graph of the first
-    training step. A tied embedding is used by the head, too: it goes on training there, and takes nothing from below.
+    Layers whose output a block uses (embeddings, a stem, layers between the blocks) are frozen with that block, even if
+    a residual branch leads past it, because only a part of their gradient would be left. They are found in the graph of
+    the first training step. An embedding tied to the head keeps training there and gets no gradient from below.
     """
 
     needs: ClassVar[Need] = Need.BLOCKS
-    refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique reads the graph of the whole loss"}
+    refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique reads the autograd graph of the whole loss"}
     needs_budget: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
     layers: Any
 
     def _reset(self) -> None:
         self._stacks: list[BlockStack] = []
-        self._below: list[list[str]] | None = None  # parameters below each block, and below none before it
+        self._below: list[list[str]] | None = None  # parameters below each block, but not below an earlier one
         self._plan: tuple[int, list[int]] = (0, [])
         self._length = 0
-        self._share = 0.0  # of the module's parameters, that are frozen
+        self._share = 0.0  # the frozen fraction of the module's parameters
         self._where = ""
 
     @abstractmethod
     def plan(self, u: float, num_blocks: int) -> tuple[int, list[int]]:
-        """At ``u``: how many blocks at the front the backward pass does not reach, and which of all are frozen."""
+        """Return how many blocks at the front the backward pass does not reach at ``u``, and which blocks are frozen."""
 
     @override
     def attach(self, session: Session) -> None:
@@ -110,22 +106,16 @@ class Freezing(Technique):
             refuse_compiled_around(session.module, stack.path, who=who)
             if is_checkpointed_reentrantly(m for block in stack.blocks for m in block.modules()):
                 raise ValueError(
-                    f"{who}: {stack} is checkpointed with use_reentrant=True; expected use_reentrant=False, because a block"
-                    " that is checkpointed so takes no gradient where its input has none. Enable checkpointing with"
-                    " gradient_checkpointing_kwargs={'use_reentrant': False}."
+                    f"{who}: {stack} is checkpointed with use_reentrant=True, so a block gets no gradient if its input has"
+                    " none. Enable checkpointing with gradient_checkpointing_kwargs={'use_reentrant': False}."
                 )
-        if len({id(block) for block in blocks}) < len(blocks):
-            raise ValueError(
-                f"{who}: {' and '.join(map(str, stacks))} holds the same block several times; expected different ones,"
-                " because some take gradients while others take none. Name another stack by layers=, or take the technique"
-                " out."
-            )
+        check_distinct(stacks, who=who, why="some blocks are frozen while others train")
         self._stacks = stacks
         self._where = f"{len(blocks)} blocks of {', '.join(repr(stack.path) for stack in stacks)}"
         if self._length and self._length != len(blocks):
             raise ValueError(
-                f"{who}: the checkpoint is of a module with {self._length} blocks, and this one has {len(blocks)}; expected"
-                " as many. Build the module as it was, or start a new fit."
+                f"{who}: the checkpoint's module has {self._length} blocks, but this one has {len(blocks)}. Build the module"
+                f" with {self._length} blocks, or start a new fit."
             )
         self._length = len(blocks)
         if self._below is None:
@@ -143,14 +133,14 @@ class Freezing(Technique):
         self._follow(session)
 
     def _follow(self, session: Session) -> None:
-        """Freeze what the plan says by now, between optimizer steps."""
+        """Freeze what the plan says now, between optimizer steps."""
         plan = self.plan(session.progress.u, sum(stack.active for stack in self._stacks))
-        if plan == self._plan or (plan[0] and self._below is None):  # what stands below is not known yet
+        if plan == self._plan or (plan[0] and self._below is None):  # the layers below are not known yet
             return
         self._plan = plan
         self._apply(session)
         for technique in session.working:
-            if technique.drops_blocks:  # it keeps one that trains
+            if technique.drops_blocks:  # it always keeps a block that trains
                 technique.on_blocks_changed(session)
         session.rewrap()
 
@@ -159,7 +149,7 @@ class Freezing(Technique):
         still, held = self._plan
         blocks = [block for stack in self._stacks for block in stack.blocks[: stack.active]]
         frozen = [blocks[i] for i in held if i < len(blocks)]
-        beside = used_beside(session.module, frozen)
+        beside = used_outside(session.module, frozen)
         parameters = [p for block in frozen for p in block.parameters() if id(p) not in beside]
         named = dict(session.module.named_parameters())
         first = 0
@@ -175,17 +165,16 @@ class Freezing(Technique):
             stack.freeze_inactive()
         if not any(p.requires_grad for p in session.module.parameters()):
             raise ValueError(
-                f"{type(self).__name__}: with {len(frozen)} of {self._where} frozen no parameter is left to train; expected"
-                " some that take gradients in the other blocks or behind them. Freeze fewer, or leave more of the module"
-                " trainable."
+                f"{type(self).__name__}: no parameter is left to train with {len(frozen)} of {self._where} frozen. Freeze"
+                " fewer blocks, or leave more of the module trainable."
             )
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """Find what stands below each block, in the first pass that has a graph."""
+        """Find the layers below each block, in the first pass that has a graph."""
         if self._below is not None:
             return proceed(batch)
         blocks = [block for stack in self._stacks for block in stack.blocks]
-        entered: list[list[Tensor]] = [[] for _ in blocks]  # also what passes that only look hand in
+        entered: list[list[Tensor]] = [[] for _ in blocks]  # also in passes without gradients
 
         def note(i: int) -> Any:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -210,7 +199,7 @@ class Freezing(Technique):
         return output
 
     def _refuse_hidden_blocks(self, loss: Tensor) -> None:
-        """Raise ``ValueError`` if the module's own code checkpoints its blocks in a way that hides them from the graph."""
+        """Raise ``ValueError`` if the module's own code checkpoints its blocks so that the graph does not show them."""
         nodes = nodes_below([loss.grad_fn])
         wanted = {
             id(p) for stack in self._stacks for block in stack.blocks for p in block.parameters() if p.requires_grad
@@ -218,9 +207,8 @@ class Freezing(Technique):
         hidden = bool(wanted) and not wanted & leaves_of(nodes)
         if hidden and any(node.name() == "CheckpointFunctionBackward" for node in nodes):
             raise ValueError(
-                f"{type(self).__name__}: the {self._where} are checkpointed with use_reentrant=True; expected"
-                " use_reentrant=False, because a block that is checkpointed so takes no gradient where its input has none."
-                " Call checkpoint(..., use_reentrant=False)."
+                f"{type(self).__name__}: the {self._where} are checkpointed with use_reentrant=True, so a block gets no"
+                " gradient if its input has none. Call checkpoint(..., use_reentrant=False)."
             )
 
     @override

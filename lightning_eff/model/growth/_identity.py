@@ -1,4 +1,4 @@
-"""A block made the identity: which of its parameters must be zero for it to hand its input on."""
+"""Which parameters of a block must be zero for it to pass its input on unchanged."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +14,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @torch.no_grad()
 def is_identity(block: nn.Module, call: Call) -> bool:
-    """Whether ``block`` returns the very hidden state that ``call``, its arguments and keywords, brings it."""
+    """Return whether ``block`` returns exactly the hidden state in ``call``, its arguments and keywords."""
     args, kwargs = call
     entered = hidden_of(args, kwargs).clone()
     hidden, _ = split_output(block(*args, **kwargs))
@@ -23,16 +23,16 @@ def is_identity(block: nn.Module, call: Call) -> bool:
 
 @torch.no_grad()
 def zeros_for_identity(block: nn.Module, identity: Callable[[], bool], *, keep: frozenset[int]) -> list[str] | None:
-    """The parameters of ``block`` that must be 0 for it to be the identity: no more submodules of it than need be.
+    """Return the parameters of ``block`` that must be 0 for it to be the identity, in as few submodules as possible.
 
-    All submodules are zeroed; then one after the other, in the order in which the block calls them, gets its values
-    back if the block is the identity with them. Of a pre-norm residual block this leaves the output projections
-    zeroed. Afterwards all values are as they were.
+    First all submodules are zeroed. Then each one, in the order in which the block calls them, gets its values back if
+    the block is still the identity. Of a pre-norm residual block, this leaves the output projections zeroed. At the end
+    all values are restored.
 
     Args:
         block: the block; a submodule's own parameters are zeroed together.
-        identity: calls the block and tells whether it is the identity now.
-        keep: ids of parameters that cannot be zeroed, since other modules use them.
+        identity: calls the block and returns whether it is the identity now.
+        keep: ids of parameters that cannot be zeroed, because other modules use them.
 
     Returns:
         Their names in the block; None if it is not the identity even with all of them 0.
@@ -46,7 +46,7 @@ def zeros_for_identity(block: nn.Module, identity: Callable[[], bool], *, keep: 
         return hook
 
     def called(path: str) -> int:
-        """The place of a submodule in the calls, or of the one around it if it is not called by itself."""
+        """Return a submodule's place in the calls, or that of the module around it if it is not called by itself."""
         return order.get(path, 0) if path in order or not path else called(path.rpartition(".")[0])
 
     owned: dict[str, dict[str, tuple[nn.Parameter, Tensor]]] = {}
@@ -74,11 +74,9 @@ def zeros_for_identity(block: nn.Module, identity: Callable[[], bool], *, keep: 
             _restore(tensors)
 
 
-def needed_elsewhere(root: nn.Module, block: nn.Module) -> frozenset[int]:
-    """Ids of the parameters in ``root`` that modules use which can be reached without ``block``."""
-    seen: set[int] = {id(block)}
-    used: set[int] = set()
-    todo = [root]
+def used_outside(root: nn.Module, blocks: Iterable[nn.Module]) -> frozenset[int]:
+    """Return the ids of the parameters of ``root`` that are used outside ``blocks``."""
+    seen, used, todo = {id(block) for block in blocks}, set[int](), [root]
     while todo:
         m = todo.pop()
         if id(m) not in seen:
@@ -96,17 +94,17 @@ def make_identities(
     is_identity: Callable[[nn.Module], bool],
     find: Callable[[nn.Module], list[str]],
 ) -> tuple[list[str], frozenset[int]]:
-    """Let each of ``blocks`` hand its input on.
+    """Make each of ``blocks`` pass its input on unchanged.
 
     Args:
         blocks: the blocks.
-        names: the parameters of a block that were found to do it when they are 0.
-        is_identity: whether a block is the identity now.
-        find: which parameters it takes, for a block that those do not make the identity: weights that were 0 when they
-            were found may not be so now.
+        names: the parameters of a block that were found to do this when they are 0.
+        is_identity: returns whether a block is the identity now.
+        find: returns the parameters to zero for a block on which ``names`` fail, since weights that were 0 when they
+            were found may have changed.
 
     Returns:
-        The names that were last found, and the ids of the parameters that are 0 for it.
+        The names that were found last, and the ids of the zeroed parameters.
     """
     fresh: set[int] = set()
     for block in blocks:

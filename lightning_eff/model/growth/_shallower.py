@@ -1,4 +1,4 @@
-"""The first blocks of the network alone, throughout: the control of techniques that run fewer blocks at a step."""
+"""The first blocks of the network alone, throughout: the control of techniques that run fewer blocks per step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -16,16 +16,17 @@ from lightning_eff.model.growth._untrained import note
 class Shallower(Technique):
     """Train, validate, test and predict with the first ``round(kept(L))`` of the ``L`` blocks, at least 1.
 
-    The other blocks keep their first weights and cost no compute, no gradient and no optimizer state; checkpoints have
-    the plain module's names. Evaluate a run with this callback in the Trainer.
+    The other blocks keep their initial weights and cost no compute, no gradient and no optimizer state. Checkpoints
+    have the plain module's names. Evaluate a run with this callback in the Trainer.
 
-    Logged: ``layers_active``, how many blocks run, and ``layers_fraction``, their share of all.
+    Logged: ``layers_active``, the number of blocks that run, and ``layers_fraction``, their fraction of all.
 
     Args:
-        kept: given ``L``, how many blocks to run, in (0, L]; it is rounded.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
-        stages: take all stacks of the class that most blocks are of, or several ``layers``: each then runs its share, the
-            first ``round(kept(L) / L * l)`` of its ``l`` blocks and at least 1, where ``L`` counts those of all.
+        kept: a function of ``L`` that returns the number of blocks to run, in (0, L]; it is rounded.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        stages: whether to take all stacks of the most frequent block class, or several ``layers``. Each stack of ``l``
+            blocks then runs the first ``round(kept(L) / L * l)``, at least 1, where ``L`` counts the blocks of all
+            stacks.
 
     Raises:
         ValueError: at setup, if ``kept`` returns a number outside (0, L], or the checkpoint to resume from was trained
@@ -34,8 +35,8 @@ class Shallower(Technique):
 
     saves: ClassVar[str] = "compute, activation and optimizer memory of the last blocks"
     paper: ClassVar[str] = "none: a control"
-    control: ClassVar[Control] = Control("itself the control of techniques that run fewer blocks at a step")
-    conflicts: ClassVar[Mapping[str, str]] = {"ProgressiveStacking": "both say how many blocks the network has"}
+    control: ClassVar[Control] = Control("itself the control of techniques that run fewer blocks per step")
+    conflicts: ClassVar[Mapping[str, str]] = {"ProgressiveStacking": "both set how many blocks run"}
     needs_automatic_optimization: ClassVar[bool] = False
 
     def __init__(
@@ -79,13 +80,13 @@ class Shallower(Technique):
         return [session.stack(self.layers, who="Shallower")]
 
     def _counts(self, stacks: list[BlockStack]) -> list[int]:
-        """How many blocks of each stack run."""
+        """Return how many blocks of each stack run."""
         length = sum(map(len, stacks))
         kept = self.kept(length)
         if not 0 < kept <= length:
             raise ValueError(
-                f"Shallower: kept({length}) returned {kept}; expected a number in (0, {length}], how many of"
-                f" the blocks of {', '.join(repr(stack.path) for stack in stacks)} to run. Give another function."
+                f"Shallower(kept=...): kept({length}) returned {kept}, which is not in (0, {length}]. Return the number of"
+                f" blocks of {', '.join(repr(stack.path) for stack in stacks)} to run."
             )
         return [max(1, round(kept * len(stack) / length)) for stack in stacks]
 
@@ -98,9 +99,9 @@ class Shallower(Technique):
         trained = sum(map(len, stacks)) if state is None else state["active"]
         if trained != count:
             raise ValueError(
-                f"Shallower: the checkpoint was trained with {trained} of {', '.join(map(str, stacks))}; expected one"
-                f" trained with the first {count}. Resume with the callbacks it was saved with, or load the weights into"
-                " the module and start a new fit."
+                f"Shallower: the checkpoint was trained with {trained} of {', '.join(map(str, stacks))}, but this run trains"
+                f" the first {count}. Resume with the callbacks it was saved with, or load the weights into the module and"
+                " start a new fit."
             )
 
     @override

@@ -1,4 +1,4 @@
-"""Blocks at the front of a stack that run alone, and copies of them that follow: what techniques that stack share."""
+"""The base of techniques that train the first blocks of a stack and add copies of them."""
 
 from abc import abstractmethod
 from itertools import pairwise
@@ -17,19 +17,19 @@ from lightning_eff.model.growth._identity import (
     Call,
     is_identity,
     make_identities,
-    needed_elsewhere,
+    used_outside,
     zeros_for_identity,
 )
-from lightning_eff.model.growth._sizes.depth import blocks_of, check_copies, check_length, show_trained
-from lightning_eff.model.growth._sizes.stages import target_count
+from lightning_eff.model.growth._sizes.depth import blocks_of, check_copies, show_trained
+from lightning_eff.model.growth._sizes.stages import size_at
 from lightning_eff.model.growth._untrained import Growing, note
 
 
 class Stacking(Growing):
-    """Runs the first blocks of a stack, by ``stages``, and lets new ones begin as copies, by :meth:`source`.
+    """Runs the first blocks of a stack, by ``stages``, and starts new ones as copies, by :meth:`source`.
 
-    A subclass sets ``stages``, ``layers`` and ``copy_optimizer_state``, and, where it has them, ``init`` and ``finish``, as
-    ProgressiveStacking documents them.
+    A subclass sets ``stages``, ``layers`` and ``copy_optimizer_state``, and may set ``init`` and ``finish``. They mean
+    what ProgressiveStacking documents.
     """
 
     needs_automatic_optimization: ClassVar[bool] = False
@@ -43,15 +43,15 @@ class Stacking(Growing):
 
     @property
     def rests(self) -> bool:
-        """Whether there is nothing to do where all blocks run throughout."""
+        """Whether there is nothing to do if all blocks run throughout."""
         return True
 
     @abstractmethod
     def source(self, block: int, count: int) -> int:
-        """Which block the new ``block`` copies, where ``count`` run so far."""
+        """Return the block that the new ``block`` copies, where ``count`` blocks run so far."""
 
     def check_stack(self, stack: BlockStack) -> None:
-        """Raise ``ValueError`` if this stack cannot grow as asked; ``stages`` are set here if they follow from it."""
+        """Raise ``ValueError`` if this stack cannot grow as asked; set ``stages`` here if they follow from the stack."""
 
     def _reset(self) -> None:
         self._stack: BlockStack | None = None
@@ -59,7 +59,7 @@ class Stacking(Growing):
         self._active: int | None = None
         self._switches: list[tuple[int, int]] = []
         self._zeros: list[str] | None = None
-        self._identities = False  # whether the blocks that do not run hand their input on
+        self._identities = False  # whether the blocks that do not run pass their input on
         self._ran = self._told = False
         self._where = ""
 
@@ -70,10 +70,9 @@ class Stacking(Growing):
         asked = "init='identity'" if self.init == "identity" else "finish='identity'" if self.finish else None
         if asked and not session.module.automatic_optimization:
             raise ValueError(
-                f"{type(self).__name__}({asked}): {type(session.module).__name__} has"
-                " automatic_optimization=False; expected True, because training_step is run once more, forward only, to"
-                " see what a block is called with, and under manual optimization it would also step. Use init='stack'"
-                " and finish=None, or automatic optimization."
+                f"{type(self).__name__}({asked}): {type(session.module).__name__} has automatic_optimization=False, so an"
+                " extra pass through training_step would also step the optimizer. Use init='stack' and finish=None, or"
+                " automatic optimization."
             )
 
     @override
@@ -91,9 +90,9 @@ class Stacking(Growing):
         for stage, (_, count) in enumerate(self.stages):
             if count > len(stack):
                 raise ValueError(
-                    f"{type(self).__name__}(stages={self.stages}): stage {stage} asks for {count} blocks, and {stack} has"
-                    f" {len(stack)}; expected at most that many, because the module is built at its final depth and"
-                    f" trained a prefix at a time. Build it with {self.stages[-1][1]} blocks or lower the counts."
+                    f"{type(self).__name__}(stages={self.stages}): stage {stage} needs {count} blocks, but {stack} has"
+                    f" {len(stack)}. Build the module with {self.stages[-1][1]} blocks, its final depth, or lower the"
+                    " counts."
                 )
         last = self.stages[-1][1]
         check_copies(
@@ -103,8 +102,8 @@ class Stacking(Growing):
         )
         if last < len(stack):
             rank_zero_info(
-                f"{type(self).__name__}: the last stage runs {last} of {len(stack)} blocks of {stack.path!r}; the rest"
-                " never runs in this fit."
+                f"{type(self).__name__}: the last stage runs {last} of {len(stack)} blocks of {stack.path!r}; the others"
+                " never run in this fit."
             )
         if self._learnt is not None:
             stack.load_state_dict(self._learnt)
@@ -118,7 +117,7 @@ class Stacking(Growing):
         if stack.active < len(stack):
             rank_zero_info(
                 f"{type(self).__name__}: {stack.active} of {len(stack)} blocks run at first. The others take no gradients"
-                " until they do; summaries of the model count them as trainable, which is what they are to be."
+                " until they run, although model summaries count them as trainable."
             )
 
     @override
@@ -131,24 +130,11 @@ class Stacking(Growing):
                 held = any(p is other for group in optimizer.param_groups for other in group["params"])
                 if held and keeps_state(optimizer, p) is False:
                     raise ValueError(
-                        f"{type(self).__name__}(copy_optimizer_state=True): {type(optimizer).__name__} keeps no state of"
-                        f" the parameters in {stack}; expected some to copy (SGD has none without momentum). Set"
-                        " copy_optimizer_state=False."
+                        f"{type(self).__name__}(copy_optimizer_state=True): {type(optimizer).__name__} keeps no state for"
+                        f" the parameters in {stack} (SGD has none without momentum). Set copy_optimizer_state=False."
                     )
                 if held:
                     return
-
-    @override
-    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
-        if state is None:
-            if not session.fitting:  # a plain checkpoint, or one of weights alone
-                return
-            raise ValueError(
-                f"{type(self).__name__}: the checkpoint was saved without it, so it was trained at full depth (or holds"
-                " weights only); expected one that says how many blocks were trained. Go on without the technique, or"
-                " load the weights into the module and start a new fit."
-            )
-        check_length(session, self.layers, state["stack"], who=type(self).__name__)
 
     # -- growth
 
@@ -156,10 +142,10 @@ class Stacking(Growing):
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         if batch_idx % session.trainer.accumulate_grad_batches:
             return
-        stack, target = self._grown(), target_count(self.stages, session.progress.u)
+        stack, target = self._grown(), size_at(self.stages, session.progress.u)
         self._ran = True
         if self.finish == "identity" and not self._identities and stack.active < len(stack):
-            self._let_the_others_pass(session, batch, batch_idx)
+            self._make_the_others_identities(session, batch, batch_idx)
         if self.init == "identity" and self._zeros is None and stack.active < self.stages[-1][1]:
             self._zeros = self._try_identity(session, batch, batch_idx)
         if target <= stack.active:
@@ -172,7 +158,7 @@ class Stacking(Growing):
         session.blocks_changed(self)
 
     def _grow(self, session: Session, count: int, batch: Any, batch_idx: int) -> None:
-        """Let ``count`` blocks run, the new ones made from those that ran until now."""
+        """Run ``count`` blocks from now on; new ones start as copies."""
         stack = self._grown()
         pairs = [
             pair
@@ -190,11 +176,11 @@ class Stacking(Growing):
         self._active = stack.active = count
 
     def _zero(self, session: Session, blocks: list[nn.Module], batch: Any, batch_idx: int) -> frozenset[int]:
-        """Make ``blocks`` the identity; the ids of the parameters that are 0 for it."""
+        """Make ``blocks`` the identity, and return the ids of the parameters that were zeroed."""
         stack = self._grown()
         with unseen(session):
             call = call_of(session, stack.blocks[stack.active - 1], batch, batch_idx)
-            finite = bool(hidden_of(*call).isfinite().all())  # what has diverged tells nothing
+            finite = bool(hidden_of(*call).isfinite().all())  # a diverged run says nothing about the block
             self._zeros, fresh = make_identities(
                 blocks,
                 self._zeros or [],
@@ -203,8 +189,8 @@ class Stacking(Growing):
             )
         return fresh
 
-    def _let_the_others_pass(self, session: Session, batch: Any, batch_idx: int) -> None:
-        """Make the blocks that do not run the identity, and see that the plain module is then the one that is trained."""
+    def _make_the_others_identities(self, session: Session, batch: Any, batch_idx: int) -> None:
+        """Make the waiting blocks the identity, and check that the plain module then computes what is trained."""
         stack = self._grown()
         waiting = stack.blocks[stack.active :]
         before = [(p, p.detach().clone()) for block in waiting for p in block.parameters()]
@@ -221,30 +207,29 @@ class Stacking(Growing):
                     p.copy_(value)
             raise ValueError(
                 f"{type(self).__name__}(finish='identity'): the loss of the first batch is {trained} with the"
-                f" {stack.active} blocks of {stack} that run, and {plain} with all, though the others hand their input on;"
-                " expected the same. The step takes more from a block than its hidden state, such as the loss of a"
-                " mixture's router. Use finish=None, and evaluate with this callback in the Trainer."
+                f" {stack.active} blocks of {stack} that run but {plain} with all of them, so the loss uses more of a block"
+                " than its hidden state (such as a router's loss). Use finish=None, and evaluate with this callback in the"
+                " Trainer."
             )
         self._identities = True
         session.blocks_changed(self)
 
     def _try_identity(self, session: Session, batch: Any, batch_idx: int) -> list[str]:
-        """What must be 0 of a block for it to be the identity, found on the first that does not run yet."""
+        """Find which weights must be 0 for a block to be the identity, on the first block that does not run yet."""
         stack = self._grown()
         with unseen(session):
             call = call_of(session, stack.blocks[stack.active - 1], batch, batch_idx)
             return self._find_zeros(session, stack.blocks[stack.active], call)
 
     def _find_zeros(self, session: Session, block: nn.Module, call: Call) -> list[str]:
-        used = needed_elsewhere(session.module, block)
+        used = used_outside(session.module, [block])
         found = zeros_for_identity(block, lambda: is_identity(block, call), keep=used)
         found = session.trainer.strategy.broadcast(found)
         if found is None:
             asked, way_out = ("init", "init='stack'") if self.init == "identity" else ("finish", "finish=None")
             raise ValueError(
-                f"{type(self).__name__}({asked}='identity'): a block of {self._grown()} does not hand its input on even with"
-                " all its own weights zero; expected pre-norm residual blocks, h + f(norm(h)). Post-norm blocks, such"
-                f" as BERT's, normalise the sum itself. Use {way_out}."
+                f"{type(self).__name__}({asked}='identity'): a block of {self._grown()} changes its input even with all its"
+                f" own weights zero, so it is not a pre-norm residual block h + f(norm(h)). Use {way_out}."
             )
         return found
 
@@ -256,20 +241,15 @@ class Stacking(Growing):
 
     @override
     def short(self) -> str | None:
-        """What is to be said of a module that holds blocks which were never trained; None of any other."""
-        stack = self._learnt if self._stack is None else self._stack.state_dict()
+        """Describe a module with blocks that were never trained; None for any other."""
+        stack = self.stack_state()
         if stack is None or self._active is None or self._active >= stack["length"] or self._identities:
             return None
         return note(type(self).__name__, self._active, stack["length"], self._where)
 
     @override
-    def keep(self, session: Session) -> None:
-        if self._stack is not None:
-            self._learnt, self._stack = self._stack.state_dict(), None
-
-    @override
     def state_dict(self) -> dict[str, Any]:
-        stack = self._learnt if self._stack is None else self._stack.state_dict()
+        stack = self.stack_state()
         if stack is None:
             return {}
         state, short = {"active": self._active, "zeros": self._zeros, "identities": self._identities}, self.short()

@@ -1,4 +1,4 @@
-"""What is said of a module some of whose blocks were never trained, since it is another one without the technique."""
+"""The base of techniques whose network grows, and the warnings about blocks that were never trained."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar
@@ -12,26 +12,44 @@ from lightning_eff._core._architecture import unfinished
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
+from lightning_eff.model.growth._sizes.depth import check_length
 
 
 class Growing(Technique):
     """A technique whose run may end, and whose checkpoints may be saved, before the whole module was trained.
 
-    Both are warned of. A subclass sets ``_stack`` while it runs, ``_ran`` once a batch has been trained on, and says in
-    :meth:`keep` what it has of the run once that has ended.
+    Both cases are warned of. A subclass sets ``_stack`` while it runs and ``_ran`` once a batch has been trained on.
     """
 
     finishes: ClassVar[bool] = False  # whether there is an argument ``finish``
+    layers: str | None
     _stack: BlockStack | None = None
+    _learnt: dict[str, Any] | None = None  # the stack's state after the run
     _ran = _told = False
 
     @abstractmethod
     def short(self) -> str | None:
-        """What is to be said of the module as it is, if part of it was never trained; None of any other."""
+        """Describe the module if a part of it was never trained; None for any other."""
 
-    @abstractmethod
+    def stack_state(self) -> dict[str, Any] | None:
+        """Return the state of the blocks, during the run and after it; None if there is none."""
+        return self._learnt if self._stack is None else self._stack.state_dict()
+
     def keep(self, session: Session) -> None:
-        """The run has ended: keep what checkpoints, reports and evaluations will ask for, and let go of the module."""
+        """Keep what checkpoints, reports and evaluations need after the run, and drop references to the module."""
+        if self._stack is not None:
+            self._learnt, self._stack = self._stack.state_dict(), None
+
+    @override
+    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
+        who = type(self).__name__
+        if state and state["stack"] is not None:
+            check_length(session, self.layers, state["stack"], who=who)
+        elif not state and session.fitting:  # in an evaluation it is a plain checkpoint, or one of weights alone
+            raise ValueError(
+                f"{who}: the checkpoint was saved without {who}, so it was trained at full size (or holds weights only)."
+                f" Continue without {who}, or load the weights into the module and start a new fit."
+            )
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -51,7 +69,7 @@ class Growing(Technique):
 
 
 def note(who: str, trained: int, length: int, where: str) -> str:
-    """The state of affairs, for people.
+    """Return a description of a module whose last blocks were never trained.
 
     Args:
         who: the technique's name.
@@ -60,26 +78,26 @@ def note(who: str, trained: int, length: int, where: str) -> str:
         where: the blocks, e.g. "12 blocks of 'model.layers'".
     """
     return (
-        f"{who}: the first {trained} of the {where or f'{length} blocks'} were trained, and the others have their first"
-        f" weights. Loaded without {who} in the Trainer, the module runs all {length}, and is another one than was trained"
+        f"{who}: only the first {trained} of the {where or f'{length} blocks'} were trained; the others have their initial"
+        f" weights. Without {who} in the Trainer, the module runs all {length}, and computes something else than was trained"
         " and validated"
     )
 
 
 def warn_at_the_end(short: str, *, finish: bool) -> None:
-    """Warn that a fit left such a module; ``short`` is its :func:`note`, ``finish`` whether there is such an argument."""
-    mend = " or train with finish='identity', which leaves a plain module that is right." if finish else " or train on."
+    """Warn that a fit left such a module; ``short`` is its :func:`note`, and ``finish`` says whether that argument exists."""
+    other = "or train with finish='identity', after which the plain module is right." if finish else "or train longer."
     rank_zero_warn(
-        f"The fit ended before all blocks ran. {short}. Evaluate it with this callback in the Trainer, go on from a"
-        f" checkpoint, load the weights into a module built with as many blocks as were trained,{mend}"
+        f"The fit ended before all blocks ran. {short}. Evaluate it with this callback in the Trainer, resume from a"
+        f" checkpoint, load the weights into a module built with as many blocks as were trained, {other}"
     )
 
 
 def warn_in_a_checkpoint(short: str, key: str, *, finish: bool) -> None:
     """Warn, the first time in a run, that a checkpoint holds such a module."""
-    mend = ", or train with finish='identity', with which checkpoints are right everywhere" if finish else ""
+    other = ", or train with finish='identity', which makes every checkpoint right" if finish else ""
     rank_zero_warn(
-        f"A checkpoint is saved in mid-growth. {short}. Resume from it or evaluate it with this callback in the Trainer{mend}."
-        f" The checkpoint says so under ['callbacks'][{key!r}]['note']. Later checkpoints are not warned of.",
+        f"A checkpoint is saved before all blocks run. {short}. Resume from it or evaluate it with this callback in the"
+        f" Trainer{other}. The checkpoint says so under ['callbacks'][{key!r}]['note']. This warning appears once.",
         category=PossibleUserWarning,
     )

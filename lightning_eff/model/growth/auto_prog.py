@@ -1,19 +1,20 @@
-"""Automated progressive learning: depth and resolution grow as a search on the way finds best (AutoProg, Li et al. 2022)."""
+"""Automated progressive learning: depth and resolution grow in stages that a search chooses (AutoProg, Li et al. 2022)."""
 
 import functools
-import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch import Callback
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._progressive.course import WHO, Progressive
-from lightning_eff.model.growth._progressive.inputs import Inputs, Kind
+from lightning_eff.model.growth._progressive.inputs import Kind
 from lightning_eff.model.growth._progressive.search import rung
 from lightning_eff.model.growth._shallower import Shallower
+from lightning_eff.model.growth._sizes.length import Keys
 
 
 def _smallest(depth: float, num_blocks: int) -> int:
@@ -21,7 +22,7 @@ def _smallest(depth: float, num_blocks: int) -> int:
 
 
 def _fixed(technique: "AutoProg") -> Mapping[str, Callback]:
-    """The same stages by the clock, and the smallest depth throughout."""
+    """Make the control runs: the same stages on a fixed schedule, and the smallest depth throughout."""
     if technique.neutral:
         return {}
     kept = functools.partial(_smallest, technique.depth)
@@ -32,71 +33,85 @@ def _fixed(technique: "AutoProg") -> Mapping[str, Callback]:
 
 
 def _from_profile(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
-    """Resolutions are searched where there are images to be made smaller."""
+    """Make the technique; search resolutions only where images are large enough to shrink."""
     large = profile.image_side is not None and profile.image_side >= 16
     return cls(**values, resolution=0.5 if large else 1.0)
 
 
 class AutoProg(Progressive):
-    """Train a network whose depth and resolution grow in stages, each chosen by a short search that is part of the training.
+    """Grow the depth and the input resolution of a network in stages, each chosen by a short search during training.
 
-    The stages begin at equal distances from 0 to ``until``, and the last is of the whole network on full inputs. Each of the
-    others begins with a search. The network grows to the largest candidate, and each optimizer step then trains a sub-network
-    of it, of a depth and a resolution that are drawn. Half way and later, every candidate is evaluated by its loss ``L`` on
-    the batch at hand, in forward passes with the moving average of the weights, and the one with the least ``L T^alpha``
-    trains to the end of the stage, with the weights that it has by then. Its time ``T`` is predicted, as its number of blocks
-    times that of its pixels or tokens, so that a resumed run decides alike. All ranks decide by the mean of their losses.
+    The stages begin at equal distances from 0 to ``until``. The last stage trains the whole network on full inputs.
+    Every other stage begins with a search: the network grows to the largest candidate, and each optimizer step trains a
+    sub-network of a random depth and resolution. In the second half of the search, the callback evaluates the loss
+    ``L`` of every candidate on the current batch, with a moving average of the weights. The candidate with the lowest
+    ``L T^alpha`` trains to the end of the stage, with the weights it has by then. ``T`` is the predicted time, blocks
+    times pixels or tokens, so a resumed run decides alike. Ranks decide together, by their mean losses.
 
-    Depths are ``num_stages`` steps from ``depth`` of the blocks to all, resolutions likewise. The first search is over the
-    smallest, the middle and the largest of both, in the module as it was made; later ones are over up to three depths, from
-    the next one on, and two resolutions, from the present one on.
+    Use it where compute is short and the number of stages and their sizes are unknown. With known stages,
+    :class:`ProgressiveStacking` or :class:`CompoundGrowth` is simpler. Searches take the fraction ``search`` of the
+    budget, and until the last stage the moving average costs one more copy of the weights, also in checkpoints. The
+    loss rises for a while when the network grows.
 
-    Growth is by interpolation: new blocks follow the block that they come from, and begin with the moving average of its
-    weights (momentum growth); blocks that were there keep weights and optimizer state, and move up. The sub-network of a
-    depth goes without the first of the new blocks. Sub-networks lie in the first blocks of the module, which is built at its
-    full depth and keeps it: blocks that do not run have no compute, no gradient and no optimizer state, and every checkpoint
-    has the plain module's names. The public code begins blocks that were there with the average, too.
+    Candidate depths are ``num_stages`` steps from ``depth`` to all blocks, and resolutions likewise. The first search
+    compares the smallest, the middle and the largest of both, in the module as it was made. Later searches compare up
+    to three depths, from the next one on, and two resolutions, from the current one on.
 
-    Where batches hold images (N, C, H, W), resolution is their height and width, as of :class:`ProgressiveResizing`, every
-    size is tried on the first batch before any weight has changed, and validation sees full ones. Other batches are left
-    as they are, which is said, and depth alone is searched; ``inputs="sequences"`` lets sequences be truncated.
+    A new block is placed behind the block that it copies and starts from the moving average of its weights (momentum
+    growth). Existing blocks keep their weights and optimizer state and move up. The module is built at its full depth
+    and keeps it. Blocks that do not run cost no compute, have no gradient and no optimizer state, and every checkpoint
+    has the plain module's names. The authors' code also starts existing blocks from the average.
 
-    A run that ends before all blocks run leaves a module that is another one without this callback. It is warned of, and
-    checkpoints say it. Until the last stage one more copy of the weights is held, and checkpoints hold it, too.
+    For batches of images (N, C, H, W), resolution means height and width, as in :class:`ProgressiveResizing`. Every
+    size is tried on the first batch, and validation uses full images. For other batches only the depth is searched,
+    unless ``inputs="sequences"`` allows sequences to be truncated.
 
-    Logged: ``depth`` and ``resolution``, the shares of the last step; ``searching``, 1 in a search; ``alpha``, as found last,
-    0 before; ``search_steps``, how many optimizer steps were part of one; ``search_passes``, forward passes of evaluations.
+    If a run ends before all blocks run, the module computes something else without this callback. A warning and a note
+    in the checkpoint say so.
+
+    Logged: ``depth`` and ``resolution``, the fractions of the last step; ``searching``, 1 during a search; ``alpha``,
+    the last one found, 0 before; ``search_steps``, the optimizer steps spent in searches; ``search_passes``, the
+    forward passes of evaluations.
 
     Args:
-        num_stages: >= 2.
-        depth: the smallest share of the blocks, in (0, 1]; at 1 with ``resolution=1`` it is plain training.
-        resolution: the smallest share of height and width, or of a sequence's length, in (0, 1].
-        until: the share of the budget at which the last stage begins, in (0, 1).
-        search: the share of the budget that all searches take together, in [0, until). At 0 nothing is searched: in each
-            stage both sizes are one step larger, as by the paper's manual schedule.
-        alpha: how much time counts against loss, >= 0. None finds it in each search, as the slope by which losses fall with
-            time, in logarithms; where less than three times are compared, it is that of the search before.
-        half_life: of the moving average, a share of the budget > 0. The paper's 0.9996 a step is 0.014 of its runs.
-        inputs: "auto", "images" or "sequences".
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
-        copy_optimizer_state: new blocks get the optimizer state of the block that they come from; otherwise theirs begins anew.
-        multiple_of: pixels, >= 1; sides below the full ones are multiples of it, and of patches.
-        keys: names or positions of the tensors that are images or sequences, where shapes do not tell.
+        num_stages: the number of stages. 4 is the paper's.
+        depth: the smallest fraction of the blocks. At 1 with ``resolution=1`` it is plain training.
+        resolution: the smallest fraction of height and width, or of a sequence's length.
+        until: the fraction of the budget at which the last stage begins.
+        search: the fraction of the budget that all searches take together, below ``until``. At 0 there is no search,
+            and both sizes grow by one step per stage, as in the paper's manual schedule.
+        alpha: the weight of time against loss. None finds it in each search, as the slope by which losses fall with
+            time on a logarithmic scale. A search that compares fewer than three times reuses the previous value.
+        half_life: the half-life of the moving average, as a fraction of the budget. The paper's decay of 0.9996 per
+            step is 0.014 of its runs.
+        inputs: the kind of inputs whose resolution grows. "auto" takes images where there are any.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        copy_optimizer_state: whether a new block copies the optimizer state of its source. Otherwise it starts empty.
+        multiple_of: the number of pixels of which reduced sides are multiples. They are also multiples of the patch
+            size.
+        keys: the names or positions of the image or sequence tensors, where shapes do not tell.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if blocks are too few, of different make or within a
-            compiled module; on the first batch, before any weight has changed, if there are no inputs as ``inputs`` says, or
-            the module cannot do with smaller ones.
+        ValueError: for a value out of range. At setup, if there are too few blocks, or they differ or lie within a
+            compiled module. On the first batch, before any weight has changed, if the inputs are not of the kind
+            ``inputs``, or the module cannot run on smaller ones.
 
-    Sources:
-        Li et al. 2022, "Automated Progressive Learning for Efficient Training of Vision Transformers", arXiv:2203.14509.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=100, callbacks=[AutoProg(num_stages=4, depth=0.5)])
+
+    References:
+        Li et al. 2022, "Automated Progressive Learning for Efficient Training of Vision Transformers",
+        arXiv:2203.14509.
     """
 
-    saves: ClassVar[str] = "compute, activation and optimizer memory of blocks that do not run yet, and of pixels"
+    saves: ClassVar[str] = (
+        "compute, activation memory and optimizer memory of blocks that do not run yet; compute and activation memory of"
+        " smaller inputs"
+    )
     paper: ClassVar[str] = "Li et al. 2022 (CVPR), arXiv:2203.14509"
     constraints: ClassVar[str] = (
-        "blocks of one class and shape; one more copy of the weights until the last stage; images for resolutions; growth"
-        " lifts the loss; automatic optimization"
+        "blocks of one class and shape; one more copy of the weights until the last stage; images for resolutions; the loss"
+        " rises when the network grows; automatic optimization"
     )
     survey: ClassVar[Survey | None] = Survey("AutoProg", zhuang="2.1", shen="4.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -108,56 +123,41 @@ class AutoProg(Progressive):
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth", "DropIn", "Shallower"),
-            "both say how many blocks the network has",
+            "both set how many blocks run",
         ),
         **dict.fromkeys(
-            ("ProgressiveResizing", "EfficientTrain", "FixRes", "SequenceLengthWarmup"), "both say how large inputs are"
+            ("ProgressiveResizing", "EfficientTrain", "FixRes", "SequenceLengthWarmup"),
+            "both set the size of the inputs",
         ),
-        **dict.fromkeys(
-            ("LayerFreezing", "GreedyLayerwise"), "new blocks come between those of which it says that they are frozen"
-        ),
+        **dict.fromkeys(("LayerFreezing", "GreedyLayerwise"), "new blocks are inserted between frozen ones"),
     }
 
     def __init__(
         self,
-        num_stages: int = 4,
+        num_stages: Annotated[int, Count(at_least=2)] = 4,
         *,
-        depth: float = 0.5,
-        resolution: float = 0.5,
-        until: float = 0.75,
-        search: float = 0.06,
-        alpha: float | None = None,
-        half_life: float = 0.014,
+        depth: Annotated[float, Fraction(above=0)] = 0.5,
+        resolution: Annotated[float, Fraction(above=0)] = 0.5,
+        until: Annotated[float, Fraction(above=0, below=1)] = 0.75,
+        search: Annotated[float, Fraction(below=1)] = 0.06,
+        alpha: Annotated[float, Number(at_least=0)] | None = None,
+        half_life: Annotated[float, Number(above=0)] = 0.014,
         inputs: Kind = "auto",
         layers: str | None = None,
         copy_optimizer_state: bool = True,
-        multiple_of: int = 4,
-        keys: list[str | int] | None = None,
+        multiple_of: Annotated[int, Count()] = 4,
+        keys: Keys | None = None,
     ) -> None:
-        def number(name: str, value: Any, low: float, high: float, text: str) -> None:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ValueError(f"{WHO}({name}={value!r}): expected {text}.")
-
-        above = math.ulp(0.0)
-        if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 2:
-            raise ValueError(f"{WHO}(num_stages={num_stages!r}): expected an integer >= 2. The paper's is 4.")
-        number("depth", depth, above, 1.0, "the smallest share of the blocks, in (0, 1]")
-        number("resolution", resolution, above, 1.0, "the smallest share of the full resolution, in (0, 1]")
-        number(
-            "until", until, above, math.nextafter(1.0, 0.0), "the share of the budget before the last stage, in (0, 1)"
-        )
-        number(
-            "search", search, 0.0, math.nextafter(until, 0.0), f"a share of the budget in [0, until), of until={until}"
-        )
-        if alpha is not None:
-            number("alpha", alpha, 0.0, math.inf, "a finite exponent of time >= 0, or None to find it")
-        number("half_life", half_life, above, math.inf, "a share of the budget > 0")
+        if search >= until:
+            raise ValueError(
+                f"{WHO}(search={search}, until={until}): search must be below until, since searches are part of the stages"
+                f" before it. Use search={until / 10:g}."
+            )
         if depth == 1.0 and resolution < 1.0:
             raise ValueError(
-                f"{WHO}({depth=}, {resolution=}): expected a depth below 1, since depth is what is searched in any case. Use"
-                " ProgressiveResizing where resolution alone is to grow."
+                f"{WHO}({depth=}, {resolution=}): depth must be below 1, because the search always covers it. To grow the"
+                f" resolution alone, use ProgressiveResizing."
             )
-        Inputs(kind=inputs, multiple_of=multiple_of, keys=keys, who=WHO)
         self.num_stages = num_stages
         self.depth = depth
         self.resolution = resolution
@@ -173,7 +173,7 @@ class AutoProg(Progressive):
         self._reset()
 
     def like(self, **other: Any) -> "AutoProg":
-        """One with these settings, but for ``other``."""
+        """Return a copy of this technique with the settings ``other`` changed."""
         names = ("num_stages", "depth", "resolution", "until", "search", "alpha", "half_life", "inputs", "layers")
         names += ("copy_optimizer_state", "multiple_of", "keys")
         return AutoProg(**{**{name: getattr(self, name) for name in names}, **other})

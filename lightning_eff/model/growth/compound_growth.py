@@ -1,14 +1,15 @@
-"""Compound growth: depth, the width of feed-forward networks and length grow together (CompoundGrow, Gu et al. 2020)."""
+"""Compound growth: grow depth, feed-forward width and sequence length together (CompoundGrow, Gu et al. 2020)."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._branches.ffns import FFN, Part, check_names
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.blocks import BlockStack
@@ -18,10 +19,13 @@ from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._ffn.looking import narrowed
 from lightning_eff.model.growth._ffn.width import Width
-from lightning_eff.model.growth._sizes.depth import blocks_of, check_length, copied, copy_with_state, show_trained
-from lightning_eff.model.growth._sizes.length import Length
-from lightning_eff.model.growth._sizes.shares import Shares, check_multiples, checked_shares, share_at, whole
+from lightning_eff.model.growth._sizes.depth import blocks_of, copied, copy_with_state, show_trained
+from lightning_eff.model.growth._sizes.length import Keys, Length
+from lightning_eff.model.growth._sizes.shares import check_multiples, whole
+from lightning_eff.model.growth._sizes.stages import Stages, size_at
 from lightning_eff.model.growth._untrained import Growing, note
+
+Shares = list[tuple[float, float]]
 
 WHO, _HALF = "CompoundGrowth", ((0.0, 0.5), (0.3, 1.0))
 _WHOLE = ("OrthogonalInit", "TFixup", "ZerO", "LSUV", "KFAC", "Lookahead", "OptimizerOffload")
@@ -30,14 +34,14 @@ _HIDING = ("ReZero", "SkipInit", "LayerScale", "Fixup", "VeRA", *_FP8)
 
 
 def _small_models(technique: "CompoundGrowth") -> dict[str, Callback]:
-    """The model of each stage but the last, throughout."""
+    """Make the control runs: the model of each stage but the last, throughout."""
     axes = {"depth": technique.depth, "width": technique.width, "length": technique.length}
     if technique.neutral or all(shares is None or len(shares) == 1 for shares in axes.values()):
         return {}
     fractions = sorted({fraction for shares in axes.values() for fraction, _ in shares or ()})
     arms: dict[str, Callback] = {}
     for u in fractions[:-1]:
-        now = {name: share_at(shares, u) for name, shares in axes.items() if shares is not None}
+        now = {name: size_at(shares, u) for name, shares in axes.items() if shares is not None}
         text = ", ".join(f"{share:g} of the {name}" for name, share in now.items())
         stages: dict[str, Any] = {name: [(0.0, now[name])] if name in now else None for name in axes}
         arms[f"{text} throughout"] = CompoundGrowth(
@@ -47,7 +51,7 @@ def _small_models(technique: "CompoundGrowth") -> dict[str, Callback]:
 
 
 def _from_shares(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
-    """``first`` of the blocks, as near as their number allows, and of the other sizes, until ``until``."""
+    """Make the technique: grow from ``first`` of the blocks, rounded, and from the other sizes, until ``until``."""
     first = max(round(values["first"] * profile.num_blocks), 1) / max(profile.num_blocks, 1)
     until = values["until"]
 
@@ -64,62 +68,71 @@ def _from_shares(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> An
 
 
 class CompoundGrowth(Growing):
-    """Train a network that is less deep, less wide and sees shorter sequences at first, and let all three grow.
+    """Train a smaller network on shorter sequences first, and grow its depth, width and sequence length together.
 
-    Each of ``depth``, ``width`` and ``length`` is a list of pairs (fraction of the budget, share of the full size), or None
-    for what is full throughout. The module is built at its full size and keeps it: every checkpoint has the plain module's
-    names and shapes.
+    Each of ``depth``, ``width`` and ``length`` is a list of pairs (fraction of the budget, fraction of the full size),
+    or None to use the full size throughout. The module is built at its full size and keeps it: every checkpoint has the
+    plain module's names and shapes.
 
-    - Depth grows by stacking: when ``L`` blocks grow to more, new block ``j`` begins as a copy of block ``j mod L``, as in
-      :class:`ProgressiveStacking`. Blocks that do not run cost nothing, and have no gradient and no optimizer state.
-    - Width is the number of hidden units of the feed-forward networks ``x + W_2 f(W_1 x)``. When they become ``k`` times as
-      many, ``W_1`` and its bias are repeated and ``W_2`` is repeated and divided by ``k``, so the network's function is
-      kept. Units that are not there yet cost no products and no optimizer state; their gradients are zero and never used, and
-      their weights in ``W_2`` are 0, so that the plain module computes what was trained at any moment.
-    - Sequences are split into shorter ones (``mode="reshape"``) or cut; validation, test and prediction see them in full. This
-      takes the place of the paper's pooled embeddings.
+    - Depth grows by stacking, as in :class:`ProgressiveStacking`: when ``L`` blocks grow to more, new block ``j``
+      starts as a copy of block ``j mod L``. Blocks that do not run cost no compute and have no gradient and no
+      optimizer state.
+    - Width is the number of hidden units of the feed-forward networks ``x + W_2 f(W_1 x)``. When it grows ``k``-fold,
+      ``W_1`` and its bias are repeated, and ``W_2`` is repeated and divided by ``k``, so the function is kept. Absent
+      units cost no compute and no optimizer state. Their gradients are zero and their weights in ``W_2`` are 0, so the
+      plain module computes what was trained at any moment.
+    - Sequences are split into shorter ones (``mode="reshape"``) or truncated, instead of the paper's pooled embeddings.
+      Validation, test and prediction use full sequences.
 
-    Feed-forward networks are found on the first batch, by what each residual branch is computed from, with one gate or none,
-    in one map or two; and it is tried that they keep their function. That costs three forward passes. ``ffn`` names them where
-    they are not found; experts of a mixture are refused. Copies of a hidden unit would get the same gradients for ever, so
-    ``noise`` tells them apart: it sums to 0 over the copies, and changes the function in second order only.
+    Use it to pretrain transformers on long sequences. The loss rises for a while when blocks are added. Width grows without
+    changing the function of the network.
 
-    A run that ends before all blocks run leaves blocks that were never trained: loaded without this callback the module is
-    another one than was evaluated. It is warned of, and checkpoints say it.
+    Feed-forward networks are found on the first batch, with or without a gate, from what each residual branch is
+    computed from. Three forward passes check that repeating units keeps their function. ``ffn`` names the networks
+    where they are not found; experts of a mixture are refused. Copies of a hidden unit would receive equal gradients
+    forever, so ``noise`` makes them differ: it sums to 0 over the copies and changes the function only in second order.
 
-    Growth happens between optimizer steps, never within an accumulation window.
+    If a run ends before all blocks run, the other blocks were never trained. Loaded without this callback, the module
+    computes something else than was evaluated. A warning and a note in the checkpoint say so. The network grows between
+    optimizer steps, never within an accumulation window.
 
-    Logged: ``depth``, ``width`` and ``length``, the shares of the last step, of those that grow.
+    Logged: ``depth``, ``width`` and ``length``, the fractions of the last step, for those that grow.
 
     Args:
-        depth: pairs (fraction of the budget in [0, 1), share of the blocks in (0, 1]), both growing, from fraction 0.
-        width: likewise, of the hidden units; each share a multiple of the one before.
-        length: likewise, of the tokens of a sequence.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
-        ffn: feed-forward networks by name, each a list of its maps that ends with the one back to the stream; ``*`` stands for
-            a block's number: ``[["blocks.*.mlp.0", "blocks.*.mlp.2"]]``. None finds them.
-        copy_optimizer_state: new blocks and hidden units get the state of what they copy, as it would be had they been there
-            all along (Adam's moments, momentum); otherwise theirs starts anew, as does state of another form (low-bit or
-            factored moments), together with that of the units copied.
-        noise: of the copies' ``W_1``, relative to its root mean square, >= 0; at 0 they are exact.
-        mode: of length: "reshape" keeps every token, "truncate" the first ones.
-        keys: of length: names or positions of the tensors to cut along dimension 1, where shapes do not tell.
+        depth: the pairs (fraction of the budget, fraction of the blocks).
+        width: the pairs (fraction of the budget, fraction of the hidden units), each a multiple of the one before.
+        length: the pairs (fraction of the budget, fraction of a sequence's tokens).
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        ffn: the feed-forward networks by name, each a list of its linear layers that ends with the output layer. ``*``
+            stands for a block's number: ``[["blocks.*.mlp.0", "blocks.*.mlp.2"]]``. None finds them.
+        copy_optimizer_state: whether new blocks and hidden units copy the state of their sources (Adam's moments,
+            momentum), as if they had been there from the start. Otherwise their state starts empty. State of another
+            form (low-bit or factored moments) always starts empty, also for the source units.
+        noise: the size of the noise on copies of ``W_1``, relative to its root mean square. At 0 copies are exact.
+        mode: how sequences are shortened. "reshape" keeps every token, and "truncate" keeps the first ones.
+        keys: the names or positions of the tensors to shorten along dimension 1, where shapes do not tell.
 
     Raises:
-        ValueError: if an argument is out of its range or goes past the module's size; at setup, if the share of the blocks
-            is no whole number, or they are of different make or within a compiled module; on the first batch, before any
-            weight has changed, if no feed-forward network is found (with what was found in its place), its hidden units
-            cannot be tiled to the shares, it does not treat each by itself, or sequences are not found or do not split.
+        ValueError: for a value out of range. At setup, if the fraction of the blocks is not a whole number, or the
+            blocks differ or lie within a compiled module. On the first batch, before any weight has changed, if no
+            feed-forward network is found, its hidden units cannot be repeated, or sequences are not found or cannot be
+            split.
 
-    Sources:
-        Gu et al. 2020, arXiv:2010.12562.
+    Example:
+        >>> growth = CompoundGrowth(depth=[(0.0, 0.5), (0.3, 1.0)], width=[(0.0, 0.25), (0.3, 1.0)])
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[growth])
+
+    References:
+        Gu et al. 2020, "On the Transformer Growth for Progressive BERT Training", arXiv:2010.12562.
     """
 
-    saves: ClassVar[str] = "compute, activations and optimizer memory of blocks and hidden units that are not there yet"
+    saves: ClassVar[str] = (
+        "compute, activation memory and optimizer memory of blocks and hidden units that are not used yet"
+    )
     paper: ClassVar[str] = "Gu et al. 2020, arXiv:2010.12562"
     constraints: ClassVar[str] = (
-        "blocks of one class and shape; feed-forward networks with a whole number of hidden units at each share, called as"
-        " modules; stacking lifts the loss at a switch; automatic optimization"
+        "blocks of one class and shape; feed-forward networks with a whole number of hidden units at each stage, called as"
+        " modules; the loss rises when blocks are added; automatic optimization"
     )
     survey: ClassVar[Survey | None] = Survey("CompoundGrow", zhuang="2.1", shen="4.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -134,15 +147,15 @@ class CompoundGrowth(Growing):
         _from_shares,
     )
     control: ClassVar[Control] = Control(
-        "the small model throughout, of every stage but the last: as deep, as wide and on sequences as long as there",
+        "the small model throughout, once for each stage but the last: its depth, width and sequence length",
         _small_models,
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "ProgressiveStacking": "both say how many blocks the network has",
-        "SequenceLengthWarmup": "both say how long sequences are",
-        "RegionalCompilation": "blocks whose widths change would be compiled anew each time",
-        **dict.fromkeys(_WHOLE, "it goes by whole parameters, of which some hidden units are not there yet"),
-        **dict.fromkeys(_HIDING, "its maps are not seen to be those of feed-forward networks"),
+        "ProgressiveStacking": "both set how many blocks run",
+        "SequenceLengthWarmup": "both set the length of sequences",
+        "RegionalCompilation": "blocks would be recompiled each time their width changes",
+        **dict.fromkeys(_WHOLE, "it works on whole parameters, and some of their hidden units are not used yet"),
+        **dict.fromkeys(_HIDING, "it hides the linear layers of the feed-forward networks"),
     }
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
@@ -150,30 +163,27 @@ class CompoundGrowth(Growing):
     def __init__(
         self,
         *,
-        depth: Sequence[tuple[float, float]] | None = _HALF,
-        width: Sequence[tuple[float, float]] | None = _HALF,
-        length: Sequence[tuple[float, float]] | None = None,
+        depth: Annotated[Sequence[tuple[float, float]], Stages("fraction of the blocks")] | None = _HALF,
+        width: Annotated[Sequence[tuple[float, float]], Stages("fraction of the hidden units")] | None = _HALF,
+        length: Annotated[Sequence[tuple[float, float]], Stages("fraction of the tokens")] | None = None,
         layers: str | None = None,
         ffn: Sequence[Sequence[str]] | None = None,
         copy_optimizer_state: bool = True,
-        noise: float = 1e-3,
+        noise: Annotated[float, Fraction(below=1)] = 1e-3,
         mode: Literal["reshape", "truncate"] = "reshape",
-        keys: list[str | int] | None = None,
+        keys: Keys | None = None,
     ) -> None:
-        self.depth = checked_shares(depth, who=WHO, name="depth", of="the blocks")
-        self.width = checked_shares(width, who=WHO, name="width", of="the hidden units")
-        self.length = checked_shares(length, who=WHO, name="length", of="the tokens of a sequence")
-        check_multiples(self.width, who=WHO)
+        check_multiples(width, who=WHO)
         check_names(ffn, who=WHO)
-        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0.0 <= noise < 1.0:
-            raise ValueError(f"{WHO}({noise=}): expected a number in [0, 1), relative to the weights' size.")
+        self.depth = None if depth is None else list(depth)
+        self.width = None if width is None else list(width)
+        self.length = None if length is None else list(length)
         self.layers = layers
         self.ffn = None if ffn is None else [list(names) for names in ffn]
         self.copy_optimizer_state = copy_optimizer_state
         self.noise = noise
-        self._length = Length(mode=mode, keys=keys, who=WHO)
         self.mode: Literal["reshape", "truncate"] = mode
-        self.keys = self._length.keys
+        self.keys = keys
         self._reset()
 
     def _reset(self) -> None:
@@ -235,7 +245,7 @@ class CompoundGrowth(Growing):
         self._tell_size(session)
 
     def _tell_size(self, session: Session) -> None:
-        """What a step costs follows from how many hidden units there are."""
+        """Report the number of hidden units, from which the cost of a step follows."""
         assert self._width is not None
         hidden = [ffn.hidden for ffn in self._width.ffns]
         session.sizes["hidden units"] = sum(map(self._width.units, hidden)), sum(hidden)
@@ -248,18 +258,9 @@ class CompoundGrowth(Growing):
         if self._width is not None:
             self._width.watch(session.optimizers)
 
-    @override
     def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
-        if state is None:
-            if not session.fitting:  # a plain checkpoint, or one of weights alone
-                return
-            raise ValueError(
-                f"{WHO}: the checkpoint was saved without it, so it was trained at full size (or holds weights only); expected"
-                " one that says how much of the module was trained. Go on without the technique, or load the weights into the"
-                " module and start a new fit."
-            )
-        if self.depth is not None and state.get("stack") is not None:
-            check_length(session, self.layers, state["stack"], who=WHO)
+        if state is None or self.depth is not None:
+            super().check_checkpoint(session, state)
 
     # -- what a step sees
 
@@ -280,10 +281,10 @@ class CompoundGrowth(Growing):
         self._ran = True
         step = session.trainer.global_step
         if self.length is not None:
-            self._length_share = share_at(self.length, u)
+            self._length_share = size_at(self.length, u)
         grown = False
         if self._stack is not None and self.depth is not None:
-            target = self._counts[[share for _, share in self.depth].index(share_at(self.depth, u))]
+            target = self._counts[[share for _, share in self.depth].index(size_at(self.depth, u))]
             for count in self._counts:
                 if self._stack.active < count <= target:
                     self._stack_up_to(session, self._stack, count)
@@ -293,7 +294,7 @@ class CompoundGrowth(Growing):
                 session.rewrap()
         if self._width is not None and self.width is not None:
             for _, share in self.width:
-                if self._share < share <= share_at(self.width, u):
+                if self._share < share <= size_at(self.width, u):
                     self._width.grow(
                         share,
                         session.optimizers,
@@ -308,7 +309,7 @@ class CompoundGrowth(Growing):
             session.blocks_changed(self)
 
     def _look(self, session: Session, batch: Any, batch_idx: int, shares: Shares) -> None:
-        """Find the feed-forward networks, and let them be narrow."""
+        """Find the feed-forward networks and narrow them."""
         found = on_all_ranks(
             session,
             lambda: narrowed(session, batch, batch_idx, shares=[share for _, share in shares], names=self.ffn, who=WHO),
@@ -320,13 +321,13 @@ class CompoundGrowth(Growing):
         self._tell_size(session)
         units = sorted({ffn.hidden for ffn in found.ffns})
         rank_zero_info(
-            f"{WHO}: {len(found.ffns)} feed-forward networks of {' or '.join(map(str, units))} hidden units, such as"
+            f"{WHO}: found {len(found.ffns)} feed-forward networks of {' or '.join(map(str, units))} hidden units, such as"
             f" {found.ffns[0]}."
         )
         session.blocks_changed(self)
 
     def _stack_up_to(self, session: Session, stack: BlockStack, count: int) -> None:
-        """Let ``count`` blocks run, the new ones copies of those that ran until now."""
+        """Run ``count`` blocks from now on; new ones start as copies."""
         for j in range(stack.active, count):
             # block j := block (j mod L)
             source = stack.blocks[j % stack.active]
@@ -337,13 +338,13 @@ class CompoundGrowth(Growing):
     @override
     def on_blocks_changed(self, session: Session) -> None:
         if self._width is not None:
-            self._width.clear()  # weights were overwritten, those of absent units perhaps, too
+            self._width.clear()  # weights were overwritten, perhaps also those of absent units
 
     # -- state and report
 
     @override
     def short(self) -> str | None:
-        """What is to be said of a module that holds blocks which were never trained; None of any other."""
+        """Describe a module with blocks that were never trained; None for any other."""
         stack = self._stack_state()
         if stack is None or self._active is None or self._active >= stack["length"]:
             return None

@@ -1,8 +1,8 @@
-"""Gradual drop-in: new blocks come in unit by unit (DropIn, Smith et al. 2016)."""
+"""Gradual drop-in: add new blocks unit by unit (DropIn, Smith et al. 2016)."""
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
@@ -10,12 +10,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._shallower import Shallower
-from lightning_eff.model.growth._sizes.depth import blocks_of, check_length
+from lightning_eff.model.growth._sizes.depth import blocks_of
 from lightning_eff.model.growth._untrained import Growing, note
 
 
@@ -25,11 +26,11 @@ def passed_share(u: float, *, start: float, end: float) -> float:
 
 
 def drop_in(entered: Tensor, left: Tensor, p: float, generator: torch.Generator | None) -> Tensor:
-    """Each unit of ``left`` with probability ``p``, else that of ``entered``: ``f(h)`` or ``h``; or their mean.
+    """Take each unit from ``left`` with probability ``p``, and otherwise from ``entered``; or return the mean.
 
     Args:
-        entered: ``h``, what the block was given, of any shape.
-        left: ``f(h)``, what it returned, of that shape.
+        entered: the block's input ``h``, of any shape.
+        left: the block's output ``f(h)``, of the same shape.
         p: in [0, 1].
         generator: on their device; None for the mean, ``(1 - p) h + p f(h)``.
     """
@@ -45,7 +46,7 @@ def _first(count: int, num_blocks: int) -> int:
 
 
 def _shallow(technique: "DropIn") -> dict[str, Callback]:
-    """The shallow network throughout."""
+    """Make the control run: the shallow network throughout."""
     if technique.neutral:
         return {}
     kept = functools.partial(_first, technique.first)
@@ -53,45 +54,54 @@ def _shallow(technique: "DropIn") -> dict[str, Callback]:
 
 
 def _shares(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
-    """``first`` as a share of all blocks, ``end`` as that of what follows ``start``."""
+    """Make the technique with ``first`` given as a fraction of the blocks, and ``ramp`` as a fraction of the run after
+    ``start``.
+    """
     first = max(round(values["first"] * profile.num_blocks), 1)
     start = values["start"]
     return cls(first=first, start=start, end=start + values["ramp"] * (1.0 - start))
 
 
 class DropIn(Growing):
-    """Train a shallow network, and let its other blocks come in unit by unit, until the network is deep.
+    """Train a shallow network first, then mix in the remaining blocks unit by unit until the network is deep.
 
-    Before ``start`` the first ``first`` blocks run alone. From then on all run, and of each new block's output every unit
-    (each number of the hidden state, for each sample) is passed on with probability ``p``, and else that which the block was
-    given; ``p`` rises linearly from 0 to 1 at ``end``, from where on the network is the plain one. One draw is of a
-    micro-batch and a rank. Validation, test and prediction under this callback have no draws, and pass on the mean,
-    ``(1 - p) h + p f(h)``.
+    Before ``start`` only the first ``first`` blocks run. After that all blocks run. Each unit of a new block's output
+    (each number of the hidden state, for each sample) is passed on with probability ``p``; otherwise the block's input
+    is passed on. ``p`` rises linearly from 0 to 1 at ``end``, and from then on the network is the plain one. Each
+    micro-batch and each rank has its own draw. Validation, test and prediction under this callback use the mean
+    instead, ``(1 - p) h + p f(h)``.
 
-    The module is built at its full depth and keeps it: new blocks begin with their own first weights, and before ``start``
-    cost no compute, no activation memory, no gradient and no optimizer state. While they come in, every block runs in full,
-    and nothing is saved. A run that ends before ``end``, and a checkpoint of before then, are of another network than the
-    plain module is, which is warned of, and which the checkpoint says.
+    Use it for networks that are too deep to train from the start. It saves compute only before ``start``: while new
+    blocks are mixed in, every block runs in full.
 
-    Logged: ``p``, and ``layers_active``, how many blocks run.
+    The module is built at its full depth and keeps it. New blocks start from their own initial weights. Before
+    ``start`` they cost no compute, no activation memory, no gradient and no optimizer state. If a run ends before
+    ``end``, or a checkpoint is saved before it, the plain module computes something else than was trained. A warning
+    and a note in the checkpoint say so.
+
+    Logged: ``p``, and ``layers_active``, the number of blocks that run.
 
     Args:
-        first: the blocks of the shallow network, >= 1.
-        start: the share of the budget at which new blocks begin to come in, in [0, 1).
-        end: that at which they are there, in (start, 1]; both 0 are plain training.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        first: the number of blocks of the shallow network.
+        start: the fraction of the budget at which new blocks begin to be mixed in.
+        end: the fraction of the budget at which the network is the plain one. It must be above ``start``; both 0 is
+            plain training.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if the module has no more blocks than ``first`` or they lie
-            within a compiled module; at the first step with a new block, if it returns a hidden state of another shape.
+        ValueError: for a value out of range. At setup, if the module has fewer than ``first`` blocks, or they lie
+            within a compiled module. At the first step with a new block, if it changes the shape of the hidden state.
 
-    Sources:
-        Smith et al. 2016, "Gradual DropIn of Layers to Train Very Deep Neural Networks", CVPR.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[DropIn(first=6, start=0.1, end=0.5)])
+
+    References:
+        Smith et al. 2016, "Gradual DropIn of Layers to Train Very Deep Neural Networks", CVPR, arXiv:1511.06951.
     """
 
-    saves: ClassVar[str] = "until the new blocks begin to come in, their compute, activation and optimizer memory"
+    saves: ClassVar[str] = "compute, activation memory and optimizer memory of the new blocks until they are mixed in"
     paper: ClassVar[str] = "Smith et al. 2016 (CVPR), arXiv:1511.06951"
-    constraints: ClassVar[str] = "blocks that return a hidden state of the shape that they are given"
+    constraints: ClassVar[str] = "blocks that keep the shape of the hidden state"
     survey: ClassVar[Survey | None] = Survey("DropIn", zhuang="2.1", shen="4.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"first": Choice((0.25, 0.5)), "start": Uniform(0.0, 0.4), "ramp": Uniform(0.2, 0.6)}, needs_blocks, _shares
@@ -99,25 +109,24 @@ class DropIn(Growing):
     control: ClassVar[Control] = Control("the shallow network throughout", _shallow)
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth", "Shallower"),
-        "both say how many blocks the network has",
+        "both set how many blocks run",
     )
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
 
-    def __init__(self, *, first: int = 6, start: float = 0.1, end: float = 0.5, layers: str | None = None) -> None:
-        if isinstance(first, bool) or not isinstance(first, int) or first < 1:
+    def __init__(
+        self,
+        *,
+        first: Annotated[int, Count()] = 6,
+        start: Annotated[float, Fraction(below=1)] = 0.1,
+        end: Annotated[float, Fraction()] = 0.5,
+        layers: str | None = None,
+    ) -> None:
+        if not (start < end or start == end == 0.0):
             raise ValueError(
-                f"DropIn(first={first!r}): expected a number of blocks >= 1, those of the shallow network."
-            )
-        if not 0.0 <= start < 1.0:
-            raise ValueError(
-                f"DropIn(start={start}): expected a share of the budget in [0, 1), at which new blocks begin to come in."
-            )
-        if not (start < end <= 1.0 or start == end == 0.0):
-            raise ValueError(
-                f"DropIn(start={start}, end={end}): expected end in ({start}, 1], the share of the budget at which all units"
-                " of the new blocks are passed on, or both 0, which is plain training."
+                f"DropIn(start={start}, end={end}): start must be below end. The defaults are 0.1 and 0.5; both 0 is plain"
+                " training."
             )
         self.first = first
         self.start = start
@@ -151,8 +160,8 @@ class DropIn(Growing):
         stack = blocks_of(session, self.layers, who="DropIn", copies=False)
         if self.first > len(stack):
             raise ValueError(
-                f"DropIn(first={self.first}): {stack} has {len(stack)} blocks; expected at most that many in the shallow"
-                " network, because the module is built at its final depth. Lower it, or build the module deeper."
+                f"DropIn(first={self.first}): {stack} has only {len(stack)} blocks. Use first={max(len(stack) // 2, 1)}, or"
+                " build the module at its final depth."
             )
         if self._learnt is not None:
             stack.load_state_dict(self._learnt)
@@ -166,19 +175,7 @@ class DropIn(Growing):
         stack.freeze_inactive()
         stack.mixes[self.name()] = functools.partial(self._mix, session)
         if not session.fitting:
-            rank_zero_info(f"DropIn: runs {stack.active} of {stack}, the new ones as far as {self._p:.1%}.")
-
-    @override
-    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
-        if state is None:
-            if not session.fitting:  # a plain checkpoint, or one of weights alone
-                return
-            raise ValueError(
-                "DropIn: the checkpoint was saved without it, so it was trained at full depth (or holds weights only);"
-                " expected one that says how far the new blocks are. Go on without the technique, or load the weights into"
-                " the module and start a new fit."
-            )
-        check_length(session, self.layers, state["stack"], who="DropIn")
+            rank_zero_info(f"DropIn: running {stack.active} of {stack}, with the new blocks mixed in at {self._p:.1%}.")
 
     # -- the course of the run
 
@@ -198,7 +195,7 @@ class DropIn(Growing):
             session.blocks_changed(self)
 
     def _mix(self, session: Session, index: int, entered: Tensor, left: Tensor, training: bool) -> Tensor:
-        """A new block's output as far as it is passed on; the same units however often a step runs it."""
+        """Mix a new block's output with its input; the same units if a step runs the block again."""
         if index < self.first or self._p == 1.0:
             return left
         if not training:
@@ -210,26 +207,21 @@ class DropIn(Growing):
 
     @override
     def short(self) -> str | None:
-        """What is to be said of a module whose new blocks are not wholly there; None of any other."""
-        stack = self._learnt if self._stack is None else self._stack.state_dict()
+        """Describe a module whose new blocks are only partly mixed in; None for any other."""
+        stack = self.stack_state()
         if stack is None or self._p == 1.0:
             return None
         if self._p == 0.0:
             return note("DropIn", self.first, stack["length"], self._where)
         return (
-            f"DropIn: of {self._where or 'the blocks'} those beyond the first {self.first} are passed on as far as"
-            f" {self._p:.1%}. Loaded without DropIn in the Trainer, the module passes on all of them, and is another one than"
-            " was trained and validated"
+            f"DropIn: of {self._where or 'the blocks'}, those after the first {self.first} are mixed in at {self._p:.1%}."
+            " Without DropIn in the Trainer, the module uses them in full, and computes something else than was trained and"
+            " validated"
         )
 
     @override
-    def keep(self, session: Session) -> None:
-        if self._stack is not None:
-            self._learnt, self._stack = self._stack.state_dict(), None
-
-    @override
     def state_dict(self) -> dict[str, Any]:
-        stack = self._learnt if self._stack is None else self._stack.state_dict()
+        stack = self.stack_state()
         if stack is None:
             return {}
         state, short = {"p": self._p, "stack": stack}, self.short()
@@ -248,4 +240,4 @@ class DropIn(Growing):
 
     @override
     def summary(self) -> str:
-        return f"{self.first} of {self._where}, the others passed on as far as {self._p:.1%} at the end"
+        return f"{self.first} of {self._where} at first; the others mixed in at {self._p:.1%} at the end"

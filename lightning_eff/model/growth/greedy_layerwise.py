@@ -1,11 +1,12 @@
-"""Greedy layer-wise training: the blocks are trained one after the other, the others frozen (Bengio et al. 2006)."""
+"""Greedy layer-wise training: train one block at a time with the others frozen (Bengio et al. 2006)."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._needs.needs import DIFFERS, Part, Reasons
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
@@ -13,42 +14,48 @@ from lightning_eff.model.growth._freezing import Freezing
 
 
 def block_at(u: float, *, num_blocks: int, until: float) -> int | None:
-    """The block ``floor(L u / until)``, from 0, that trains at ``u``; None from ``until`` on, when all do."""
+    """Return the block ``floor(L u / until)``, from 0, that trains at ``u``; None from ``until`` on, when all train."""
     return None if u >= until - 1e-9 else min(int(num_blocks * u / until + 1e-9), num_blocks - 1)
 
 
 class GreedyLayerwise(Freezing):
-    """Train one block after the other, from the bottom, each for as long, and then all of them together.
+    """Train one block at a time, from the bottom up, and then all blocks together.
 
-    Up to ``until``, as a fraction ``u`` of the budget, one block of the ``L`` trains at a time, for ``until / L`` of the
-    budget, and the others are frozen. The loss is the module's own, taken through the whole network: the blocks above
-    hand the gradient down and take none, and the backward pass ends at the block that trains. What lies below the blocks
-    (embeddings, a stem) trains with the first, and what lies behind them (a norm, the head) throughout; a tied embedding is
-    trained as the head that it is. From ``until`` on all train, which is the paper's fine-tuning.
+    Until the fraction ``until`` of the budget, one of the ``L`` blocks trains at a time, each for ``until / L`` of the
+    budget. The other blocks are frozen. The loss is the module's own, computed through the whole network: the gradient
+    passes through the blocks above, and the backward pass ends at the block that trains. Layers before the blocks
+    (embeddings, a stem) train with the first block, and layers behind them (a norm, the head) train throughout. A tied
+    embedding keeps training as part of the head. From ``until`` on everything trains, which is the paper's fine-tuning.
 
-    A frozen block has no gradient, so no optimizer moves it, by momentum or decay, and it keeps no new state; blocks that
-    have not trained yet have their first weights, so blocks with residual connections are best. Under DDP the module is
-    wrapped anew at each change.
+    It saves about half of a step's compute while blocks train one by one, and the optimizer state of blocks that have
+    not trained yet. Each block trains for less time, so compare it with the baseline at equal time.
 
-    Logged: ``block``, the one that trains, from 0, or -1 when all do, and ``parameters_frozen``, the share of the module's
-    parameters that are.
+    A frozen block has no gradient, so no optimizer changes it by momentum or weight decay. Blocks that have not trained
+    yet keep their initial weights, so residual blocks work best. Under DDP the module is wrapped again at each change.
+
+    Logged: ``block``, the one that trains, from 0, or -1 when all do; ``parameters_frozen``, the frozen fraction of the
+    parameters.
 
     Args:
-        until: the share of the budget in which blocks train one by one, in [0, 1]; 0 is plain training.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several, in the order in which they
-            run; None takes all stacks of the class that most blocks are of.
+        until: the fraction of the budget during which blocks train one by one. 0 is plain training, and 1 never trains
+            them together.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several in the order in
+            which they run. None takes all stacks of the most frequent block class.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if there are no blocks, they are shared, or checkpointed
-            with ``use_reentrant=True``; as it freezes, if nothing would be left to train.
+        ValueError: for a value out of range. At setup, if there are no blocks, they are shared, or checkpointed with
+            ``use_reentrant=True``. When it freezes blocks, if no parameter would be left to train.
 
-    Sources:
-        Bengio et al. 2006, "Greedy Layer-Wise Training of Deep Networks".
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[GreedyLayerwise(until=0.5)])
+
+    References:
+        Bengio et al. 2006, "Greedy Layer-Wise Training of Deep Networks", NeurIPS.
     """
 
     saves: ClassVar[str] = (
-        "while blocks train one by one, about half a step's compute: the weights' gradients of all others, and the backward"
-        " pass below; and the optimizer state of blocks that have not trained yet"
+        "about half of a step's compute while blocks train one by one (the weight gradients of all other blocks, and the"
+        " backward pass below); the optimizer state of blocks that have not trained yet"
     )
     paper: ClassVar[str] = "Bengio et al. 2006 (NeurIPS)"
     constraints: ClassVar[str] = (
@@ -59,20 +66,15 @@ class GreedyLayerwise(Freezing):
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"until": Uniform(0.1, 0.6)}, needs_blocks)
     control: ClassVar[Control] = Control("the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "LayerFreezing": "both say which blocks take gradients",
-        "FixRes": "both say what trains, and its last share of the run leaves the blocks alone that are still to be trained",
+        "LayerFreezing": "both set which blocks train",
+        "FixRes": "both set what trains, and FixRes freezes the blocks in its last phase, before all of them have trained",
         **dict.fromkeys(
-            ("MESA", "Lookahead"), "it takes in what trains, a batch sooner or later by the order in which they stand"
+            ("MESA", "Lookahead"), "it averages what trains, so the result would depend on the order of the callbacks"
         ),
     }
     sparse_gradients: ClassVar[bool] = True
 
-    def __init__(self, until: float = 0.5, *, layers: str | Sequence[str] | None = None) -> None:
-        if not 0.0 <= until <= 1.0:
-            raise ValueError(
-                f"GreedyLayerwise(until={until}): expected a share of the budget in [0, 1], in which blocks train one by"
-                " one. 0 is plain training; 1 never trains them together."
-            )
+    def __init__(self, until: Annotated[float, Fraction()] = 0.5, *, layers: str | Sequence[str] | None = None) -> None:
         self.until = until
         self.layers = layers
         self._reset()

@@ -1,11 +1,12 @@
-"""Layer freezing: the blocks at the bottom stop training one after the other (Composer's; Brock et al. 2017, FreezeOut)."""
+"""Layer freezing: stop training the lowest blocks, one after the other (Composer; FreezeOut, Brock et al. 2017)."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Fraction
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._freezing import Freezing
@@ -18,39 +19,47 @@ def num_frozen(u: float, *, num_blocks: int, start: float, end: float, depth: fl
 
 
 class LayerFreezing(Freezing):
-    """Freeze ever more blocks from the bottom up, as training goes on; their backward pass is not run any more.
+    """Freeze more and more blocks from the bottom up, and skip their backward pass.
 
-    From ``start`` to ``end``, as fractions ``u`` of the budget, the number of frozen blocks grows linearly from 0 to
-    ``depth * L`` of ``L``; the last block always trains. With each block freezes what lies below it, such as embeddings, a
-    stem, or layers between the blocks; it is found in the first training step's graph. A tied embedding goes on training as
-    the head that it is, too, and takes no gradient from below any more.
+    From ``start`` to ``end``, as fractions of the budget, the number of frozen blocks grows linearly from 0 to
+    ``depth * L`` of ``L``. The last block always trains. Layers below a frozen block (embeddings, a stem, layers
+    between blocks) freeze with it; they are found in the graph of the first training step. A tied embedding keeps
+    training as part of the head.
 
-    Frozen parameters have no gradient, and so no optimizer moves them, by momentum or decay. The backward pass ends behind
-    the last frozen block, and nothing of the frozen ones is kept for it: of a step with all but a few blocks frozen, little
-    more than the forward pass is left. The frozen blocks still run forward as in training, with dropout; running statistics
-    of BatchNorm go on. Under DDP the module is wrapped anew at each change, so gradients of frozen blocks are not
-    communicated, ``static_graph`` or not.
+    Use it late in training, when the lower layers hardly change, or in fine-tuning. A step with most blocks frozen
+    costs little more than its forward pass, because the backward pass ends behind the last frozen block and keeps no
+    activations below it.
 
-    Logged: ``blocks_frozen``, and ``parameters_frozen``, the share of the module's parameters that are.
+    Frozen parameters have no gradient, so no optimizer changes them by momentum or weight decay. Frozen blocks still
+    run forward in training mode: dropout acts, and the running statistics of BatchNorm are updated. Under DDP the
+    module is wrapped again at each change, so gradients of frozen blocks are not communicated, with or without
+    ``static_graph``.
+
+    Logged: ``blocks_frozen``, and ``parameters_frozen``, the frozen fraction of the parameters.
 
     Args:
-        start: the share of the budget before which all blocks train, in [0, 1).
-        end: the share from which on no more are frozen, in (start, 1].
-        depth: the share of the blocks that are frozen in the end, in [0, 1]; 0 is plain training.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several, in the order in which they
-            run; None takes all stacks of the class that most blocks are of.
+        start: the fraction of the budget at which freezing begins. 0.5 is Composer's default. Also accepted as
+            ``freeze_start``.
+        end: the fraction of the budget at which freezing ends, above ``start``.
+        depth: the fraction of the blocks that are frozen at the end. 0 is plain training. Also accepted as ``freeze_level``.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several in the order in
+            which they run. None takes all stacks of the most frequent block class.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if there are no blocks, they are shared, or checkpointed
-            with ``use_reentrant=True``; as it freezes, if nothing would be left to train.
+        ValueError: for a value out of range. At setup, if there are no blocks, they are shared, or checkpointed with
+            ``use_reentrant=True``. When it freezes blocks, if no parameter would be left to train.
 
-    Sources:
-        MosaicML's Composer, ``layer_freezing``; Brock et al. 2017, arXiv:1706.04983.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[LayerFreezing(start=0.5, depth=0.8)])
+
+    References:
+        MosaicML's Composer, ``layer_freezing``; Brock et al. 2017, "FreezeOut: Accelerate Training by Progressively
+        Freezing Layers", arXiv:1706.04983.
     """
 
     saves: ClassVar[str] = (
-        "the backward pass, kept activations and communicated gradients of the frozen blocks: at start 0.5 and depth 1 about"
-        " a sixth of a run's compute"
+        "the backward pass, kept activations and communicated gradients of the frozen blocks: about a sixth of a run's compute"
+        " at start 0.5 and depth 1"
     )
     paper: ClassVar[str] = "MosaicML Composer, layer freezing; Brock et al. 2017, arXiv:1706.04983"
     constraints: ClassVar[str] = "automatic optimization; blocks not checkpointed with use_reentrant=True"
@@ -60,32 +69,21 @@ class LayerFreezing(Freezing):
     )
     control: ClassVar[Control] = Control("the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "GreedyLayerwise": "both say which blocks take gradients",
+        "GreedyLayerwise": "both set which blocks train",
     }
     sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
-        start: float = 0.5,
+        start: Annotated[float, Fraction(below=1), Alias("freeze_start")] = 0.5,
         *,
-        end: float = 1.0,
-        depth: float = 1.0,
+        end: Annotated[float, Fraction(above=0)] = 1.0,
+        depth: Annotated[float, Fraction(), Alias("freeze_level")] = 1.0,
         layers: str | Sequence[str] | None = None,
     ) -> None:
-        if not 0.0 <= start < 1.0:
+        if not start < end:
             raise ValueError(
-                f"LayerFreezing(start={start}): expected a share of the budget in [0, 1), before which all blocks train."
-                " 0.5 is Composer's."
-            )
-        if not start < end <= 1.0:
-            raise ValueError(
-                f"LayerFreezing(start={start}, end={end}): expected end in ({start}, 1], the share of the budget by which"
-                " the last block that is to be frozen is. 1 is Composer's."
-            )
-        if not 0.0 <= depth <= 1.0:
-            raise ValueError(
-                f"LayerFreezing(depth={depth}): expected a share of the blocks in [0, 1], those frozen in the end. 1 is"
-                " Composer's; 0 is plain training."
+                f"LayerFreezing(start={start}, end={end}): start must be below end. The defaults are 0.5 and 1."
             )
         self.start = start
         self.end = end
@@ -101,7 +99,7 @@ class LayerFreezing(Freezing):
     @override
     def plan(self, u: float, num_blocks: int) -> tuple[int, list[int]]:
         count = num_frozen(u, num_blocks=num_blocks, start=self.start, end=self.end, depth=self.depth)
-        count = max(count, self._plan[0])  # progress by the clock may come back, and what is frozen stays so
+        count = max(count, self._plan[0])  # progress measured by the clock may go back, but frozen blocks stay frozen
         return count, list(range(count))
 
     @override

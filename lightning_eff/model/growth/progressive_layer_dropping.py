@@ -1,13 +1,14 @@
-"""Progressive layer dropping: pass over more and more blocks, the deeper the likelier (Zhang & He 2020)."""
+"""Progressive layer dropping: drop more and more blocks at random, deeper ones more often (Zhang & He 2020)."""
 
 import functools
 import math
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Fraction, Number
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
@@ -17,22 +18,22 @@ from lightning_eff.model.growth._shallower import Shallower
 
 
 def theta(u: float, *, theta_min: float, gamma: float) -> float:
-    """``theta(u) = (1 - theta_min) exp(-gamma u) + theta_min``, with ``u`` in [0, 1]: from 1 down to ``theta_min``."""
+    """Return ``theta(u) = (1 - theta_min) exp(-gamma u) + theta_min``: from 1 at ``u`` = 0 down to ``theta_min``."""
     return (1.0 - theta_min) * math.exp(-gamma * u) + theta_min
 
 
 def mean_kept(num_blocks: int, *, theta_min: float, gamma: float) -> float:
-    """How many of ``num_blocks`` blocks a step runs, on average over the draws and over ``u`` in [0, 1].
+    """Return how many of ``num_blocks`` blocks a step runs, averaged over the draws and over ``u`` in [0, 1].
 
-    ``sum_i p_i`` at the mean of theta, as ``p_i`` is linear in it: ``(1 - theta_min) (1 - exp(-gamma)) / gamma +
-    theta_min``.
+    It is ``sum_i p_i`` at the mean of theta, since ``p_i`` is linear in it:
+    ``(1 - theta_min) (1 - exp(-gamma)) / gamma + theta_min``.
     """
     mean = (1.0 - theta_min) * -math.expm1(-gamma) / gamma + theta_min
     return sum(keep_probabilities(mean, num_blocks=num_blocks))
 
 
 def _shallower(technique: "ProgressiveLayerDropping") -> dict[str, Callback]:
-    """As many blocks throughout as dropping runs on average, from the schedule and the number of blocks."""
+    """Make the control run: throughout, as many blocks as dropping runs on average."""
     if technique.neutral:
         return {}
     kept = functools.partial(mean_kept, theta_min=technique.theta_min, gamma=technique.gamma)
@@ -40,39 +41,50 @@ def _shallower(technique: "ProgressiveLayerDropping") -> dict[str, Callback]:
 
 
 class ProgressiveLayerDropping(Dropping):
-    """Drop whole blocks at random for an optimizer step: few at first, soon a share that stays.
+    """Skip whole transformer blocks at random: few at first, and soon a constant fraction of them.
 
-    Block ``i`` of ``L`` is kept with ``p_i = 1 - (i/L)(1 - theta(u))``, where ``theta`` falls from 1 to ``theta_min``
-    over the budget. One draw holds for an optimizer step, all its micro-batches and all ranks. A dropped block does no
-    work, forward or backward, and gets no gradient; of a kept one ``h + f(h)`` the branch counts ``1/p_i``, so that
-    the expectation is that of the full block. Validation, test and prediction run all blocks, unscaled.
+    Block ``i`` of ``L`` is kept with probability ``p_i = 1 - (i/L)(1 - theta(u))``, where ``theta`` falls from 1 to
+    ``theta_min`` over the budget. One draw holds for an optimizer step, with all its micro-batches and ranks. A dropped
+    block does no work, forward or backward, and gets no gradient. A kept block ``h + f(h)`` has its residual branch
+    scaled by ``1/p_i``, so the expected output is that of the full block. Validation, test and prediction run all
+    blocks, unscaled.
 
-    Where blocks hand tensors on beside the hidden state (T5's position bias), the first block is always kept; where nothing
-    outside the blocks is trained (adapters, freezing), the first of those that train. With
-    :class:`ProgressiveStacking`, ``L`` counts the blocks that run. Under DDP, ``find_unused_parameters`` is switched on.
+    Use it to pretrain deep pre-norm transformers. It saves about a quarter of the compute at ``theta_min=0.5`` and
+    changes training: each step trains a shallower network.
 
-    A block must return its input plus something, each block must feed the next one, and nobody may read what a block sets on
-    itself as it runs. The first training step checks this before anything is updated. A forward hook of your own on a dropped
-    block still fires, with the block's input as its output.
+    A block must return its input plus something, each block must feed the next one, and nothing may read attributes
+    that a block sets while it runs. The first training step checks this before anything is updated. Under DDP,
+    ``find_unused_parameters`` is switched on. A forward hook of your own on a dropped block still fires, with the
+    block's input as its output.
 
-    Logged: ``theta``, and ``layers_dropped``, the number of blocks that the step passed over.
+    One block is always kept in two cases. Where blocks pass further tensors on (T5's position bias), it is the first
+    block. Where nothing outside the blocks is trained (adapters, freezing), it is the first block that trains. With
+    :class:`ProgressiveStacking`, ``L`` counts the blocks that run.
+
+    Logged: ``theta``, and ``layers_dropped``, the number of blocks that the step skipped.
 
     Args:
-        theta_min: the limit of theta, in (0, 1]; the expected share of dropped blocks tends to
-            ``(1 - theta_min)(L + 1) / 2L``. 1 is plain training.
-        gamma: how fast theta falls, > 0, by the whole budget: at 100 it is down within a few percent of it.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        theta_min: the limit of theta, the probability with which the last block is kept at the end. The expected
+            fraction of dropped blocks tends to ``(1 - theta_min)(L + 1) / 2L``. 1 is plain training. Also accepted as
+            ``theta``.
+        gamma: the speed at which theta falls, relative to the whole budget. At 100 it reaches its limit within a few
+            percent of the budget.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if blocks are shared or the strategy is DDP with
-            ``static_graph=True`` or with reentrant checkpointing.
+        ValueError: for a value out of range. At setup, if blocks are shared, or under DDP with ``static_graph=True`` or
+            reentrant checkpointing.
 
-    Sources:
-        Zhang & He 2020, arXiv:2010.13369.
+    Example:
+        >>> trainer = L.Trainer(max_steps=100_000, callbacks=[ProgressiveLayerDropping(theta_min=0.5)])
+
+    References:
+        Zhang & He 2020, "Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping",
+        arXiv:2010.13369.
     """
 
     saves: ClassVar[str] = (
-        "compute of the dropped blocks, forward and backward: about a quarter of all at theta_min 0.5"
+        "compute of the dropped blocks, forward and backward: about a quarter of the total at theta_min 0.5"
     )
     paper: ClassVar[str] = "Zhang & He 2020, arXiv:2010.13369"
     constraints: ClassVar[str] = (
@@ -84,22 +96,18 @@ class ProgressiveLayerDropping(Dropping):
         {"theta_min": Uniform(0.4, 0.9), "gamma": Uniform(5.0, 200.0, log=True)}, needs_blocks
     )
     control: ClassVar[Control] = Control(
-        "a shallower model with as many FLOPs a step: throughout the first blocks alone, as many as are kept on average",
+        "a shallower model with as many FLOPs per step: only the first blocks, as many as are kept on average",
         _shallower,
     )
     needs_budget: ClassVar[bool] = True
 
-    def __init__(self, theta_min: float = 0.5, *, gamma: float = 100.0, layers: str | None = None) -> None:
-        if not 0.0 < theta_min <= 1.0:
-            raise ValueError(
-                f"ProgressiveLayerDropping(theta_min={theta_min}): expected a probability in (0, 1], that with which"
-                " the last block is kept in the end. 0.5 is the paper's; 1 is plain training."
-            )
-        if not 0.0 < gamma < math.inf:
-            raise ValueError(
-                f"ProgressiveLayerDropping(gamma={gamma}): expected a finite number > 0, how fast theta falls over the"
-                " budget. 100 is the paper's; to drop nothing set theta_min=1."
-            )
+    def __init__(
+        self,
+        theta_min: Annotated[float, Fraction(above=0), Alias("theta")] = 0.5,
+        *,
+        gamma: Annotated[float, Number(above=0, hint="To drop nothing, use theta_min=1.")] = 100.0,
+        layers: str | None = None,
+    ) -> None:
         self.theta_min = theta_min
         self.gamma = gamma
         self.layers = layers
@@ -130,4 +138,4 @@ class ProgressiveLayerDropping(Dropping):
     @override
     def summary(self) -> str:
         share = self._passed_over / max(self._passes, 1)
-        return f"{share:.1%} of block passes dropped, theta {self._theta:.3f} at the end, of {self._where}"
+        return f"dropped {share:.1%} of block passes, of {self._where}; theta {self._theta:.3f} at the end"

@@ -1,15 +1,16 @@
-"""Shallow-to-deep training: groups of blocks, each a copy of the last, and a rate that begins anew (Li et al. 2020)."""
+"""Shallow-to-deep training: add copies of the last group of blocks, and restart the learning rate (Li et al. 2020)."""
 
 import functools
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core._optim.rates import Rates
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
@@ -18,21 +19,20 @@ from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._shallower import Shallower
 from lightning_eff.model.growth._stacking import Stacking
 
-RATES = ("inverse_sqrt", "linear", "cosine")
-BY_RATE = ("LearningRateSchedule", "ScheduleFree", "StochasticWeightAveraging")  #: which set the rates, too
+BY_RATE = ("LearningRateSchedule", "ScheduleFree", "StochasticWeightAveraging")  #: these set the learning rate, too
 
 
 def group_stages(num_blocks: int, *, group: int, until: float) -> list[tuple[float, int]]:
-    """Stages of ``h, 2h, .. L`` blocks, ``h = group``, which begin at equal distances from 0 to ``until``."""
+    """Return stages of ``h, 2h, .. L`` blocks, with ``h = group``, that begin at equal distances from 0 to ``until``."""
     counts = range(group, num_blocks + 1, group)
     return [(until * i / max(len(counts) - 1, 1), count) for i, count in enumerate(counts)]
 
 
 def rate_within(v: float, *, shape: str, warmup: float) -> float:
-    """The rate's share of its highest at ``v`` in [0, 1] of a stage, ``w = warmup``.
+    """Return the learning rate at ``v`` in [0, 1] of a stage, relative to its highest value; ``w = warmup``.
 
-    ``v / w`` before ``w``; then ``sqrt(w / v)`` for "inverse_sqrt", the Transformer's; for "linear" ``1 - x`` and for "cosine"
-    ``(1 + cos(pi x)) / 2``, where ``x = (v - w) / (1 - w)``.
+    It is ``v / w`` before ``w``. Then it is ``sqrt(w / v)`` for "inverse_sqrt" (the Transformer's), ``1 - x`` for
+    "linear" and ``(1 + cos(pi x)) / 2`` for "cosine", where ``x = (v - w) / (1 - w)``.
     """
     if v < warmup:
         return v / warmup
@@ -47,7 +47,7 @@ def _of(count: int, num_blocks: int) -> int:
 
 
 def _small_model(technique: "ShallowToDeep") -> dict[str, Callback]:
-    """The first group throughout."""
+    """Make the control run: the first group throughout."""
     if technique.until == 0.0:
         return {}
     kept = functools.partial(_of, technique.group)
@@ -55,65 +55,75 @@ def _small_model(technique: "ShallowToDeep") -> dict[str, Callback]:
 
 
 def _groups(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
-    """Groups of as near to ``first`` of all blocks as divides their number."""
+    """Make the technique with groups as close to ``first`` of all blocks as divides their number."""
     sizes = [h for h in range(1, max(profile.num_blocks, 2)) if profile.num_blocks % h == 0]
     group = min(sizes, key=lambda h: abs(h - values["first"] * profile.num_blocks), default=1)
     return cls(group=group, until=values["until"], rate=values["rate"])
 
 
 class ShallowToDeep(Stacking):
-    """Train the first group of ``h`` blocks, put copies of the last group on top one by one, and begin the rate anew each time.
+    """Train the first group of blocks, then add a copy of the last group in each stage and restart the learning rate.
 
-    The module has ``L`` blocks, a multiple of ``h``. Stages of ``h, 2h, .. L`` blocks begin at equal distances, the last at
-    ``until`` of the budget. At each, block ``j`` of the new group begins as a copy of block ``j - h``, the same of the last
-    group. (Where a block has parameters that its source lacks, such as ModernBERT's second block, whose first has no norm,
-    those keep their first values.) Each stage has a learning rate of its own, which warms up and falls as if training had
-    just begun; it takes the place of the module's schedules.
+    The module has ``L`` blocks, a multiple of the group size ``h``. Stages of ``h, 2h, .. L`` blocks begin at equal
+    distances, the last one at ``until`` of the budget. Block ``j`` of a new group starts as a copy of block ``j - h``.
+    Each stage has its own learning-rate schedule, which warms up and falls as if training had just begun. It replaces
+    the module's schedules.
 
-    The module is built at its full depth and keeps it: blocks that do not run yet cost no compute, no activation memory, no
-    gradient and no optimizer state, every checkpoint has the plain module's names, and validation, test and prediction under
-    this callback run the blocks that training has reached. A run that ends before all blocks run, and a checkpoint of before
-    then, hold blocks that were never trained, which is warned of, and which the checkpoint says.
+    Use it for deep transformers. Compared with :class:`ProgressiveStacking` it adds fixed groups
+    and restarts the learning rate. The loss rises at each switch.
 
-    Logged: ``layers_active``, how many blocks run, ``layers_fraction``, their share of all, and ``factor``, the rate's share
-    of its highest.
+    The module is built at its full depth and keeps it. Blocks that do not run yet cost no compute, no activation
+    memory, no gradient and no optimizer state. Every checkpoint has the plain module's names. Validation, test and
+    prediction under this callback run the blocks that training has reached. If a run ends before all blocks run, or a
+    checkpoint is saved before, the other blocks were never trained; a warning and a note in the checkpoint say so.
+    Parameters that a block has and its source lacks (ModernBERT's first block has no norm) keep their initial values.
+
+    Logged: ``layers_active``, the number of blocks that run; ``layers_fraction``, their fraction of all; ``factor``,
+    the learning rate relative to its highest value.
 
     Args:
-        group: ``h``, the blocks of a group, >= 1.
-        until: the share of the budget by which the last group is there, in [0, 1); 0.5 leaves half of it to the whole network.
-        rate: "inverse_sqrt", the paper's, "linear" or "cosine": how a stage's rate falls, after its warm-up; None leaves the
-            rates to the module, as one long schedule.
-        warmup: the share of a stage, in (0, 1), in which its rate rises.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
-        copy_optimizer_state: give a new block the optimizer state of the one that it copies; otherwise it starts anew.
+        group: the number of blocks ``h`` in a group. 6 is the paper's.
+        until: the fraction of the budget at which the last group is added. 0.5 trains the whole network for half of the
+            budget.
+        rate: the shape of a stage's learning rate after its warm-up. "inverse_sqrt" is the paper's. None leaves the
+            learning rate to the module, as one long schedule.
+        warmup: the fraction of a stage in which its learning rate rises.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        copy_optimizer_state: whether a new block copies the optimizer state of its source. Otherwise it starts empty.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if the number of blocks is no multiple of ``group``, blocks
-            of which one is to be a copy of the other differ in shape, or they lie within a compiled module.
+        ValueError: for a value out of range. At setup, if the number of blocks is not a multiple of ``group``, a block
+            differs in shape from the one it copies, or the blocks lie within a compiled module.
 
-    Sources:
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ShallowToDeep(group=6, until=0.5)])
+
+    References:
         Li et al. 2020, "Shallow-to-Deep Training for Neural Machine Translation", arXiv:2010.03737.
     """
 
-    saves: ClassVar[str] = "compute, activation and optimizer memory of the blocks that do not run yet"
+    saves: ClassVar[str] = "compute, activation memory and optimizer memory of the blocks that do not run yet"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:2010.03737"
     constraints: ClassVar[str] = (
-        "blocks of one class whose number is a multiple of the group's; automatic optimization; stacking lifts the loss at a"
-        " switch"
+        "blocks of one class whose number is a multiple of the group size; automatic optimization; the loss rises at a switch"
     )
     survey: ClassVar[Survey | None] = Survey("shallow-to-deep training", zhuang="2.1", shen="4.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"first": Choice((0.25, 0.5)), "until": Uniform(0.1, 0.7), "rate": Choice((None, *RATES))},
+        {
+            "first": Choice((0.25, 0.5)),
+            "until": Uniform(0.1, 0.7),
+            "rate": Choice((None, "inverse_sqrt", "linear", "cosine")),
+        },
         needs_blocks,
         _groups,
     )
-    control: ClassVar[Control] = Control("the first group alone, throughout", _small_model)
+    control: ClassVar[Control] = Control("only the first group, throughout", _small_model)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("ProgressiveStacking", "CompoundGrowth", "Shallower"),
-            "both say how many blocks the network has",
+            "both set how many blocks run",
         ),
-        **dict.fromkeys(BY_RATE, "both set the rates"),
+        **dict.fromkeys(BY_RATE, "both set the learning rate"),
     }
     needs_automatic_optimization: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
@@ -121,29 +131,14 @@ class ShallowToDeep(Stacking):
 
     def __init__(
         self,
-        group: int = 6,
+        group: Annotated[int, Count()] = 6,
         *,
-        until: float = 0.5,
-        rate: str | None = "inverse_sqrt",
-        warmup: float = 0.1,
+        until: Annotated[float, Fraction(below=1)] = 0.5,
+        rate: Literal["inverse_sqrt", "linear", "cosine"] | None = "inverse_sqrt",
+        warmup: Annotated[float, Fraction(above=0, below=1)] = 0.1,
         layers: str | None = None,
         copy_optimizer_state: bool = False,
     ) -> None:
-        if isinstance(group, bool) or not isinstance(group, int) or group < 1:
-            raise ValueError(f"ShallowToDeep(group={group!r}): expected a number of blocks >= 1. The paper's is 6.")
-        if not 0.0 <= until < 1.0:
-            raise ValueError(
-                f"ShallowToDeep(until={until}): expected a share of the budget in [0, 1), by which all blocks run."
-            )
-        if rate not in (*RATES, None):
-            raise ValueError(
-                f"ShallowToDeep(rate={rate!r}): expected one of {', '.join(RATES)}, by which a stage's rate falls, or None,"
-                " which leaves the rates to the module."
-            )
-        if not 0.0 < warmup < 1.0:
-            raise ValueError(
-                f"ShallowToDeep(warmup={warmup}): expected a share of a stage in (0, 1), in which its rate rises."
-            )
         self.group = group
         self.until = until
         self.rate = rate
@@ -151,7 +146,7 @@ class ShallowToDeep(Stacking):
         self.layers = layers
         self.copy_optimizer_state = copy_optimizer_state
         self.stages = [(0.0, group)]
-        if rate is None:  # what leads the rates, here and in a bench, then acts on them as on any module's
+        if rate is None:  # then other techniques may set the learning rate, and it acts on this one as on any module
             others = {name: why for name, why in self.conflicts.items() if name not in BY_RATE}
             self.conflicts = others  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
             self.sets_rates = False  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
@@ -179,8 +174,8 @@ class ShallowToDeep(Stacking):
         if self.group > len(stack) or len(stack) % self.group:
             sizes = ", ".join(str(h) for h in range(1, len(stack) + 1) if len(stack) % h == 0)
             raise ValueError(
-                f"ShallowToDeep(group={self.group}): {stack} has {len(stack)} blocks; expected a multiple of the group, because"
-                f" each new group is a copy of the last. Use one of {sizes}, or build the module with another depth."
+                f"ShallowToDeep(group={self.group}): {stack} has {len(stack)} blocks, which is not a multiple of the group"
+                f" size. Use one of {sizes}, or build the module with another depth."
             )
         self.stages = group_stages(len(stack), group=self.group, until=self.until)
         if self.until == 0.0:
@@ -189,7 +184,7 @@ class ShallowToDeep(Stacking):
 
     @override
     def source(self, block: int, count: int) -> int:
-        """The block of the last group, of those ``count`` blocks, that ``block`` copies."""
+        """Return the block of the last group that ``block`` copies."""
         return block - self.group
 
     # -- rates
@@ -209,7 +204,7 @@ class ShallowToDeep(Stacking):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self._session is not None and not self.neutral and self.rate is not None:
-            self._rates.begin(self._session)  # before any hook of a batch can write others
+            self._rates.begin(self._session)  # before a batch hook can write other learning rates
 
     @override
     def detach(self, session: Session) -> None:

@@ -1,15 +1,16 @@
-"""Stochastic depth: each residual block is passed over at random, the deeper the likelier (Huang et al. 2016)."""
+"""Stochastic depth: skip residual blocks at random, deeper ones more often (Huang et al. 2016)."""
 
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Fraction
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_blocks
@@ -18,21 +19,20 @@ from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._dropping import Dropping, keep_probabilities
 from lightning_eff.model.growth._shallower import Shallower
 
-MODES = ("batch", "sample")
-
 
 def drop_samples(
     entered: Tensor, left: Tensor, p: float, generator: Generator, *, dim: int, part: tuple[int, int] = (0, 1)
 ) -> Tensor:
-    """``h + (b / p)(f(h) - h)``, with ``b`` of 0 or 1 for each sample, 1 with probability ``p``.
+    """Return ``h + (b / p)(f(h) - h)``, where ``b`` is 1 with probability ``p`` and else 0, drawn for each sample.
 
     Args:
-        entered: ``h``, what the block was given, of any shape.
-        left: ``f(h)``, what it returned, of that shape.
+        entered: the block's input ``h``, of any shape.
+        left: the block's output ``f(h)``, of the same shape.
         p: in (0, 1].
         generator: on the CPU.
-        dim: of the samples.
-        part: the samples are the first's, second's ... equal part of a batch of so many, for all of which is drawn.
+        dim: the dimension of the samples.
+        part: (index, count): the samples are one of ``count`` equal parts of a batch; numbers are drawn for the whole
+            batch.
     """
     numbers = torch.rand(entered.shape[dim] * part[1], generator=generator, dtype=torch.float32).chunk(part[1])[part[0]]
     dtype = torch.promote_types(entered.dtype, left.dtype)
@@ -42,18 +42,18 @@ def drop_samples(
 
 
 def sample_dim(block: nn.Module) -> int:
-    """The dimension of the samples in a block's hidden state: 1 where its attention says that it is not the first."""
+    """Return the dimension of the samples in a block's hidden state: 1 if its attention is not batch-first, else 0."""
     attention = [m for m in block.modules() if isinstance(m, nn.MultiheadAttention)]
     return int(any(not m.batch_first for m in attention))
 
 
 def mean_kept(num_blocks: int, *, drop: float) -> float:
-    """How many of ``num_blocks`` blocks a step runs on average: ``sum_l p_l``."""
+    """Return how many of ``num_blocks`` blocks a step runs on average: ``sum_l p_l``."""
     return sum(keep_probabilities(1.0 - drop, num_blocks=num_blocks))
 
 
 def _shallower(technique: "StochasticDepth") -> dict[str, Callback]:
-    """As many blocks throughout as are kept on average; where no work is saved, the baseline is the control."""
+    """Make the control run: throughout, as many blocks as are kept on average; none in "sample" mode, which saves no work."""
     if technique.neutral or technique.mode == "sample":
         return {}
     kept = functools.partial(mean_kept, drop=technique.drop)
@@ -61,47 +61,53 @@ def _shallower(technique: "StochasticDepth") -> dict[str, Callback]:
 
 
 class StochasticDepth(Dropping):
-    """Pass over whole residual blocks at random, with probabilities that stay the same and grow linearly with depth.
+    """Skip whole residual blocks at random, with fixed probabilities that grow linearly with depth.
 
-    Block ``l`` of ``L`` is kept with ``p_l = 1 - (l/L) drop``. In training a kept block ``h + f(h)`` counts its branch
-    ``1/p_l``, so that the expectation over the draws is what the whole block returns. The paper leaves the branch as it is in
-    training, and scales it by ``p_l`` in evaluation. Here evaluation is the plain module's: validation, test and prediction
-    run all blocks as they are, and a checkpoint means the same without this callback.
+    Block ``l`` of ``L`` is kept with probability ``p_l = 1 - (l/L) drop``. In training, the residual branch of a kept
+    block ``h + f(h)`` is scaled by ``1/p_l``, so the expected output is that of the full block. The paper scales in
+    evaluation instead. Here validation, test and prediction run the plain module, and a checkpoint means the same
+    without this callback.
 
-    ``mode="batch"`` draws once for an optimizer step, all its micro-batches and all ranks. A dropped block then does no work,
-    forward or backward, and gets no gradient. ``mode="sample"`` is the paper's and timm's: each sample has a draw of its own
-    in each block, and **saves nothing**, since every block still runs on the whole batch; it regularises, and costs a little.
+    ``mode="batch"`` draws once per optimizer step, for all its micro-batches and ranks. A dropped block does no work,
+    forward or backward, and gets no gradient. At ``drop=0.5`` this saves about a quarter of the compute.
+    ``mode="sample"`` is the paper's and timm's: every sample has its own draw in each block. It **saves nothing**,
+    because every block still runs on the whole batch; it only regularises.
 
-    A residual network for images has stages of several widths: all stacks of the class that most blocks are of take part,
-    ``l`` counts through them, and blocks that change their input's shape are always kept. Whole blocks are dropped, with
-    whatever stands in them: a ReLU behind the sum, or a post-norm. In "batch" mode DDP runs with
-    ``find_unused_parameters``; and where blocks hand tensors on beside the hidden state (T5's position bias), the first one is
-    always kept; where nothing outside the blocks is trained (adapters, freezing), the first of those that train.
+    All stacks of the most frequent block class take part, such as the stages of a ResNet, and ``l`` counts through
+    them. Blocks that change their input's shape are always kept. A block is dropped with everything in it, such as a
+    ReLU behind the sum or a post-norm. In "batch" mode, DDP runs with ``find_unused_parameters``, and one block is
+    always kept in two cases. Where blocks pass further tensors on (T5's position bias), it is the first block. Where
+    nothing outside the blocks is trained (adapters, freezing), it is the first block that trains.
 
-    A block must return its input plus something; norms, activations and changes of shape around the sum are allowed. The first
-    training step checks this before anything is updated. It also checks that each block feeds the next one, that the loss uses
-    no other output of a block by itself, and that nobody reads what a block sets on itself as it runs. A forward hook of your
-    own on a dropped block still fires, with the block's input as its output.
+    A block must return its input plus something; norms, activations and changes of shape around the sum are allowed.
+    The first training step checks this before anything is updated. It also checks that each block feeds the next one,
+    that the loss uses no other output of a block by itself, and that nothing reads attributes that a block sets while
+    it runs. A forward hook of your own on a dropped block still fires, with the block's input as its output.
 
-    Logged: ``layers_dropped``, the number of blocks that the step passed over (0 in "sample" mode), and ``drop``.
+    Logged: ``layers_dropped``, the number of blocks that the step skipped (0 in "sample" mode), and ``drop``.
 
     Args:
-        drop: the probability with which the last block is dropped, in [0, 1); 0 is plain training.
-        mode: "batch" or "sample".
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several; None finds them.
+        drop: the probability with which the last block is dropped. 0 is plain training. Also accepted as ``p``,
+            ``drop_rate`` and ``drop_path_rate``.
+        mode: what a draw holds for. "batch" drops a block for a whole step, and "sample" drops it for single samples.
+        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several. None finds them.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if no blocks are found or they are shared, or, in "batch"
-            mode, under DDP with ``static_graph=True`` or reentrant checkpointing; on the first batches, if a block cannot be
-            skipped, if no block returns its input's shape, or in "sample" mode no dimension of the hidden state is the batch's.
+        ValueError: for a value out of range. At setup, if no blocks are found or they are shared; in "batch" mode, also
+            under DDP with ``static_graph=True`` or reentrant checkpointing. On the first batches, if a block cannot be
+            skipped or every block changes its input's shape; in "sample" mode, also if no dimension of the hidden state
+            is the batch's.
 
-    Sources:
-        Huang et al. 2016, arXiv:1603.09382.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=90, callbacks=[StochasticDepth(drop=0.2)])
+
+    References:
+        Huang et al. 2016, "Deep Networks with Stochastic Depth", arXiv:1603.09382.
     """
 
     saves: ClassVar[str] = (
-        "in mode 'batch', compute of the dropped blocks, forward and backward: about a quarter of all at drop 0.5; in mode"
-        " 'sample' nothing"
+        "compute of the dropped blocks, forward and backward, in mode 'batch': about a quarter of the total at drop 0.5;"
+        " nothing in mode 'sample'"
     )
     paper: ClassVar[str] = "Huang et al. 2016, arXiv:1603.09382"
     constraints: ClassVar[str] = (
@@ -109,27 +115,25 @@ class StochasticDepth(Dropping):
     )
     survey: ClassVar[Survey | None] = Survey("stochastic depth", zhuang="2.1", shen="4.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"drop": Uniform(0.05, 0.5), "mode": Choice(MODES)}, needs_blocks
+        {"drop": Uniform(0.05, 0.5), "mode": Choice(("batch", "sample"))}, needs_blocks
     )
     control: ClassVar[Control] = Control(
-        "in mode 'batch' a shallower model with as many FLOPs a step: throughout the first blocks alone, as many as are"
-        " kept on average; in mode 'sample' the baseline for as many seconds",
+        "in mode 'batch' a shallower model with as many FLOPs per step: only the first blocks, as many as are kept on"
+        " average; in mode 'sample' the baseline for as many seconds",
         _shallower,
     )
-    conflicts: ClassVar[Mapping[str, str]] = {"ProgressiveLayerDropping": "both say how likely each block is dropped"}
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "ProgressiveLayerDropping": "both set the probability of dropping a block"
+    }
     reshaping: ClassVar[bool] = True
 
-    def __init__(self, drop: float = 0.5, *, mode: str = "batch", layers: str | Sequence[str] | None = None) -> None:
-        if not 0.0 <= drop < 1.0:
-            raise ValueError(
-                f"StochasticDepth(drop={drop}): expected a probability in [0, 1), that with which the last block is"
-                " dropped. 0.5 is the paper's; 0 is plain training."
-            )
-        if mode not in MODES:
-            raise ValueError(
-                f"StochasticDepth(mode={mode!r}): expected 'batch', which drops a block for a whole step and saves its"
-                " work, or 'sample', which draws for each sample and saves nothing."
-            )
+    def __init__(
+        self,
+        drop: Annotated[float, Fraction(below=1), Alias("p"), Alias("drop_rate"), Alias("drop_path_rate")] = 0.5,
+        *,
+        mode: Literal["batch", "sample"] = "batch",
+        layers: str | Sequence[str] | None = None,
+    ) -> None:
         self.drop = drop
         self.mode = mode
         self.layers = layers
@@ -138,7 +142,7 @@ class StochasticDepth(Dropping):
     def _reset(self) -> None:
         super()._reset()
         self._batch: tuple[int, ...] = ()
-        self._samples: int | None = None  # of the first batch, until a block has been seen to get as many
+        self._samples: int | None = None  # in the first batch, until a block's input was compared with it
         self._looked = False
 
     @property
@@ -172,7 +176,7 @@ class StochasticDepth(Dropping):
             super().on_batch_start(session, batch, batch_idx)
         else:
             self._batch = (session.trainer.global_step, batch_idx, session.rank)
-            if not self._looked and session.working == [self]:  # others may change how many there are
+            if not self._looked and session.working == [self]:  # other techniques may change their number
                 with suppress(ValueError):  # a batch without tensors
                     self._samples = num_samples(batch)
             self._looked = True
@@ -185,16 +189,16 @@ class StochasticDepth(Dropping):
     def _mix(
         self, session: Session, number: int, dim: int, index: int, entered: Tensor, left: Tensor, training: bool
     ) -> Tensor:
-        """A block's output with the branch of some samples only; the same ones however often a step runs it."""
+        """Drop a block's residual branch for some samples; the same ones if a step runs the block again."""
         if not training:
             return left
         expected, self._samples, part = self._samples, None, session.part
         expected = None if expected is None else expected // part[1]
         if expected is not None and (entered.ndim <= dim or entered.shape[dim] != expected):
             raise ValueError(
-                f"StochasticDepth(mode='sample'): block {index} of {self._stacks[number]} was given a hidden state of shape"
-                f" {tuple(entered.shape)}; expected {expected} in dimension {dim}, as many as the batch has samples. Use"
-                " mode='batch', which asks for no samples."
+                f"StochasticDepth(mode='sample'): block {index} of {self._stacks[number]} got a hidden state of shape"
+                f" {tuple(entered.shape)}, without the batch's {expected} samples in dimension {dim}. Use mode='batch',"
+                " which needs no samples."
             )
         before = sum(stack.active for stack in self._stacks[:number])
         keep = self.probabilities(session, sum(stack.active for stack in self._stacks))
@@ -208,5 +212,5 @@ class StochasticDepth(Dropping):
     @override
     def summary(self) -> str:
         if self.mode == "sample":
-            return f"samples pass over each block by themselves, of {self._where}; no work saved"
-        return f"{self._passed_over / max(self._passes, 1):.1%} of block passes dropped, of {self._where}"
+            return f"dropped each block for single samples, of {self._where}; no work saved"
+        return f"dropped {self._passed_over / max(self._passes, 1):.1%} of block passes, of {self._where}"

@@ -1,1 +1,1 @@
-"""What the weights are at step 0."""
+"""Initializations: the weights at step 0."""

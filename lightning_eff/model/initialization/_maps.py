@@ -1,40 +1,45 @@
-"""The linear maps and convolutions of a network, each as the matrices (out, in) that it is made of."""
+"""The linear layers and convolutions of a network, each as the matrices (out, in) of which its weight consists."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Names
 from lightning_eff._core._branches.attention import Attention, attentions, output_dim
 from lightning_eff._core._branches.ends import alike_unused
 from lightning_eff._core._branches.graph import Graph, kind
 from lightning_eff._core._branches.pieces import take_apart
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
-from lightning_eff.model.initialization._given.attention import Given, attentions_given, check_attention
+from lightning_eff.model.initialization._given.attention import Given, attentions_given
 from lightning_eff.model.initialization._once import Initialization, Turn, traced
 from lightning_eff.model.initialization._orthogonal import orthogonal
 
-MAPS_ARE_RIVALS = "both say what maps begin at, and the later one would undo the other"
-UNSEEN = "its attention is not seen to be one, so that queries, keys and values of one map are not told apart"
+#: Names of weights, or patterns of them.
+Patterns = Annotated[
+    Sequence[str], Names("names or patterns of weights", hint="Example: ['blocks.*.weight']; [] is plain training.")
+]
+SAME_WEIGHTS = "both set the same weights, and the later one would undo the other"
+UNSEEN = "its attention is not recognised, so queries, keys and values that one layer computes cannot be separated"
 
 
 @dataclass(frozen=True)
 class Map:
-    """A weight that a loss was computed with, as what it multiplies by.
+    """A weight that a loss was computed with, as the matrices by which it multiplies.
 
     Attributes:
-        name: of the weight.
-        dim: along which dimension its outputs lie: 0, or the last of matrices that are handed on as they are.
-        stack: it is (k, ..., ...), a matrix for each of k experts.
-        groups: of a convolution: as many maps side by side.
-        parts: which outputs are one map each, where several are fused: queries, keys and values; empty for one.
+        name: the name of the weight.
+        dim: the dimension of its outputs: 0, or the last for weights of shape (in, out).
+        stack: whether it is (k, ..., ...), one matrix for each of k experts.
+        groups: the groups of a convolution.
+        parts: the outputs of each part, where queries, keys and values are fused; empty for one part.
     """
 
     name: str
@@ -44,7 +49,7 @@ class Map:
     parts: tuple[Tensor, ...] = ()
 
     def split(self, weight: Tensor) -> Iterator[tuple[Tensor, Callable[[Tensor], Any]]]:
-        """Each matrix, of shape (out, in) or (out, in, ...) of a convolution, and how it is written back."""
+        """Yield each matrix, (out, in) or (out, in, ...) for a convolution, with the function that writes it back."""
         whole = weight.unbind(0) if self.stack else weight.chunk(self.groups, dim=0)
         for one in whole:
             turned = one.mT if self.dim else one
@@ -60,10 +65,10 @@ class Map:
 
 
 def maps_of(graph: Graph, module: nn.Module, found: Sequence[Attention] | None = None) -> dict[str, Map]:
-    """The maps that a loss was computed with, by the weight's name, in the order in which they come.
+    """Return the linear layers and convolutions that a loss was computed with, by the weight's name, in the order of use.
 
-    What is an embedding, too, is left out. What the batch left unused and stands in one list with a map is there as well, as
-    experts are to which it sent no token.
+    Weights that are also embeddings are left out. Weights that the batch did not use are included if they stand in a
+    list with a used one, such as experts that received no token.
     """
     found = attentions(graph) if found is None else found
     looked_up = {graph.weight(f) for n in graph.order if kind(n).startswith("Embedding") for f in graph.inputs[n]}
@@ -91,7 +96,7 @@ def maps_of(graph: Graph, module: nn.Module, found: Sequence[Attention] | None =
 
 
 def _apart(fused: list[Tensor]) -> tuple[Tensor, ...]:
-    """Parts that have no output in common, and the rest; none where it is all one map."""
+    """Return parts that have no output in common, and the rest; none if everything is one part."""
     if not fused or all(bool(part.all()) for part in fused) or bool((torch.stack(fused).sum(0) > 1).any()):
         return ()
     rest = ~torch.stack(fused).any(0)
@@ -103,15 +108,15 @@ def _groups(module: nn.Module, name: str) -> int:
 
 
 def _alike(name: str) -> re.Pattern[str]:
-    """Names that differ in the numbers of their components alone."""
+    """Return a pattern of names that differ only in the numbers of their components."""
     return re.compile(r"\.".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split(".")))
 
 
 def chosen(maps: dict[str, Map], patterns: Sequence[str] | None, *, who: str, module: nn.Module) -> dict[str, Map]:
-    """Those whose names one of the patterns fits; all, for None.
+    """Return those whose names match one of the patterns; all, for None.
 
     Raises:
-        ValueError: if there is none, or a pattern fits none.
+        ValueError: if there is none, or a pattern matches none.
     """
     if patterns is None:
         found, unfit = maps, []
@@ -119,50 +124,43 @@ def chosen(maps: dict[str, Map], patterns: Sequence[str] | None, *, who: str, mo
         found = {name: one for name, one in maps.items() if any(fnmatchcase(name, p) for p in patterns)}
         unfit = [p for p in patterns if not any(fnmatchcase(name, p) for name in maps)]
     if not found or unfit:
+        if not maps:
+            raise ValueError(
+                f"{who}: training_step of {type(module).__name__} uses no linear layer or convolution whose weight takes a"
+                f" gradient. Remove {who}."
+            )
         near = get_close_matches(unfit[0], [*maps], n=3, cutoff=0.5) if unfit else []
-        next_to = f" Next to {unfit[0]!r} are {', '.join(near)}." if near else ""
-        asked = "" if patterns is None else f" of maps={[*patterns]}, where {unfit} fit none,"
+        use = f"Did you mean {', '.join(near)}?" if near else f"Use some of {', '.join([*maps][:5])}."
         raise ValueError(
-            f"{who}: training_step of {type(module).__name__} calls no linear map or convolution{asked} whose weight is seen in"
-            f" autograd's graph. Expected some of: {', '.join(maps) or 'none are found'}.{next_to} Name others, or take it out."
+            f"{who}(maps={[*(patterns or ())]}): {unfit or 'nothing'} matches no weight of a linear layer or convolution that"
+            f" training_step of {type(module).__name__} uses. {use}"
         )
     return found
 
 
-def checked(maps: Sequence[str] | None, *, who: str) -> tuple[str, ...] | None:
-    """The patterns as they were given.
-
-    Raises:
-        ValueError: if they are one text.
-    """
-    if isinstance(maps, str):
-        raise ValueError(f"{who}(maps={maps!r}): expected a list of names or patterns of weights, such as ['{maps}'].")
-    return None if maps is None else tuple(maps)
-
-
 def listed(names: Sequence[str], most: int = 12) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def draw_orthogonal(one: Map, weight: Tensor, *, gain: float, generator: torch.Generator) -> None:
-    """Let each matrix that ``weight`` is made of be orthonormal, times ``gain``."""
+    """Set each matrix of ``weight`` to an orthonormal one, times ``gain``."""
     for matrix, put in one.split(weight):
         put(orthogonal(matrix.shape, gain=gain, generator=generator).to(matrix))
 
 
 def no_maps(profile: RunProfile) -> str | None:
-    """Why there is nothing to be set, in words."""
-    return None if profile.num_matrices else "there are no hidden maps"
+    """Return why there is nothing to set, in words."""
+    return None if profile.num_matrices else "there are no hidden linear layers"
 
 
 class Seen(NamedTuple):
-    """What a pass over a batch showed.
+    """The findings of a pass on a batch.
 
     Attributes:
-        graph: of its loss.
-        attended: its attentions.
-        maps: those that are to be set.
+        graph: the graph of its loss.
+        attended: its attention layers.
+        maps: the weights to set.
         parameters: by name.
     """
 
@@ -173,23 +171,21 @@ class Seen(NamedTuple):
 
 
 class OfMaps(Initialization):
-    """A technique that sets the weights of all maps, or of those that are named.
+    """A technique that sets the weights of linear layers and convolutions, all or those that are named.
 
     Attributes:
-        maps: names or patterns of weights; None for all, and none is plain training.
-        attention: for each kind of attention, the names of its maps by what they make; None looks for them.
+        maps: names or patterns of weights; None for all. An empty list is plain training.
+        attention: for each kind of attention, the names of its weights by role; None finds them.
     """
 
     turn: ClassVar[Turn] = Turn.MAPS
     maps: tuple[str, ...] | None
-    attention: list[dict[str, Any]] | None
+    attention: Given | None
 
     def _take(self, maps: Sequence[str] | None, attention: Given | None, force: bool) -> None:
-        """Check and keep the arguments that all have."""
-        if not isinstance(force, bool):
-            raise ValueError(f"{type(self).__name__}({force=}): expected True or False.")
-        self.maps, self.force = checked(maps, who=type(self).__name__), force
-        self.attention = check_attention(attention, who=type(self).__name__)
+        """Keep the arguments that all have."""
+        self.maps, self.force = None if maps is None else tuple(maps), force
+        self.attention = attention
 
     @property
     @override
@@ -201,10 +197,10 @@ class OfMaps(Initialization):
         attentions_given(module, self.attention or (), who=type(self).__name__)
 
     def look(self, session: Session, batch: Any, batch_idx: int) -> Seen | None:
-        """What the module's step on a batch is made of; None for one that it passes over.
+        """Look at the module's step on a batch; None for a batch that the step skips.
 
         Raises:
-            ValueError: if there is no map, or none of a name that was given.
+            ValueError: if there is no weight to set, or none that matches a given name.
         """
         who = type(self).__name__
         graph = traced(session, batch, batch_idx, who=who)

@@ -1,4 +1,4 @@
-"""The base of techniques that set weights once, before the first step of a fresh fit, from a look at the first batch."""
+"""The base of techniques that set weights once, at the first batch of a fresh fit."""
 
 from abc import abstractmethod
 from enum import IntEnum
@@ -26,38 +26,37 @@ from lightning_eff.model.initialization._divided.early import (
 
 
 class Turn(IntEnum):
-    """In which order techniques set weights; those of one turn that set the same ones refuse each other."""
+    """The order in which techniques set weights. Those of one turn that set the same weights refuse each other."""
 
-    MAPS = 1  #: all maps
-    ENDS = 2  #: those in which residual branches and the network end, after all
-    DATA = 3  #: those that the training data tells, beside what the others have
-    SEARCH = 4  #: norms of all
+    MAPS = 1  #: the weights of all linear layers and convolutions
+    ENDS = 2  #: the last weights of residual branches and of the network
+    DATA = 3  #: weights that follow from the training data
+    SEARCH = 4  #: the norms of all weights
 
 
 _WHOLE: Reasons = {Part.FLAT: "the technique sets whole weights, one at a time"}
-#: Of those that compute what they set from several whole weights.
+#: For techniques that compute with several whole weights at a time.
 TOGETHER: Reasons = {**_WHOLE, Part.ITSELF: "the technique computes with all weights together before they are divided"}
-_TRAINED: WeakSet[LightningModule] = WeakSet()  # begun by an initialization, and trained since
+_TRAINED: WeakSet[LightningModule] = WeakSet()  # modules that an initialization has set
 
 
 class Initialization(Technique):
     """A technique that sets weights once, before the first step of a fresh fit.
 
-    A subclass sets them in :meth:`initialize`, which follows from the module alone, or from what all ranks know: it is called
-    on each. A run that goes on from a checkpoint, and a module that was trained or loaded before, as far as that can be seen,
-    are left as they are, unless ``force`` is set.
+    A subclass sets them in :meth:`initialize`, which every rank calls. The result may depend only on the module and on
+    what all ranks know. Weights stay unchanged in a run that resumes from a checkpoint, and in a module that was loaded
+    or trained before as far as this can be seen, unless ``force`` is set. Several techniques in a run act in the order
+    of their :class:`Turn`.
 
-    Of several in one run, each acts in its :class:`Turn`, in whatever order they are given.
-
-    Under a strategy that divides weights they are set while every process still holds the whole module, before the strategy
-    sets up, with the first batch of the training loader taken beside the run. Where weights are divided or nowhere by then,
-    as a ``configure_model`` that calls ``fully_shard`` and the meta device leave them, they are set at the first batch,
-    one whole weight at a time, of which each process keeps its piece; what cannot be so is refused at setup.
+    Under a strategy that divides weights, they are set while every process still holds the whole module, with the first
+    batch of the training loader. If weights are already divided or on the meta device (``configure_model`` with
+    ``fully_shard``), they are set at the first batch, one whole weight at a time, of which each process keeps its
+    piece. Techniques that cannot work this way are refused at setup.
 
     Attributes:
-        force: also set weights that were loaded or trained before.
-        needs_all: what is computed takes several weights together, so that they cannot be set one at a time.
-        turn: when it acts, among others.
+        force: whether to also set weights that were loaded or trained before.
+        needs_all: whether it computes with several weights together, so they cannot be set one at a time.
+        turn: when it acts.
     """
 
     needs: ClassVar[Need] = Need.MODULE
@@ -67,19 +66,19 @@ class Initialization(Technique):
 
     force: bool
     _done = False
-    _early = False  # set before the strategy divides weights
-    _numbers = 0  # that were set
+    _early = False  # whether weights are set before the strategy divides them
+    _numbers = 0  # how many numbers were set
 
     @abstractmethod
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:
-        """Set the weights, without a graph, and return how many numbers were set; None for a batch that is passed over.
+        """Set the weights, without a graph, and return how many numbers were set; None for a batch that the step skips.
 
         Raises:
             ValueError: if nothing is found to set.
         """
 
     def check_names(self, module: nn.Module) -> None:
-        """Raise ``ValueError`` for arguments that name what the module, which is complete, has not."""
+        """Raise ``ValueError`` for arguments that name something the complete module does not have."""
 
     @override
     def check(self, session: Session) -> None:
@@ -90,24 +89,26 @@ class Initialization(Technique):
     def attach(self, session: Session) -> None:
         self._done, self._early, self._numbers = False, False, 0
         if session.module in _TRAINED and not self.force:
-            self._leave("this module was trained before")
+            self._leave("this module was already trained")
 
     @override
     def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
         if state is not None:
             return
         if not self.force:
-            self._leave("the checkpoint's run did without")
+            self._leave(f"the checkpoint was saved without {type(self).__name__}")
         elif self._early:
             who = type(self).__name__
             raise ValueError(
-                f"{who}(force=True): {type(session.trainer.strategy).__name__} loads the checkpoint's weights when it has"
-                " divided them; expected weights that can be set before. Load them into the module, and fit without ckpt_path."
+                f"{who}(force=True): {type(session.trainer.strategy).__name__} loads the checkpoint's weights after it has"
+                " divided them, which is too late. Load them into the module, and fit without ckpt_path."
             )
 
     def _leave(self, why: str) -> None:
         self._done = True
-        rank_zero_info(f"{type(self).__name__}: {why}, so weights stay as they are. Give force=True to set them.")
+        rank_zero_info(
+            f"{type(self).__name__}: left the weights unchanged, because {why}. To set them, give force=True."
+        )
 
     @override
     def on_model(self, session: Session) -> None:
@@ -119,8 +120,8 @@ class Initialization(Technique):
             fresh = session.trainer.ckpt_path is None and not (technique._done or technique.force)
             if fresh and (source := trained(session.module)):
                 rank_zero_info(
-                    f"{type(technique).__name__}: {source}; it overwrites weights, and is meant for random ones. Take it out"
-                    " where they were loaded, or give force=True, which says that you know."
+                    f"{type(technique).__name__}: {source}, and {type(technique).__name__} overwrites weights. Remove it if"
+                    " they were loaded, or give force=True to confirm."
                 )
         if is_plain(session.trainer.strategy):
             return
@@ -129,7 +130,7 @@ class Initialization(Technique):
             technique._early = early
             if not early:
                 check_in_pieces(session, who=type(technique).__name__, can=not technique.needs_all)
-            elif session.trainer.ckpt_path is None:  # whose weights come in later
+            elif session.trainer.ckpt_path is None:  # otherwise the weights are loaded later
                 technique._begin(session)
 
     def _begin(self, session: Session) -> None:
@@ -143,8 +144,8 @@ class Initialization(Technique):
                     return
         if session.trainer.num_training_batches:
             raise ValueError(
-                f"{type(self).__name__}: training_step of {type(session.module).__name__} returned None for the first batches;"
-                " expected a loss, with a graph that is looked through before weights are divided. Take the technique out."
+                f"{type(self).__name__}: training_step of {type(session.module).__name__} returned None for the first batches,"
+                f" so there is no loss to look at before weights are divided. Remove {type(self).__name__}."
             )
 
     @override
@@ -160,11 +161,11 @@ class Initialization(Technique):
             numbers = self.initialize(session, batch, batch_idx)
         if left:
             rank_zero_warn(
-                f"{type(self).__name__}: {', '.join(left[:5])}{' and others' if len(left) > 5 else ''} stay as they were,"
-                " because a parametrization (such as spectral_norm) computes them and cannot give what was set. Register the"
-                " parametrization after the initialization, or leave these weights out."
+                f"{type(self).__name__}: could not set {', '.join(left[:5])}{' and others' if len(left) > 5 else ''}, because a"
+                " parametrization (such as spectral_norm) computes them. Register the parametrization after the"
+                " initialization, or exclude these weights."
             )
-        if numbers is None:  # no weight moves, so the next batch is as good
+        if numbers is None:  # no weight has changed, so the next batch will do
             return
         self._done, self._numbers = True, numbers
         _TRAINED.add(session.module)
@@ -184,22 +185,22 @@ class Initialization(Technique):
 
 
 def _in_turn(session: Session) -> "list[Initialization]":
-    """Those of the run that set weights once, in the order in which they do."""
+    """Return the initializations of the run, in the order in which they act."""
     every = [t for t in session.working if isinstance(t, Initialization)]
     return sorted(every, key=lambda t: (t.turn, type(t).__name__))
 
 
 def refuse_pretrained(module: nn.Module, *, who: str, would: str) -> None:
-    """Raise ``ValueError`` where something tells that weights were loaded."""
+    """Raise ``ValueError`` if the weights are known to be pretrained."""
     source = _pretrained(module)
     if source:
         raise ValueError(
-            f"{who}: {source}; expected random weights, since it would {would}. Take the technique out, or give force=True."
+            f"{who}: {source}, but {who} is for random weights and would {would}. Remove {who}, or give force=True."
         )
 
 
 def _pretrained(module: nn.Module) -> str:
-    """What tells that weights were loaded, in words: what ``from_pretrained`` notes; empty where nothing does."""
+    """Say from where ``from_pretrained`` loaded the weights; empty if it did not."""
     for path, m in module.named_modules():
         source = getattr(getattr(m, "config", None), "_name_or_path", "")
         if isinstance(source, str) and source:
@@ -208,10 +209,9 @@ def _pretrained(module: nn.Module) -> str:
 
 
 def trained(module: nn.Module) -> str:
-    """What tells that weights were trained, in words; empty where nothing does.
+    """Say how the weights are known to be trained; empty if they are not.
 
-    Norms begin with scales that are all the same, and batch norms without a batch: of a module that was loaded from a
-    checkpoint of one's own nothing else tells.
+    Norms begin with equal scales, and batch norms without batches. Nothing else reveals a checkpoint of one's own.
     """
     for path, m in module.named_modules():
         seen = getattr(m, "num_batches_tracked", None)

@@ -7,9 +7,11 @@ from torch import Tensor
 
 
 def orthogonal(shape: Sequence[int], *, gain: float, generator: torch.Generator) -> Tensor:
-    """A random W of ``shape`` (m, ...), as a matrix (m, n): ``W^T W = gain^2 I`` if m >= n, else ``W W^T = gain^2 I``.
+    """Return a random W of ``shape`` (m, ...), as a matrix (m, n): ``W^T W = gain^2 I`` if m >= n, else
+    ``W W^T = gain^2 I``.
 
-    Uniform over such matrices: Q of a Gaussian matrix's QR decomposition, with R's diagonal above zero. Float32, on the CPU.
+    It is uniform over such matrices: Q of a Gaussian matrix's QR decomposition, with a positive diagonal of R. Float32,
+    on the CPU.
     """
     m, n = shape[0], max(torch.Size(shape[1:]).numel(), 1)
     a = torch.randn(max(m, n), min(m, n), generator=generator, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""Weights that the training data's statistics give: word frequencies and bigrams for texts, whitening for images."""
+"""Weights computed from training data: token frequencies and bigrams for texts, whitened patches for images."""
 
 from collections.abc import Mapping
 from contextlib import closing
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._branches.finding import Head, heads_of
 from lightning_eff._core._branches.graph import SHAPES, Graph, kind
 from lightning_eff._core._needs.needs import Reasons
@@ -23,20 +24,21 @@ from lightning_eff.model.initialization._once import TOGETHER, Initialization, T
 
 WHO = "DataDrivenInit"
 _DENSE = 2048  # classes up to which a table of all pairs is decomposed in full
-_SHARES = (1.0, 0.5, 0.25, 0.0)  # of the head's fit that are tried
+_SHARES = (1.0, 0.5, 0.25, 0.0)  # the fractions of the head's fit to try
 
 
 def log_frequencies(counts: Tensor, *, smoothing: float) -> Tensor:
-    """``b_y = log((n_y + s) / (N + s C))``, of shape (C,), for tokens that were met ``n_y`` times of ``N``."""
+    """Return ``b_y = log((n_y + s) / (N + s C))``, of shape (C,), for tokens that occur ``n_y`` times of ``N``."""
     smoothed = counts.double() + smoothing
     return (smoothed / smoothed.sum()).log()
 
 
 def associations(pairs: Tensor, times: Tensor, classes: int) -> Tensor:
-    """``M[x, y] = max(0, log(n_xy N / (n_x n_y)))``, positive pointwise mutual information: sparse, (C, C), coalesced.
+    """Return ``M[x, y] = max(0, log(n_xy N / (n_x n_y)))``, positive pointwise mutual information: sparse, (C, C),
+    coalesced.
 
     Args:
-        pairs: ``x C + y`` for each pair that was met.
+        pairs: ``x C + y`` for each pair that occurs.
         times: ``n_xy``, how often.
         classes: C.
     """
@@ -47,9 +49,10 @@ def associations(pairs: Tensor, times: Tensor, classes: int) -> Tensor:
 
 
 def factors(table: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """``(U sqrt(S), V sqrt(S))`` of the leading part ``U S V^T`` of a sparse table: two of shape (C, rank).
+    """Return ``(U sqrt(S), V sqrt(S))`` of the leading part ``U S V^T`` of a sparse table: two matrices of shape (C,
+    rank).
 
-    A randomised decomposition (Halko et al. 2011) where the table is large, which draws from the global generator.
+    For a large table the decomposition is randomised (Halko et al. 2011) and draws from the global generator.
     """
     if len(table) <= _DENSE:
         u, s, vt = torch.linalg.svd(table.to_dense(), full_matrices=False)
@@ -60,9 +63,10 @@ def factors(table: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def fitted(table: Tensor, left: Tensor, right: Tensor, frequencies: Tensor) -> Tensor:
-    """``c right``, with the number c for which ``h_x . c right_y`` is next to ``table[x, y]``, rows weighed by frequency.
+    """Return ``c right``, with the number c that fits ``h_x . c right_y`` to ``table[x, y]`` with rows weighted by
+    frequency.
 
-    ``h_x`` is row x of ``left`` at a mean square of one, as a norm before the head hands it on.
+    ``h_x`` is row x of ``left``, scaled to a mean square of one, as a norm before the head returns it.
     """
     h = left / left.square().mean(dim=1, keepdim=True).sqrt().clamp_min(1e-12)
     x, y = table.indices()
@@ -73,45 +77,52 @@ def fitted(table: Tensor, left: Tensor, right: Tensor, frequencies: Tensor) -> T
 
 
 class DataDrivenInit(Initialization):
-    """Begin at what counting tells: words' frequencies and bigrams in a language model, whitened patches in an image model.
+    """Start from statistics of the training data: token frequencies and bigrams for texts, whitened patches for images.
 
-    At the first batch of a fresh fit, batches of the run's own training loader are gone over, beside the running epoch,
-    whose order and random state stay as they are.
+    At the first batch of a fresh fit, the callback reads ``batches`` batches of the run's own training loader. The
+    running epoch keeps its order and random state. Use it to save the first steps of pretraining, which otherwise learn
+    these statistics. Steps cost the same afterwards.
 
-    A language model is a module whose loss is over the tokens that it looks up. Its head's bias becomes the logarithm of
-    the tokens' frequencies. With ``bigram``, the embedding becomes the left factor of the table of mutual information of
-    neighbours, with the root mean square that the module's own had, and a head of its own the right factor, at that scale
-    at which the first batch's loss is lowest; a tied one has the factor of the table's symmetric part. Without it, a head of
-    its own becomes zero, so that the first loss is the entropy of the frequencies, and what is tied stays as it is. Texts are
-    found by what the loss is taken of: labels that follow upon tokens, or masked ones, whose text is filled in. Labels that
-    are ignored, padding, and tokens that were not met are left as they are. A head without a bias takes the frequencies from
-    the bias of a LayerNorm before it, where that has all weights alike and the head is not tied; else they are left out,
-    which is said at the start.
+    For a language model (a module whose loss is over the tokens that it looks up), the head's bias becomes the
+    logarithm of the token frequencies. With ``bigram``, the embedding becomes the left factor of the table of mutual
+    information between neighbouring tokens, at the root mean square that it had. An untied head becomes the right
+    factor, at the scale with the lowest loss on the first batch. A tied embedding becomes the factor of the table's
+    symmetric part. Without ``bigram``, an untied head becomes zero, so the first loss is the entropy of the
+    frequencies, and a tied one stays unchanged.
 
-    In an image model, the first map (a convolution, or a linear map of patches) becomes the eigenvectors of the covariance
-    of its patches, each over the square root of its eigenvalue, the largest first, and once more with the other sign where
-    there is room; what room is left keeps its weights. Its bias takes the mean away.
+    The text is found from the labels of the loss: following tokens, or masked tokens, which are filled in. Ignored
+    labels, padding, and tokens that do not occur stay unchanged. If the head has no bias, the frequencies go into the
+    bias of the LayerNorm before it, if its weights are all equal and the head is not tied; otherwise they are left out,
+    and a log line says so.
 
-    Logged: ``numbers``, how many were set.
+    For an image model, the first layer (a convolution, or a linear layer on patches) becomes the eigenvectors of the
+    patch covariance, each divided by the square root of its eigenvalue, the largest first. If there is room, each
+    eigenvector appears again with the opposite sign; further outputs keep their weights. The bias subtracts the mean.
+
+    Logged: ``numbers``, how many numbers were set.
 
     Args:
-        batches: how many of the training loader's are gone over, on each rank; fewer where an epoch has fewer.
-        bigram: whether embedding and head are made of bigrams.
-        smoothing: what is added to each token's count, above 0.
-        eps: what is added to eigenvalues before the root, in squares of the input's unit, at least 0.
-        force: also set weights that were loaded or trained before.
+        batches: the number of training batches to read, on each rank; fewer if an epoch has fewer. 0 is plain training.
+        bigram: whether to set embedding and head from bigrams.
+        smoothing: the number added to each token's count, since log 0 is not finite.
+        eps: the number added to eigenvalues before the root, in squared units of the input. 5e-4 is airbench's.
+        force: whether to also set weights that were loaded or trained before.
 
     Raises:
-        ValueError: for arguments outside of these ranges; at setup, for a pretrained module without ``force``; at the first
-            batch, where there is neither a language model nor a first map of images, or where the labels of a language model
-            stand in no tensor of its batches.
+        ValueError: for a value out of range. At setup, for a pretrained module without ``force``. At the first batch,
+            if the module is neither a language model nor has a first layer on images, or the labels of a language model
+            are in no tensor of its batches.
 
-    Sources:
-        Jordan 2024, arXiv:2404.00498 (airbench: patch whitening); Levy & Goldberg 2014 (word vectors as factors of a table of
-        mutual information). That both pay together is a reading of speed runs (modded-nanogpt, airbench), and not a paper's.
+    Example:
+        >>> trainer = L.Trainer(max_steps=10_000, callbacks=[DataDrivenInit(batches=100)])
+
+    References:
+        Jordan 2024, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv:2404.00498 (airbench: patch whitening);
+        Levy & Goldberg 2014, "Neural Word Embedding as Implicit Matrix Factorization" (word vectors as factors of
+        mutual information). The combination follows speed runs (modded-nanogpt, airbench), not a paper.
     """
 
-    saves: ClassVar[str] = "steps: what counting tells need not be learnt"
+    saves: ClassVar[str] = "steps: simple statistics of the data need not be learnt"
     paper: ClassVar[str] = "Jordan 2024, arXiv:2404.00498 (whitening); Levy & Goldberg 2014 (bigrams)"
     constraints: ClassVar[str] = "texts and images"
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -121,7 +132,7 @@ class DataDrivenInit(Initialization):
         ),
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero, counting included: a step costs the same"
+        "the baseline for as many seconds, including the counting, with its learning rate decayed to zero"
     )
 
     turn: ClassVar[Turn] = Turn.DATA
@@ -131,25 +142,12 @@ class DataDrivenInit(Initialization):
     def __init__(
         self,
         *,
-        batches: int = 100,
+        batches: Annotated[int, Count(at_least=0)] = 100,
         bigram: bool = True,
-        smoothing: float = 0.5,
-        eps: float = 5e-4,
+        smoothing: Annotated[float, Number(above=0)] = 0.5,
+        eps: Annotated[float, Number(at_least=0)] = 5e-4,
         force: bool = False,
     ) -> None:
-        if batches < 0:
-            raise ValueError(
-                f"DataDrivenInit(batches={batches}): expected how many batches are counted, at least 1. 0 is plain training."
-            )
-        if not 0.0 < smoothing < float("inf"):
-            raise ValueError(
-                f"DataDrivenInit(smoothing={smoothing}): expected a number above 0 that is added to each token's count, since"
-                " the logarithm of 0 is no bias. 0.5 is the default."
-            )
-        if not 0.0 <= eps < float("inf"):
-            raise ValueError(
-                f"DataDrivenInit(eps={eps}): expected a number of at least 0 that is added to eigenvalues. 5e-4 is airbench's."
-            )
         self.batches, self.bigram, self.smoothing, self.eps, self.force = batches, bigram, smoothing, eps, force
         self._said: list[str] = []
 
@@ -174,16 +172,16 @@ class DataDrivenInit(Initialization):
             numbers += self._of_patches(session, image)
         if not numbers:
             raise ValueError(
-                f"{WHO}: {type(session.module).__name__} is neither a language model (a loss of classes over the tokens that"
-                f" are looked up; heads found: {', '.join(h.weight for h in heads_of(graph)) or 'none'}) nor does a convolution"
-                " or a linear map of patches read its images first. Expected one of the two. Take the technique out."
+                f"{WHO}: {type(session.module).__name__} is neither a language model (a classification loss over the tokens"
+                f" that it looks up; heads found: {', '.join(h.weight for h in heads_of(graph)) or 'none'}) nor starts with a"
+                f" convolution or a linear layer on images. Remove {WHO}."
             )
         rank_zero_info(f"{WHO}: {'; '.join(self._said)}")
         return numbers
 
     @override
     def summary(self) -> str:
-        return "; ".join(self._said) or f"{self._numbers} numbers were set from the data"
+        return "; ".join(self._said) or f"set {self._numbers:,} numbers from the data"
 
     # -- texts
 
@@ -200,9 +198,11 @@ class DataDrivenInit(Initialization):
             pairs = counts.both_ways() if masked or not own else counts
             left, right = self._bigrams(session, table.detach(), pairs)
             numbers += int((left != table).sum())
-            self._said.append(f"{embedding}{f' and {head.weight}' if own else ''} of {int(counts.times.sum())} bigrams")
+            self._said.append(
+                f"set {embedding}{f' and {head.weight}' if own else ''} from {int(counts.times.sum()):,} bigrams"
+            )
         elif own:
-            self._said.append(f"{head.weight} is zero")
+            self._said.append(f"set {head.weight} to zero")
         table.copy_(left)
         if own:
             weight.zero_()
@@ -212,7 +212,7 @@ class DataDrivenInit(Initialization):
         return numbers
 
     def _bigrams(self, session: Session, table: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
-        """The embedding and the head that bigrams give: each of the embedding's shape."""
+        """Return the embedding and the head that bigrams give, both of the embedding's shape."""
         found = associations(counts.pairs, counts.times, counts.classes)
         with rng.keyed(session.seed, WHO, "factors"):
             left, right = factors(found, min(table.shape))
@@ -229,28 +229,30 @@ class DataDrivenInit(Initialization):
     def _frequencies(
         self, graph: Graph, head: Head, parameters: Mapping[str, Tensor], counts: Counts, *, own: bool
     ) -> int:
-        """Let the logits begin at the tokens' log-frequencies; returns how many numbers that set."""
+        """Set the first logits to the tokens' log-frequencies, and return how many numbers that changed."""
         logp = log_frequencies(counts.single, smoothing=self.smoothing)
         biases = [name for name in head.biases if parameters[name].shape == logp.shape]
         of = f"the frequencies of {int((counts.single > 0).sum())} of {counts.classes} tokens"
         if biases:
             parameters[biases[0]].copy_(logp)
-            self._said.append(f"{biases[0]} of {of}")
+            self._said.append(f"set {biases[0]} to {of}")
             return len(logp)
         norm = _centred(graph, head, parameters) if own else None
         if norm is None:
-            self._said.append(f"{head.weight} has no bias that could hold {of}, which are left out")
+            self._said.append(f"left out {of}, because {head.weight} has no bias for them")
             return 0
-        # features of a LayerNorm whose weights are alike add to 0 and, with a bias of 1, to D: 1/D each reads that as 1
+        # the outputs of a LayerNorm with equal weights and bias 1 add up to D, so weights of 1/D read a constant 1
         weight, bias = parameters[head.weight], parameters[norm]
         bias.fill_(1.0)
         weight += (logp / len(bias)).to(weight)[:, None]
-        self._said.append(f"{norm} and {head.weight} of {of}")
+        self._said.append(f"set {norm} and {head.weight} to {of}")
         return len(bias)
 
     def _at_best_share(self, session: Session, weight: Tensor, right: Tensor, batch: Any, batch_idx: int) -> None:
-        """Add that share of a fit to the head at which the first batch's loss is lowest, the mean over the ranks."""
-        right = right - right.mean(dim=1, keepdim=True)  # so that a bias of the norm alike in all features is not read
+        """Add the fraction of a fit to the head that gives the lowest loss on the first batch, as the mean over ranks."""
+        right = right - right.mean(
+            dim=1, keepdim=True
+        )  # so that a bias of the norm that is equal in all features has no effect
         begun, found = weight.clone(), dict[float, float]()
         for share in _SHARES:
             weight.copy_(begun + share * right)
@@ -260,12 +262,12 @@ class DataDrivenInit(Initialization):
             found[share] = sum(losses) / max(len(losses), 1)
         best = min(found, key=lambda share: (not found[share] < float("inf"), found[share]))
         weight.copy_(begun + best * right)
-        self._said.append(f"at {best:g} of the bigrams' fit the first loss is {found[best]:.4f}, at 0 {found[0.0]:.4f}")
+        self._said.append(f"first loss {found[best]:.4f} with {best:g} of the bigram fit, {found[0.0]:.4f} without")
 
     # -- images
 
     def _of_patches(self, session: Session, image: FirstMap) -> int:
-        """Whiten the first map's patches."""
+        """Whiten the patches of the first layer."""
         with closing(training_batches(session, self.batches, epoch=0)) as every:
             mean, covariance, count = image.moments(session, every)
         parts = session.gather((mean * count, covariance, count))
@@ -289,9 +291,9 @@ class DataDrivenInit(Initialization):
 
 
 def whitening(covariance: Tensor, *, eps: float) -> Tensor:
-    """Rows ``v_i / sqrt(lambda_i + eps)`` of the eigenvectors of a covariance (p, p), the largest first: (p, p).
+    """Return rows ``v_i / sqrt(lambda_i + eps)`` of the eigenvectors of a covariance (p, p), the largest first: (p, p).
 
-    Directions in which nothing varies stay what they are to rounding: rows of what has no variance at all are zero.
+    Directions without variance, up to rounding, give rows of zeros.
     """
     values, vectors = torch.linalg.eigh(covariance.double())
     values, vectors = values.flip(0), vectors.flip(1)
@@ -301,7 +303,7 @@ def whitening(covariance: Tensor, *, eps: float) -> Tensor:
 
 
 def _language(graph: Graph) -> tuple[Head | None, str | None]:
-    """The head whose classes are the tokens that are looked up, and the embedding; None for other networks."""
+    """Return the head whose classes are the tokens that the module looks up, and the embedding; None for other networks."""
     tables = {
         graph.weight(f): None
         for node in graph.order
@@ -318,16 +320,16 @@ def _language(graph: Graph) -> tuple[Head | None, str | None]:
 
 
 def _counted(session: Session, losses: LossesSeen, batch: Any, classes: int, batches: int) -> tuple[Counts, bool]:
-    """The tokens and pairs of the run's training data, of all ranks, and whether the labels are masked tokens."""
+    """Count the tokens and pairs of the run's training data, on all ranks; also return whether labels are masked tokens."""
     text = next(
         (found for call in losses.calls if call.classes == classes and (found := text_in(batch, call)) is not None),
         None,
     )
     if text is None:
         raise ValueError(
-            f"{WHO}: training_step of {type(session.module).__name__} takes a loss over {classes} tokens whose labels stand in"
-            " no tensor (B, T) of the batch, neither as they are nor shifted by one. Expected labels, or the tokens that they"
-            " are made of, in the batch. Take the technique out."
+            f"{WHO}: training_step of {type(session.module).__name__} computes a loss over {classes} tokens whose labels are in"
+            " no tensor (B, T) of the batch, neither unchanged nor shifted by one. Put the labels, or the tokens that they are"
+            f" made from, into the batch, or remove {WHO}."
         )
     counts = Counts(classes)
     with closing(training_batches(session, batches, epoch=0)) as every:
@@ -342,7 +344,7 @@ def _counted(session: Session, losses: LossesSeen, batch: Any, classes: int, bat
 
 
 def _centred(graph: Graph, head: Head, parameters: Mapping[str, Tensor]) -> str | None:
-    """The bias of the LayerNorm that the head reads, if that has all weights alike and is nobody else's to read."""
+    """Return the bias of the LayerNorm that the head reads, if its weights are all equal and nothing else uses the bias."""
     at = graph.map_at(head.node)
     here = at[1][0] if at is not None and len(at[1]) == 1 else None
     while here is not None and kind(here) in SHAPES and len(graph.inputs[here]) == 1:

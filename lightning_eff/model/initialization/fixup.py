@@ -1,10 +1,11 @@
-"""Fixup: residual networks begin as their skips, and a step changes them alike at any depth (Zhang et al. 2019).
+"""Fixup: residual networks without norms start as identities, with steps of equal effect at any depth (Zhang et al. 2019).
 
-The rule is :func:`fixup_factor`; the scalars are those of ``_scales.fixed.Fixed``.
+The rule is :func:`fixup_factor`; ``_scales.fixed.Fixed`` computes the scalars.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -12,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._arguments.kinds import Flag, Kind, Text
 from lightning_eff._core._branches.ends import alike_unused, biases_beside, tensors_that_end
 from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core._branches.probing import Probe, probed
@@ -20,7 +22,7 @@ from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.initialization._given.attention import branches_given, check_whole_branches
+from lightning_eff.model.initialization._given.attention import Branches, branches_given
 from lightning_eff.model.initialization._given.names import by_hand
 from lightning_eff.model.initialization._scales.branch_scale import (
     OfBranches,
@@ -35,52 +37,70 @@ from lightning_eff.model.initialization._scales.scaled import Scaled
 WHO = "Fixup"
 
 
+@dataclass(frozen=True, repr=False)
+class NameOrFlag(Kind):
+    """The name of a weight, True or False."""
+
+    @property
+    @override
+    def expected(self) -> str:
+        return "the name of a weight, True or False"
+
+    @override
+    def __call__(self, value: Any) -> str | bool:
+        return Text()(value) if isinstance(value, str) else Flag()(value)
+
+
 def fixup_factor(branches: int, maps: int) -> float:
-    """L^(-1/(2m - 2)), for L residual branches, of which this one has m maps; 1 where the last is the only one."""
+    """Return L^(-1/(2m - 2)), for L residual branches, of which this one has m layers; 1 if the last is the only one."""
     return branches ** (-1.0 / (2 * maps - 2)) if maps > 1 else 1.0
 
 
 class Fixup(OfBranches):
-    """Begin as a deep residual network without norms must for a step to change what it computes by no more than its rate says.
+    """Initialize a deep residual network so that it trains without norms.
 
-    The last map of each residual branch, and the classifier, begin at zero; the other maps of a branch at L^(-1/(2m-2)) of
-    what the module made them, with L the number of branches and m the maps that follow upon each other in this one. Each
-    branch gets a multiplier, at 1 first, and each of its maps a scalar that is added to its input and one that is added to its
-    output, at 0 first. So every block begins as its skip, and the first loss is log C for C classes. The paper's networks
-    have no norms: take them out of the module to have its gain; those that it has stay, and a branch that ends in a norm
-    begins at zero by the norm's weight. They are not taken out here, for three reasons: which ones to take is not told by
-    what is added to what, since a network's last norm and those of queries and keys stand for other things than the paper's;
-    modules read the weights of their norms by name, as torch's encoder layers do; and ``export`` would owe the plain module
-    weights of norms that were never trained, with which it computes something else.
+    The last layer of each residual branch, and the classifier, start at zero. The other layers of a branch are
+    multiplied by L^(-1/(2m-2)), with L the number of branches and m the number of layers in a row in this one. Each
+    branch gets a multiplier, 1 at first. Each of its layers gets two scalars, 0 at first: one is added to its input,
+    the other to its output. So every block starts as the identity, the first loss is log C for C classes, and the
+    effect of a step does not grow with depth.
 
-    Branches are found before anything has run, by a pass over an input that is made up, in a Trainer as in
-    ``lightning_eff.apply``. That pass may not reach the classifier. In a Trainer the first batch's loss tells which it
-    is. A head that shares its weight with an embedding stays as it is. Scalars are for linear maps and convolutions;
-    they and the multiplier do not decay. The paper gives them a tenth of the rate, which is the optimizer's affair.
+    Use it for deep residual networks that you build without norms. Norms that the module has stay, because which ones
+    to remove cannot be decided safely; a branch that ends in a norm starts at zero by the norm's weight.
 
-    ``lightning_eff.export`` folds the multiplier into the last weight, and scalars into biases. That says why not where a map
-    has no bias that could take them, and where a convolution pads with zeros, which its input's scalar does not change:
-    then train with ``biases=False``, or keep the module.
+    Branches are found before training starts, by a pass on made-up inputs, in a Trainer as in
+    ``lightning_eff.apply``. The pass may not reach the classifier; in a Trainer, the loss of the first batch then
+    shows it. A head that shares its weight with an embedding stays unchanged. Only linear layers and convolutions get
+    scalars. Scalars and multipliers have no weight decay. The paper trains them with a tenth of the learning rate; set
+    that in your optimizer.
 
-    Logged: ``branches``, how many were set.
+    ``lightning_eff.export`` folds the multipliers into weights and the scalars into biases. It raises an error where a
+    layer has no bias, or where a convolution pads with zeros. For such modules, train with ``biases=False``, or keep
+    the module as it is.
+
+    Logged: ``branches``, how many branches were set.
 
     Args:
-        biases: whether maps get scalars.
-        head: the name of the classifier's weight, True to look for it, or False to leave it alone.
-        branches: for each branch the names of its weights, or of their modules, in their order, the last one at the end, or
-            patterns of them, of which the first that each fits are one branch, and so on, e.g.
-            ``[["blocks.*.up", "blocks.*.down"]]``; None looks for them, and ``[]`` is plain training.
-        force: also act on a module that was loaded from a checkpoint, whose function it changes.
+        biases: whether layers get scalars.
+        head: the name of the classifier's weight, True to find it, or False to leave the classifier unchanged.
+        branches: the weights of each branch: names of weights or modules in their order, or patterns, of which the
+            first matches of each form one branch, and so on, such as ``[["blocks.*.up", "blocks.*.down"]]``. None finds
+            them, and ``[]`` is plain training.
+        force: whether to also change a module that was loaded from a checkpoint, which changes its function.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no residual branch is found, or where one ends in
-            something that cannot be made zero or is used elsewhere too; for a pretrained module without ``force``.
+        ValueError: for a value of the wrong kind. At setup or in ``apply``, if no residual branch is found, one ends in
+            something that cannot be made zero or is used elsewhere too, or the module is pretrained and ``force`` is
+            not set.
 
-    Sources:
-        Zhang et al. 2019, arXiv:1901.09321.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[Fixup()])
+
+    References:
+        Zhang et al. 2019, "Fixup Initialization: Residual Learning Without Normalization", arXiv:1901.09321.
     """
 
-    saves: ClassVar[str] = "steps and norms: residual networks of any depth train without them"
+    saves: ClassVar[str] = "norms and steps: residual networks of any depth train without norms"
     paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1901.09321"
     constraints: ClassVar[str] = "modules with residual branches; no tensor parallelism"
     survey: ClassVar[Survey | None] = Survey("initialisation: Fixup", shen="4.3")
@@ -89,34 +109,28 @@ class Fixup(OfBranches):
         "the baseline, with its norms, for as many seconds with its learning rate decayed to zero"
     )
     conflicts: ClassVar[Mapping[str, str]] = conflicts(WHO, zero=False) | {
-        "ZeroProjections": "both let the last map of each residual branch begin at zero, of which one is enough",
-        "ZerO": "both say what the maps of residual branches begin at, and the later one would undo the other",
-        "TFixup": "both say what the maps of residual branches begin at, and the later one would undo the other",
+        "ZeroProjections": "both start the last layer of each residual branch at zero",
+        "ZerO": "both set the layers of residual branches, and the later one would undo the other",
+        "TFixup": "both set the layers of residual branches, and the later one would undo the other",
         **dict.fromkeys(
             ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"),
-            "it finds no plain linear map in what has a scalar before and behind it",
+            "it does not recognise linear layers that have scalars",
         ),
     }
 
     _zeroed: tuple[str, ...] = ()  # the classifier's tensors
     _of_branches: tuple[str, ...] = ()
-    _sought = False  # the first batch has yet to show the classifier
+    _sought = False  # whether the first batch has yet to show the classifier
 
     def __init__(
         self,
         *,
         biases: bool = True,
-        head: str | bool = True,
-        branches: Sequence[Sequence[str]] | None = None,
+        head: Annotated[str | bool, NameOrFlag()] = True,
+        branches: Branches | None = None,
         force: bool = False,
     ) -> None:
-        if not isinstance(biases, bool):
-            raise ValueError(f"{WHO}({biases=}): expected True or False.")
-        if not isinstance(head, bool | str) or head == "":
-            raise ValueError(f"{WHO}({head=}): expected the name of the classifier's weight, True or False.")
-        self.biases, self.head = biases, head
-        self.branches = check_whole_branches(branches, who=WHO)
-        self._take_force(force)
+        self.biases, self.head, self.branches, self.force = biases, head, branches, force
 
     @override
     def change(self, surgeon: Surgeon) -> None:
@@ -155,17 +169,17 @@ class Fixup(OfBranches):
         inside = {
             key: sum(other != key and paths[key].startswith(f"{paths[other]}.") for other in owned) for key in owned
         }
-        for depth in sorted(set(inside.values())):  # an attention module before its last map
-            surgeon.swap(lambda path, m, at=depth: inside.get(id(m)) == at, build, what="a map of a residual branch")
+        for depth in sorted(set(inside.values())):  # an attention module before its output projection
+            surgeon.swap(lambda path, m, at=depth: inside.get(id(m)) == at, build, what="a layer of a residual branch")
         self._count = len(ends)
         rank_zero_info(
-            f"{WHO}: {len(ends)} residual branches{f', found by {probe.of},' if probe else ''} begin at zero: {listed(ends)}."
-            f" Others of theirs: {listed([(f'{n} x {f:.3g}',) for n, f in begins.items() if f])}. The classifier:"
-            f" {', '.join(begun) or 'none is found yet' if self.head else 'none is set'}."
+            f"{WHO}: set the ends of {len(ends)} residual branches{f', found by {probe.of},' if probe else ''} to zero:"
+            f" {listed(ends)}. Scaled: {listed([(f'{n} x {f:.3g}',) for n, f in begins.items() if f])}. Classifier:"
+            f" {', '.join(begun) or 'not found yet' if self.head else 'unchanged'}."
         )
 
     def _heads(self, root: nn.Module, probe: Probe | None) -> list[str]:
-        """The classifier's weight and bias; none where its weight is used elsewhere too."""
+        """Return the classifier's weight and bias; none if its weight is used elsewhere too."""
         if isinstance(self.head, str):
             return [name for names in by_hand(root, [self.head], who=WHO, argument="head") for name in names]
         if not self.head or probe is None:
@@ -197,8 +211,8 @@ class Fixup(OfBranches):
         wrong = [name for name in self._zeroed if name not in found and module.get_parameter(name).ndim > 1]
         if found and wrong:
             raise ValueError(
-                f"{WHO}: {wrong[0]} was set to zero as the classifier's weight, and the loss of classes is taken of"
-                f" {found[0]}. Name the classifier, {WHO}(head={found[0]!r})."
+                f"{WHO}: {wrong[0]} was set to zero as the classifier's weight, but the loss is computed from {found[0]}. Name"
+                f" the classifier: {WHO}(head={found[0]!r})."
             )
         names = [
             name
@@ -213,22 +227,22 @@ class Fixup(OfBranches):
         if names:
             self._zeroed = (*self._zeroed, *names)
             session.blocks_changed(self)
-            rank_zero_info(f"{WHO}: the classifier begins at zero: {', '.join(names)}.")
+            rank_zero_info(f"{WHO}: set the classifier to zero: {', '.join(names)}.")
 
     def _refuse_unknown(self, why: str) -> None:
         if not self._zeroed:
             raise ValueError(
-                f"{WHO}(head=True): the classifier was not found ({why}). Name its weight, {WHO}(head='fc.weight'), or give"
-                " head=False."
+                f"{WHO}(head=True): the classifier was not found ({why}). Name its weight, as in {WHO}(head='fc.weight'), or"
+                " give head=False."
             )
 
     @override
     def summary(self) -> str:
-        return f"{self._count} residual branches began at zero" if self._count else "the module was changed already"
+        return f"started {self._count} residual branches at zero" if self._count else "the module was already changed"
 
 
 def _found(root: nn.Module, probe: Probe) -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """The tensors in which branches end, and the first multiple of each other weight of theirs."""
+    """Return the tensors in which branches end, and the factor of each other weight of theirs."""
     every, parameters = branches(probe.graph), dict(root.named_parameters())
     together = [tensors_that_end(root, probe.graph, branch, every, who=WHO) for branch in every]
     last = {end.weight for branch in every for end in branch.last} | {name for names in together for name in names}

@@ -1,53 +1,60 @@
-"""LayerScale: a small learnt factor for each channel of what a residual branch adds (Touvron et al. 2021).
+"""LayerScale: a small learnt factor for each channel of a residual branch's output (Touvron et al. 2021).
 
-The rule is ``x + diag(lambda) F(x)`` with ``layer_scale`` for the first lambda, which ``_scales.scaled.Scaled`` computes.
+The rule is ``x + diag(lambda) F(x)`` with ``layer_scale`` for the first lambda, which ``_scales.scaled.Scaled``
+computes.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.technique import Control
+from lightning_eff.model.initialization._given.names import Ends
 from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts, pointless
 
 
 def layer_scale(blocks: int) -> float:
-    """The first lambda for a transformer of so many blocks (CaiT, section 2.1)."""
+    """Return the first lambda for a transformer of so many blocks (CaiT, section 2.1)."""
     return 0.1 if blocks <= 18 else 1e-5 if blocks <= 24 else 1e-6
 
 
 class LayerScale(BranchScale):
-    """Scale each channel of each residual branch by a number that is learnt and small at first: ``x + diag(lambda) F(x)``.
+    """Scale each channel of each residual branch by a learnt number that starts small: ``x + diag(lambda) F(x)``.
 
-    Deep vision transformers begin near their skips, yet have gradients in all weights, and each channel finds its own share.
-    The first value goes by depth, as the paper's: 0.1 up to 18 blocks, 1e-5 up to 24, and 1e-6 beyond.
+    Blocks start close to the identity, yet all weights have gradients, and each channel learns its own scale. By
+    default the first value depends on the depth, as in the paper: 0.1 up to 18 blocks, 1e-5 up to 24, and 1e-6 beyond.
 
-    Branches are found before anything has run, by a pass over an input that is made up, in a Trainer as in
-    ``lightning_eff.apply``; which they are is said. Lambda multiplies the tensors in which a branch ends: the weight and bias
-    of its last map, or of the norm behind that, which keep their names; it is the ``branch_scale`` beside them, and does not
-    decay. ``lightning_eff.export`` multiplies it in, and gives the plain module.
+    Use it for deep vision transformers. It costs one product per number of the layers that end a branch.
 
-    Logged: ``branches``, how many are scaled.
+    Branches are found before training starts, by a pass on made-up inputs, in a Trainer as in
+    ``lightning_eff.apply``; a log line lists them. Lambda multiplies the tensors in which a branch ends: the weight and
+    bias of its last layer, or of the norm behind it. They keep their names; lambda is the parameter ``branch_scale``
+    beside them and has no weight decay. ``lightning_eff.export`` multiplies it in and returns the plain module.
+
+    Logged: ``branches``, how many branches are scaled.
 
     Args:
-        init: the first value of each number of lambda; None goes by depth.
-        branches: names of the weights in which residual branches end, or of their modules, or patterns of them, e.g.
-            ``["blocks.*.proj.weight"]``; None looks for them, and ``[]`` is plain training.
-        force: also act on a module that was loaded from a checkpoint, whose function it changes.
+        init: the first value of lambda. None chooses it by depth. Also accepted as ``init_values``.
+        branches: the names or patterns of the weights in which residual branches end, or of their modules, such as
+            ``["blocks.*.proj.weight"]``. None finds them, and ``[]`` is plain training.
+        force: whether to also change a module that was loaded from a checkpoint, which changes its function.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no residual branch is found, or where one ends in
-            something that has no weight to be scaled or is used elsewhere too, or whose channels cannot be told; for a
-            pretrained module without ``force``.
+        ValueError: for a value of the wrong kind. At setup or in ``apply``, if no residual branch is found, one ends in
+            something without a weight, in a weight that is used elsewhere too or in unknown channels, or the module is
+            pretrained and ``force`` is not set.
 
-    Sources:
-        Touvron et al. 2021, arXiv:2103.17239 (CaiT).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[LayerScale(1e-5)])
+
+    References:
+        Touvron et al. 2021, "Going Deeper with Image Transformers" (CaiT), arXiv:2103.17239.
     """
 
-    saves: ClassVar[str] = "steps: deep vision transformers train at all, and to a better end"
+    saves: ClassVar[str] = "steps: deep vision transformers become trainable, and end better"
     paper: ClassVar[str] = "Touvron et al. 2021, arXiv:2103.17239"
     constraints: ClassVar[str] = "modules with residual branches"
     survey: ClassVar[Survey | None] = Survey(
@@ -55,19 +62,20 @@ class LayerScale(BranchScale):
     )
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"init": Choice((None, 0.1, 1e-5))}, pointless)
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product"
-        " of two numbers more for each that ends a branch"
+        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product more per number"
+        " of the layers that end a branch"
     )
     conflicts: ClassVar[Mapping[str, str]] = conflicts("LayerScale", zero=False)
 
     by_channel: ClassVar[bool] = True
 
     def __init__(
-        self, init: float | None = None, *, branches: Sequence[str] | None = None, force: bool = False
+        self,
+        init: Annotated[float | None, Number(), Alias("init_values")] = None,
+        *,
+        branches: Ends | None = None,
+        force: bool = False,
     ) -> None:
-        number = isinstance(init, int | float) and not isinstance(init, bool) and math.isfinite(init)
-        if init is not None and not number:
-            raise ValueError(f"LayerScale({init=}): expected a finite number, or None for one that goes by depth.")
         self.init = init
         self._take(branches, force)
 

@@ -1,7 +1,9 @@
-"""Layer-sequential unit variance: orthonormal maps, divided by the deviation of what they put out (Mishkin & Matas 2015)."""
+"""Layer-sequential unit variance: orthonormal layers, divided by the standard deviation of their outputs (Mishkin & Matas
+2015).
+"""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -9,17 +11,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._needs.needs import Reasons
 from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
+from lightning_eff.model.initialization._given.attention import Attentions
 from lightning_eff.model.initialization._maps import (
-    MAPS_ARE_RIVALS,
+    SAME_WEIGHTS,
     UNSEEN,
     Map,
     OfMaps,
+    Patterns,
     draw_orthogonal,
     listed,
     no_maps,
@@ -28,15 +33,15 @@ from lightning_eff.model.initialization._once import TOGETHER
 
 WHO = "LSUV"
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm")
-_SMALLEST = 1e-12  # a variance below it is none
+_SMALLEST = 1e-12  # a variance below it counts as zero
 
 
 class _Reached(Exception):
-    """The map's output is known: what comes after is not computed."""
+    """The layer's output is known, so the rest of the step need not run."""
 
 
 class Output(TorchDispatchMode):
-    """Within, what one weight's map puts out first, whatever module calls it; the step ends there."""
+    """Records the first output of one weight's layer, whatever module calls it, and ends the step there."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -57,44 +62,48 @@ class Output(TorchDispatchMode):
 
 
 class LSUV(OfMaps):
-    """Begin with maps that put out numbers of variance 1: orthonormal ones, each scaled by what the first batch makes of it.
+    """Start with layers whose outputs have variance 1: orthonormal matrices, each scaled by its output on the first batch.
 
-    At the first batch of a fresh fit, linear maps and convolutions become orthonormal, as by :class:`OrthogonalInit`. Then,
-    from the first to the last, each is divided by the standard deviation of its output on that batch, again and again until
-    the variance is within ``tolerance`` of 1; the step runs as far as that map, in evaluation mode. Queries, keys and values
-    that one map makes are scaled each by its own. Under DDP that batch is the first process's, whose weights all then have.
-    Maps whose output does not vary, and experts, stay orthonormal.
+    At the first batch of a fresh fit, linear layers and convolutions become orthonormal, as with
+    :class:`OrthogonalInit`. Then each layer, from the first to the last, is divided by the standard deviation of its
+    output on that batch, until the variance is within ``tolerance`` of 1. For this the step runs up to that layer, in
+    evaluation mode. Queries, keys and values that one layer computes are scaled separately. Experts, and layers whose
+    output does not vary, stay orthonormal.
 
-    What was set is said at the start. A pass is counted for each division.
+    Use it for deep networks without norms. Each division costs up to one forward pass, which is counted. Under DDP the
+    first process's batch decides, and all processes get its weights. A log line lists what was set.
 
-    Logged: ``numbers``, how many were set.
+    Logged: ``numbers``, how many numbers were set.
 
     Args:
-        tolerance: how far a variance may be from 1, above 0.
-        iterations: how often a map is divided at most, at least 1.
-        maps: names of weights, or patterns of them, that are set alone; None for all, an empty list for plain training.
-        attention: where queries, keys and values of one map are not told apart: for each kind of attention names or patterns
-            of the weights that make its query, key and value, and of its output map; roles that one map makes in equal parts
-            are joined by +, e.g. ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None looks for them.
-        force: also set weights that were loaded or trained before.
+        tolerance: the largest accepted distance of a variance from 1. 0.1 is the paper's.
+        iterations: the largest number of divisions per layer.
+        maps: the names or patterns of the weights to set. None sets all, and ``[]`` is plain training.
+        attention: the weights of each kind of attention, where queries, keys and values of one layer are not
+            recognised: names or patterns by role, with + between roles that one layer computes in equal parts, such as
+            ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None finds them.
+        force: whether to also set weights that were loaded or trained before.
 
     Raises:
-        ValueError: for arguments outside of these ranges; at setup, for a pretrained module without ``force``; at the first
-            batch, where there is no map, or none of a name that was given.
+        ValueError: for a value out of range. At setup, for a pretrained module without ``force``. At the first batch,
+            if there is no linear layer or convolution, or none that matches a given name.
 
-    Source:
-        Mishkin & Matas 2015, "All you need is a good init", arXiv:1511.06422.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[LSUV()])
+
+    References:
+        Mishkin & Matas 2015, "All You Need Is a Good Init", arXiv:1511.06422.
     """
 
-    saves: ClassVar[str] = "steps: no layer begins with signals too small or too large"
+    saves: ClassVar[str] = "steps: no layer starts with signals that are too small or too large"
     paper: ClassVar[str] = "Mishkin & Matas 2015, arXiv:1511.06422"
     survey: ClassVar[Survey | None] = Survey("initialisation: layer-sequential unit variance (LSUV)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"tolerance": Choice((0.1, 0.02))}, no_maps)
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero, the passes at the start included"
+        "the baseline for as many seconds, including the passes at the start, with its learning rate decayed to zero"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("OrthogonalInit", "TFixup", "ZerO"), MAPS_ARE_RIVALS),
+        **dict.fromkeys(("OrthogonalInit", "TFixup", "ZerO"), SAME_WEIGHTS),
         "ACTPrecision": UNSEEN,
     }
     needs_all: ClassVar[bool] = True
@@ -102,21 +111,13 @@ class LSUV(OfMaps):
 
     def __init__(
         self,
-        tolerance: float = 0.1,
+        tolerance: Annotated[float, Number(above=0)] = 0.1,
         *,
-        iterations: int = 10,
-        maps: Sequence[str] | None = None,
-        attention: Sequence[Mapping[str, Any]] | None = None,
+        iterations: Annotated[int, Count()] = 10,
+        maps: Patterns | None = None,
+        attention: Attentions | None = None,
         force: bool = False,
     ) -> None:
-        if not 0.0 < tolerance < float("inf"):
-            raise ValueError(
-                f"LSUV(tolerance={tolerance}): expected how far a variance may be from 1, above 0. 0.1 is the source's."
-            )
-        if iterations < 1:
-            raise ValueError(
-                f"LSUV(iterations={iterations}): expected at least 1 division of each map. maps=[] is plain training."
-            )
         self.tolerance, self.iterations = tolerance, iterations
         self._take(maps, attention, force)
         self._left: list[str] = []
@@ -137,24 +138,20 @@ class LSUV(OfMaps):
         for name in found:
             _as_first(session, parameters[name].data)
         rank_zero_info(
-            f"{WHO}: {len(found)} maps are orthonormal, and put out a variance of 1: {listed([*found])}"
-            + (
-                f"; but for these, whose outputs do not vary or are not seen apart: {listed(self._left)}"
-                if self._left
-                else ""
-            )
+            f"{WHO}: made {len(found)} weights orthonormal with outputs of variance 1: {listed([*found])}"
+            + (f"; not scaled, because outputs do not vary or are not seen: {listed(self._left)}" if self._left else "")
         )
         return sum(parameters[name].numel() for name in found)
 
     def _scaled(self, session: Session, batch: Any, batch_idx: int, one: Map, weight: Tensor) -> bool:
-        """Divide a map until its outputs have variance 1; whether they do."""
+        """Divide a layer until its outputs have variance 1, and return whether they do."""
         parts = [part.nonzero().flatten().to(weight.device) for part in one.parts] or [None]
         for turn in range(self.iterations + 1):
             output = _output(session, batch, batch_idx, weight)
             if one.stack or output is None:
                 return False
             size = weight.shape[-1] if one.dim else weight.shape[0]
-            if output.shape[-1] != size:  # a part of the weight is a map of its own
+            if output.shape[-1] != size:  # a part of the weight was used by itself
                 return False
             variances = [_variance(output, part) for part in parts]
             if any(not _SMALLEST < v < float("inf") for v in variances):
@@ -169,8 +166,8 @@ class LSUV(OfMaps):
 
     @override
     def summary(self) -> str:
-        left = f"; {len(self._left)} maps stayed orthonormal alone" if self._left else ""
-        return f"{self._numbers} numbers began in maps that put out a variance of 1{left}"
+        left = f"; {len(self._left)} layers are only orthonormal" if self._left else ""
+        return f"set {self._numbers:,} numbers, in layers with outputs of variance 1{left}"
 
 
 def _variance(output: Tensor, part: Tensor | None) -> float:
@@ -178,7 +175,7 @@ def _variance(output: Tensor, part: Tensor | None) -> float:
 
 
 def _output(session: Session, batch: Any, batch_idx: int, weight: Tensor) -> Tensor | None:
-    """What the map puts out on a batch, its outputs last; None where it is not seen."""
+    """Return a layer's output on a batch, with its channels last; None if it is not seen."""
     with unseen(session), torch.autocast(weight.device.type, enabled=False), Output(weight) as seen:
         try:
             loss_of(session, batch, batch_idx, whole=True)
@@ -190,9 +187,9 @@ def _output(session: Session, batch: Any, batch_idx: int, weight: Tensor) -> Ten
 
 
 def _as_first(session: Session, tensor: Tensor) -> None:
-    """Give all processes the first one's."""
+    """Give all processes the first one's values."""
     strategy = session.trainer.strategy
     if session.trainer.world_size > 1 and is_plain(strategy):
         torch.distributed.broadcast(tensor, 0)
-    elif session.trainer.world_size > 1:  # before the strategy moves the module to where its messages go from
+    elif session.trainer.world_size > 1:  # the strategy has not yet moved the module to the device from which it sends
         tensor.copy_(strategy.broadcast(tensor.cpu()))

@@ -1,9 +1,9 @@
-"""MetaInit: search for norms of weights at which curvature disturbs a step least (Dauphin & Schoenholz 2019)."""
+"""MetaInit: search for norms of weights at which curvature disturbs gradient steps least (Dauphin & Schoenholz 2019)."""
 
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core import rng
+from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._needs.needs import Reasons
 from lightning_eff._core._run.words import first_line
 from lightning_eff._core.batches import map_tensors, num_samples
@@ -29,26 +30,26 @@ _OTHERS = ("OrthogonalInit", "LSUV", "TFixup", "ZerO", "ZeroProjections", "DataD
 
 
 def gradient_quotient(loss: Tensor, parameters: Sequence[Tensor], *, eps: float) -> Tensor:
-    """``GQ = 1/N sum |(g - H g) / (g + eps s(g)) - 1|``, with ``s(g) = 1`` where ``g >= 0``, else -1.
+    """Return ``GQ = 1/N sum |(g - H g) / (g + eps s(g)) - 1|``, with ``s(g) = 1`` where ``g >= 0``, else -1.
 
-    ``g - H g`` is, to first order, the gradient after a step of rate 1: the quotient is 0 where such a step leaves the gradient
-    as it is. Of ``(c/2) |w|^2`` it is c.
+    To first order, ``g - H g`` is the gradient after a step with learning rate 1. The quotient is 0 if such a step does
+    not change the gradient. For ``(c/2) |w|^2`` it is c.
 
     Args:
         loss: a scalar with a graph that can be differentiated three times, once for the quotient's own gradient.
-        parameters: of N numbers; those that the loss does not come of are left out.
+        parameters: the parameters, with N numbers in all; those that the loss does not depend on are left out.
         eps: keeps the quotient finite where a gradient is zero.
 
     Returns:
         A scalar with a graph.
 
     Raises:
-        ValueError: if the loss comes of none of them.
+        ValueError: if the loss depends on none of them.
     """
     found = torch.autograd.grad(loss, list(parameters), create_graph=True, allow_unused=True)
     pairs = [(p, g) for p, g in zip(parameters, found, strict=True) if g is not None]
     if not pairs:
-        raise ValueError("the loss comes of no parameter")
+        raise ValueError("the loss depends on no parameter")
     # H g is the gradient of |g|^2 / 2
     half = sum((g.square().sum() / 2 for _, g in pairs), loss.new_zeros(()))
     if half.requires_grad:
@@ -64,7 +65,7 @@ def gradient_quotient(loss: Tensor, parameters: Sequence[Tensor], *, eps: float)
 
 
 def norm_slopes(quotient: Tensor, weights: Sequence[Tensor]) -> list[float]:
-    """``dGQ / d|W| = <W, dGQ/dW> / |W|`` of each weight: what the quotient does as its norm alone moves."""
+    """Return ``dGQ / d|W| = <W, dGQ/dW> / |W|`` for each weight: the change of the quotient with its norm."""
     if not quotient.requires_grad:
         return [0.0] * len(weights)
     found = torch.autograd.grad(quotient, list(weights), allow_unused=True)
@@ -75,64 +76,68 @@ def norm_slopes(quotient: Tensor, weights: Sequence[Tensor]) -> list[float]:
 
 
 class MetaInit(Initialization):
-    """Search for the norms of weights at which a step changes the gradient least, before the first step is taken.
+    """Search for norms of the weights at which a gradient step changes the gradient least, before training starts.
 
-    At the first batch of a fresh fit, the gradient quotient is made small: the mean of ``|(g - Hg) / (g + eps) - 1|`` over all
-    parameters' numbers, with the gradient g and the Hessian H of the module's own loss. Only norms move, of weights of two
-    dimensions or more: directions stay as the module drew them, and so do biases and the weights of norms. Each step of the
-    search moves each norm by the sign of its slope, with momentum:
+    At the first batch of a fresh fit, the search minimizes the gradient quotient: the mean of
+    ``|(g - Hg) / (g + eps) - 1|`` over all parameters, with the gradient g and the Hessian H of the module's own loss.
+    Only the norms of weights with two or more dimensions change. Their directions stay as the module drew them, and
+    biases and the weights of norms stay unchanged. Each step moves each norm by the sign of its slope, with momentum:
 
         m <- momentum m - lr sign(dGQ/d|W|),   |W| <- |W| + m
 
-    A norm that this would bring to zero or below stays, and loses its momentum; a weight of zeros has no direction and stays.
-    Steps of a fixed size do not settle, so ``lr`` is to be small against the norms: the source's 0.1 is for maps of hundreds
-    of features. Where the quotient did not fall, that is said.
+    A norm that would become zero or negative stays, and loses its momentum. A weight of zeros stays. Steps of a fixed
+    size do not converge, so ``lr`` must be small compared with the norms; the paper's 0.1 is for layers with hundreds
+    of features. A log line says if the quotient did not fall.
 
-    The source searches on random data, which needs no labels, and so does ``batches=0``: tensors of floating point become
-    normal noise, and in others, as ids and labels, the samples of the first batch come in another order, each tensor by itself.
-    Otherwise the first ``batches`` batches of the training loader are taken in turn; they are held in memory meanwhile.
+    Use it for networks without normalization layers. Behind a norm, the size of a weight hardly matters. A step of the
+    search differentiates three times, costs about ten training steps, and keeps the graphs of all three passes in
+    memory. Its progress is logged ten times.
 
-    A step of the search differentiates three times, costs about ten training steps, and holds the graphs of all three. It is
-    computed in evaluation mode, without dropout and with BatchNorm at its running statistics, as by the source; in float32,
-    where weights are of fewer bits; and with attention, LSTMs and GRUs by operations that can be differentiated again. Under
-    DDP all processes search together. How far it is is said ten times.
+    The paper searches on random data, which needs no labels, and so does ``batches=0``: floating-point tensors become
+    normal noise, and other tensors, such as ids and labels, get the samples of the first batch in random order.
+    Otherwise the search takes the first ``batches`` batches of the training loader in turn, and keeps them in memory.
 
-    It is for networks without norms: where norms follow upon maps, the maps' norms do little to what they put out.
+    The search runs in evaluation mode, without dropout and with BatchNorm's running statistics, as in the paper. It
+    uses float32 for weights of fewer bits, and versions of attention, LSTM and GRU that can be differentiated again.
+    Under DDP all processes search together.
 
-    Logged: ``numbers``, how many were set; ``quotient_before`` and ``quotient``, the gradient quotient before and after, both
-    on the search's first data.
+    Logged: ``numbers``, how many numbers were set; ``quotient_before`` and ``quotient``, the gradient quotient before
+    and after, both on the search's first data.
 
     Args:
-        steps: of the search, at least 1; 0 is plain training.
-        lr: by how much a norm moves in a step, above 0.
-        momentum: in [0, 1).
-        eps: what is added to gradients, above 0.
-        batches: how many of the training loader's are searched on, on each rank; 0 for random data.
-        force: also set weights that were loaded or trained before.
+        steps: the number of search steps. 500 is the paper's, and 0 is plain training.
+        lr: the change of a norm per step. 0.1 is the paper's.
+        momentum: the momentum of the search. 0.9 is the paper's.
+        eps: the number added to gradients, which may be 0. 1e-5 is the paper's.
+        batches: the number of batches to search on, on each rank. 0 is random data.
+        force: whether to also set weights that were loaded or trained before.
 
     Raises:
-        ValueError: for arguments outside of these ranges; at setup, for a pretrained module without ``force``; at the first
-            batch, which leaves weights as they were, where there is no weight of two dimensions that is not zero, the loss
-            cannot be differentiated three times, or the quotient is not finite.
+        ValueError: for a value out of range. At setup, for a pretrained module without ``force``. At the first batch,
+            if there is no nonzero weight of two dimensions, the loss cannot be differentiated three times, or the
+            quotient is not finite; weights then stay unchanged.
 
-    Source:
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[MetaInit(steps=100, lr=0.01)])
+
+    References:
         Dauphin & Schoenholz 2019, "MetaInit: Initializing learning by learning to initialize", NeurIPS.
     """
 
-    saves: ClassVar[str] = "steps: networks without norms begin where gradient steps can be trusted"
+    saves: ClassVar[str] = "steps: networks without norms start where gradient steps can be trusted"
     paper: ClassVar[str] = "Dauphin & Schoenholz 2019, NeurIPS"
-    constraints: ClassVar[str] = "losses that have third derivatives"
+    constraints: ClassVar[str] = "losses with third derivatives"
     survey: ClassVar[Survey | None] = Survey("initialisation: searched for by gradients (MetaInit)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"steps": Choice((100, 500)), "lr": Choice((0.1, 0.01))},
-        pointless=lambda profile: None if profile.num_matrices else "there are no hidden maps",
+        pointless=lambda profile: None if profile.num_matrices else "there are no hidden linear layers",
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero, the search included"
+        "the baseline for as many seconds, including the search, with its learning rate decayed to zero"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(_OTHERS, "both say at which norms weights begin, and the later one would undo the other"),
-        "CompoundGrowth": "it searches on all of the network, of which a part is trained first",
+        **dict.fromkeys(_OTHERS, "both set the norms of weights, and the later one would undo the other"),
+        "CompoundGrowth": "it searches on the whole network, but only a part of it is trained first",
     }
 
     turn: ClassVar[Turn] = Turn.SEARCH
@@ -142,29 +147,13 @@ class MetaInit(Initialization):
     def __init__(
         self,
         *,
-        steps: int = 500,
-        lr: float = 0.1,
-        momentum: float = 0.9,
-        eps: float = 1e-5,
-        batches: int = 0,
+        steps: Annotated[int, Count(at_least=0)] = 500,
+        lr: Annotated[float, Number(above=0)] = 0.1,
+        momentum: Annotated[float, Fraction(below=1)] = 0.9,
+        eps: Annotated[float, Number(above=0)] = 1e-5,
+        batches: Annotated[int, Count(at_least=0)] = 0,
         force: bool = False,
     ) -> None:
-        for name, value, what in (
-            ("steps", steps, "how many steps the search takes, at least 1. 500 is the source's; 0 is plain training"),
-            ("batches", batches, "how many batches are searched on, at least 1, or 0 for random data"),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{WHO}({name}={value!r}): expected {what}.")
-        if not 0.0 < lr < float("inf"):
-            raise ValueError(
-                f"{WHO}({lr=}): expected by how much a norm moves in a step, above 0. 0.1 is the source's."
-            )
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"{WHO}({momentum=}): expected a number in [0, 1). 0.9 is the source's.")
-        if not 0.0 < eps < float("inf"):
-            raise ValueError(
-                f"{WHO}({eps=}): expected a number above 0, since gradients may be 0. 1e-5 is the source's."
-            )
         self.steps, self.lr, self.momentum, self.eps = steps, lr, momentum, eps
         self.batches, self.force = batches, force
         self._before = self._after = 0.0
@@ -198,19 +187,19 @@ class MetaInit(Initialization):
         numbers = sum(w.numel() for w in search.weights.values())
         moved = [f"{name} x {search.norms[name] / search.began[name]:.3g}" for name in search.weights]
         rank_zero_info(
-            f"{WHO}: the gradient quotient went from {self._before:.4g} to {self._after:.4g} in {self.steps} steps, by the"
-            f" norms of {len(moved)} weights: {listed(moved)}"
+            f"{WHO}: the gradient quotient went from {self._before:.4g} to {self._after:.4g} in {self.steps} steps, by scaling"
+            f" {len(moved)} weights: {listed(moved)}"
         )
         if not self._after < self._before:
             rank_zero_info(
-                f"{WHO}: the gradient quotient did not fall, so the network begins no better than without. Try a smaller lr"
-                f" than {self.lr:g}, since norms began between {min(search.began.values()):.3g} and"
-                f" {max(search.began.values()):.3g}, or take the technique out."
+                f"{WHO}: the gradient quotient did not fall, so the search gained nothing. Try a smaller lr than {self.lr:g},"
+                f" since norms were between {min(search.began.values()):.3g} and {max(search.began.values()):.3g} at first, or"
+                f" remove {WHO}."
             )
         return numbers
 
     def _search(self, session: Session, search: "_Search") -> None:
-        """Sign-SGD with momentum on the norms."""
+        """Minimize the quotient by sign-SGD with momentum on the norms."""
         speed = dict.fromkeys(search.weights, 0.0)
         start, told = time.perf_counter(), max(self.steps // 10, 1)
         for step in range(self.steps):
@@ -240,7 +229,7 @@ class MetaInit(Initialization):
     @override
     def summary(self) -> str:
         return (
-            f"{self._numbers} numbers began at norms that brought the gradient quotient from {self._before:.4g} to"
+            f"scaled {self._numbers:,} numbers, which brought the gradient quotient from {self._before:.4g} to"
             f" {self._after:.4g}"
         )
 
@@ -255,12 +244,12 @@ class MetaInit(Initialization):
 
 
 class _Search:
-    """The quotient of a module's loss, as the norms of its weights move.
+    """The quotient of a module's loss, as the norms of its weights change.
 
     Attributes:
-        weights: by name, those that move.
-        began: the norm that each had.
-        norms: the norm that each shall have.
+        weights: the weights that change, by name.
+        began: their first norms.
+        norms: their current norms.
     """
 
     def __init__(self, session: Session, data: Sequence[Any], *, made_up: bool, batch_idx: int, eps: float) -> None:
@@ -278,31 +267,31 @@ class _Search:
         self.weights = {name: p for name, p in module.named_parameters() if name in self.began}
         if not self.weights:
             raise ValueError(
-                f"{WHO}: {type(module).__name__} has no weight of two dimensions or more that is not zero, of"
-                f" {len(self._all)} parameters; expected one or more, whose norms it can move. Take the technique out."
+                f"{WHO}: none of the {len(self._all)} parameters of {type(module).__name__} has two or more dimensions and is"
+                f" not zero, so there is no norm to change. Remove {WHO}."
             )
         self.norms = dict(self.began)
         self._first = {name: w.detach().clone() for name, w in self.weights.items()}
 
     def usable(self) -> bool:
-        """Whether the step returns a loss for all of the data, on all ranks; some are passed over."""
+        """Return whether the step returns a loss for all of the data, on all ranks."""
         with torch.no_grad(), rng.fork():
             seen = [self._loss(batch) is not None for batch in self._data]
         return bool(seen) and all(all(one) for one in self._session.replicas.everyone(seen))
 
     def slopes(self, step: int) -> tuple[float, dict[str, float]]:
-        """The quotient, and how it changes with each norm: the means over the ranks."""
+        """Return the quotient and its slope in each norm, as means over the ranks."""
         quotient, slopes = self._evaluate(step, with_slopes=True)
         return quotient, dict(zip(self.weights, slopes, strict=True))
 
     def quotient(self, step: int) -> float:
-        """The quotient on the data of a step."""
+        """Return the quotient on the data of a step."""
         return self._evaluate(step, with_slopes=False)[0]
 
     def scale(self) -> None:
-        """``W <- (|W| / |W_0|) W_0``."""
+        """Set ``W <- (|W| / |W_0|) W_0``."""
         for name, w in self.weights.items():
-            w.data.copy_(self._first[name] * (self.norms[name] / self.began[name]))  # times 1 is bit for bit as it was
+            w.data.copy_(self._first[name] * (self.norms[name] / self.began[name]))  # a factor of 1 changes no bit
 
     def put_back(self) -> None:
         for name, w in self.weights.items():
@@ -326,9 +315,8 @@ class _Search:
                 reason = f"the backward pass of {', '.join(constant)} has no derivative"
             if reason:
                 raise ValueError(
-                    f"{WHO}: the loss of {type(session.module).__name__} cannot be differentiated again ({reason}); expected"
-                    " one of operations that can be three times over. Let the module use other operations at the start, or take"
-                    " the technique out. Weights are as they were."
+                    f"{WHO}: the loss of {type(session.module).__name__} cannot be differentiated three times ({reason})."
+                    f" Replace the operation at the start of training, or remove {WHO}. The weights are unchanged."
                 )
         cost = session.chain.cost
         cost.forward_passes += 1
@@ -340,8 +328,8 @@ class _Search:
         if not all(abs(value) < float("inf") for value in means):
             raise ValueError(
                 f"{WHO}: the gradient quotient of {type(session.module).__name__}, or its slope, is not finite at step"
-                f" {step} ({means[0]:.4g}); expected a loss whose derivatives are. Begin with smaller weights, give a smaller"
-                " lr, or take the technique out. Weights are as they were."
+                f" {step} ({means[0]:.4g}). Start from smaller weights, use a smaller lr, or remove {WHO}."
+                " The weights are unchanged."
             )
         return means[0], means[1:]
 
@@ -350,13 +338,13 @@ class _Search:
         loss = loss_of(step(batch, *((self._batch_idx,) if takes_index(step) else ())))
         if isinstance(loss, Tensor) and torch.is_grad_enabled() and loss.grad_fn is None:
             raise ValueError(
-                f"{WHO}: training_step returned a loss without a graph; expected one, which can be differentiated."
+                f"{WHO}: training_step returned a loss that does not depend on any parameter. Return one that requires grad."
             )
         return loss
 
 
 def _noise(tensor: Tensor) -> Tensor:
-    """Normal numbers in the place of a tensor of floating point; the samples of another in another order."""
+    """Replace a floating-point tensor by normal noise, and put the samples of another tensor in random order."""
     if tensor.is_floating_point():
         return torch.randn(tensor.shape, dtype=tensor.dtype, device="cpu").to(tensor.device)
     return tensor[torch.randperm(len(tensor)).to(tensor.device)] if tensor.ndim else tensor

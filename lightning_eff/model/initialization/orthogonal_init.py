@@ -1,52 +1,67 @@
-"""Orthonormal maps: what goes in keeps its length, forward and backward (Saxe et al. 2013, arXiv:1312.6120).
+"""Orthogonal initialization: layers keep the length of signals, forward and backward (Saxe et al. 2013, arXiv:1312.6120).
 
 The rule is ``_orthogonal.orthogonal``.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._divided.writing import whole
-from lightning_eff.model.initialization._maps import MAPS_ARE_RIVALS, UNSEEN, OfMaps, draw_orthogonal, listed, no_maps
+from lightning_eff.model.initialization._given.attention import Attentions
+from lightning_eff.model.initialization._maps import (
+    SAME_WEIGHTS,
+    UNSEEN,
+    OfMaps,
+    Patterns,
+    draw_orthogonal,
+    listed,
+    no_maps,
+)
 
 WHO = "OrthogonalInit"
 
 
 class OrthogonalInit(OfMaps):
-    """Begin with orthonormal maps: a deep linear network then hands on lengths as they are.
+    """Start linear layers and convolutions from random orthonormal matrices.
 
-    At the first batch of a fresh fit, one forward pass is looked through for the weights of linear maps and convolutions,
-    whatever modules are called. Each becomes a random matrix of orthonormal rows or columns, whichever are fewer: of a
-    convolution, (out, in k k); of one map that makes queries, keys and values, each of these apart; of experts and of a
-    convolution's groups, each one. Biases, norms and embeddings, and heads that are tied to one, stay as they are.
+    At the first batch of a fresh fit, one forward pass finds the weights of linear layers and convolutions. Each
+    becomes a random matrix with orthonormal rows or columns, whichever are fewer. A convolution counts as (out, in k
+    k). Queries, keys and values that one layer computes are separate matrices, and so are experts and the groups of a
+    convolution. Biases, norms, embeddings and heads tied to an embedding stay unchanged.
 
-    What was set is said at the start. All ranks draw the same.
+    Use it for deep networks without norms, in which signals would shrink or grow from layer to layer. It costs one
+    forward pass. All ranks draw the same numbers, and a log line lists what was set.
 
-    Logged: ``numbers``, how many were set.
+    Logged: ``numbers``, how many numbers were set.
 
     Args:
-        gain: of each map, above 0: 1 suits linear ones, sqrt(2) those that a ReLU follows upon.
-        maps: names of weights, or patterns of them, that are set alone; None for all, an empty list for plain training.
-        attention: where queries, keys and values of one map are not told apart: for each kind of attention names or patterns
-            of the weights that make its query, key and value, and of its output map; roles that one map makes in equal parts
-            are joined by +, e.g. ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None looks for them.
-        force: also set weights that were loaded or trained before.
+        gain: the factor on each matrix. 1 suits linear layers, and sqrt(2) layers followed by a ReLU.
+        maps: the names or patterns of the weights to set. None sets all, and ``[]`` is plain training.
+        attention: the weights of each kind of attention, where queries, keys and values of one layer are not
+            recognised: names or patterns by role, with + between roles that one layer computes in equal parts, such as
+            ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None finds them.
+        force: whether to also set weights that were loaded or trained before.
 
     Raises:
-        ValueError: for a ``gain`` that is not above 0; at setup, for a pretrained module without ``force``; at the first batch,
-            where there is no map, or none of a name that was given.
+        ValueError: for a value out of range. At setup, for a pretrained module without ``force``. At the first batch,
+            if there is no linear layer or convolution, or none that matches a given name.
 
-    Source:
-        Saxe, McClelland, Ganguli 2013, arXiv:1312.6120.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[OrthogonalInit(gain=2**0.5)])
+
+    References:
+        Saxe, McClelland, Ganguli 2013, "Exact Solutions to the Nonlinear Dynamics of Learning in Deep Linear Neural
+        Networks", arXiv:1312.6120.
     """
 
-    saves: ClassVar[str] = "steps: deep networks hand on signals and gradients at their length"
+    saves: ClassVar[str] = "steps: deep networks keep the length of signals and gradients"
     paper: ClassVar[str] = "Saxe et al. 2013, arXiv:1312.6120"
     survey: ClassVar[Survey | None] = Survey("initialisation: orthogonal", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"gain": Choice((1.0, 2**0.5))}, no_maps)
@@ -54,23 +69,18 @@ class OrthogonalInit(OfMaps):
         "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("LSUV", "TFixup", "ZerO"), MAPS_ARE_RIVALS),
+        **dict.fromkeys(("LSUV", "TFixup", "ZerO"), SAME_WEIGHTS),
         "ACTPrecision": UNSEEN,
     }
 
     def __init__(
         self,
-        gain: float = 1.0,
+        gain: Annotated[float, Number(above=0, hint="1 keeps lengths.")] = 1.0,
         *,
-        maps: Sequence[str] | None = None,
-        attention: Sequence[Mapping[str, Any]] | None = None,
+        maps: Patterns | None = None,
+        attention: Attentions | None = None,
         force: bool = False,
     ) -> None:
-        if not 0.0 < gain < float("inf"):
-            raise ValueError(
-                f"OrthogonalInit(gain={gain}): expected a number above 0, which lengths are multiplied by. 1 keeps them;"
-                " maps=[] is plain training."
-            )
         self.gain = gain
         self._take(maps, attention, force)
 
@@ -85,11 +95,11 @@ class OrthogonalInit(OfMaps):
                 draw_orthogonal(one, weight, gain=self.gain, generator=session.generator(WHO, name))
         fused = [name for name, one in found.items() if one.parts]
         rank_zero_info(
-            f"{WHO}: {len(found)} maps are orthonormal: {listed([*found])}"
-            + (f"; queries, keys and values apart in: {listed(fused)}" if fused else "")
+            f"{WHO}: made {len(found)} weights orthonormal: {listed([*found])}"
+            + (f"; with separate queries, keys and values in: {listed(fused)}" if fused else "")
         )
         return sum(seen.parameters[name].numel() for name in found)
 
     @override
     def summary(self) -> str:
-        return f"{self._numbers} numbers began in orthonormal maps of gain {self.gain:g}"
+        return f"set {self._numbers:,} numbers, in orthonormal matrices of gain {self.gain:g}"

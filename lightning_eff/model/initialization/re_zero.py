@@ -1,44 +1,51 @@
-"""ReZero: each residual branch begins at zero times itself, and how much of it is added is learnt (Bachlechner et al. 2020).
+"""ReZero: a learnt factor on each residual branch that starts at zero (Bachlechner et al. 2020).
 
 The rule is ``x + alpha F(x)`` with alpha = 0, which ``_scales.scaled.Scaled`` computes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.technique import Control
+from lightning_eff.model.initialization._given.names import Ends
 from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts, pointless
 
 
 class ReZero(BranchScale):
-    """Learn how much of each residual branch is added, from nothing: ``x + alpha F(x)`` with alpha = 0.
+    """Multiply each residual branch by a learnt number that starts at zero: ``x + alpha F(x)``.
 
-    The network begins as its skips, of whatever depth: activations and gradients pass as they are, and depth is learnt. In the
-    first step only the alphas, one number for each branch, get gradients from the branches; then all does. The paper takes the
-    norms of a transformer out, which such a network can do without; here they stay where the module has them.
+    Every block starts as the identity, so activations and gradients pass through a network of any depth unchanged. In
+    the first step only the alphas, one number per branch, get gradients from the branches; afterwards all weights do.
 
-    Branches are found before anything has run, by a pass over an input that is made up, in a Trainer as in
-    ``lightning_eff.apply``; which they are is said. Alpha multiplies the tensors in which a branch ends: the weight and bias
-    of its last map, or of the norm behind that, which keep their names; it is the ``branch_scale`` beside them, and its weight
-    does not decay. ``lightning_eff.export`` multiplies it in, and gives the plain module.
+    Use it for deep residual networks and transformers. It costs one product per number of the layers that end a branch.
+    The paper also removes the norms of a transformer; here they stay.
 
-    Logged: ``branches``, how many are scaled.
+    Branches are found before training starts, by a pass on made-up inputs, in a Trainer as in
+    ``lightning_eff.apply``; a log line lists them. Alpha multiplies the tensors in which a branch ends: the weight and
+    bias of its last layer, or of the norm behind it. They keep their names; alpha is the parameter ``branch_scale``
+    beside them and has no weight decay. ``lightning_eff.export`` multiplies it in and returns the plain module.
+
+    Logged: ``branches``, how many branches are scaled.
 
     Args:
-        branches: names of the weights in which residual branches end, or of their modules, or patterns of them, e.g.
-            ``["blocks.*.proj.weight"]``; None looks for them, and ``[]`` is plain training.
-        force: also act on a module that was loaded from a checkpoint, whose function it changes.
+        branches: the names or patterns of the weights in which residual branches end, or of their modules, such as
+            ``["blocks.*.proj.weight"]``. None finds them, and ``[]`` is plain training.
+        force: whether to also change a module that was loaded from a checkpoint, which changes its function.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no residual branch is found, or where one ends in
-            something that has no weight to be scaled or is used elsewhere too; for a pretrained module without ``force``.
+        ValueError: for a value of the wrong kind. At setup or in ``apply``, if no residual branch is found, one ends in
+            something without a weight or in a weight that is used elsewhere too, or the module is pretrained and
+            ``force`` is not set.
 
-    Sources:
-        Bachlechner et al. 2020, arXiv:2003.04887.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ReZero()])
+
+    References:
+        Bachlechner et al. 2020, "ReZero is All You Need: Fast Convergence at Large Depth", arXiv:2003.04887.
     """
 
-    saves: ClassVar[str] = "steps: deep networks begin as shallow ones, with their gradients whole"
+    saves: ClassVar[str] = "steps: deep networks start as identities, with undamped gradients"
     paper: ClassVar[str] = "Bachlechner et al. 2020, arXiv:2003.04887"
     constraints: ClassVar[str] = "modules with residual branches"
     survey: ClassVar[Survey | None] = Survey(
@@ -46,10 +53,10 @@ class ReZero(BranchScale):
     )
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, pointless)
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product"
-        " of two numbers more for each that ends a branch"
+        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product more per number"
+        " of the layers that end a branch"
     )
     conflicts: ClassVar[Mapping[str, str]] = conflicts("ReZero", zero=True)
 
-    def __init__(self, *, branches: Sequence[str] | None = None, force: bool = False) -> None:
+    def __init__(self, *, branches: Ends | None = None, force: bool = False) -> None:
         self._take(branches, force)

@@ -1,54 +1,79 @@
-"""SkipInit: a learnt multiplier at the end of each residual branch, at zero or 1/sqrt(d) at first (De & Smith 2020).
+"""SkipInit: a learnt factor on each residual branch that starts at zero or 1/sqrt(d) (De & Smith 2020).
 
 The rule is ``x + alpha F(x)`` with alpha = 0, or with ``skip_init_scale``, which ``_scales.scaled.Scaled`` computes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Kind, Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.technique import Control
+from lightning_eff.model.initialization._given.names import Ends
 from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts, pointless
 
 
+@dataclass(frozen=True, repr=False)
+class NumberOrDepth(Kind):
+    """A finite number, or "depth"."""
+
+    @property
+    @override
+    def expected(self) -> str:
+        return "a finite number or 'depth'"
+
+    @override
+    def __call__(self, value: Any) -> float | str:
+        return value if isinstance(value, str) and value == "depth" else Number()(value)
+
+
 def skip_init_scale(branches: int) -> float:
-    """alpha = 1/sqrt(d), for d residual branches."""
+    """Return alpha = 1/sqrt(d), for d residual branches."""
     return 1.0 / math.sqrt(branches)
 
 
 class SkipInit(BranchScale):
-    """Put a multiplier at the end of each residual branch, ``x + alpha F(x)``, that begins so that branches hardly count.
+    """Multiply each residual branch by a learnt number that starts small: ``x + alpha F(x)``.
 
-    It is what BatchNorm does for a deep residual network, whose branches it makes small beside the skips: with alpha in its
-    place, networks without any norm train at depths of a thousand, at rates somewhat below. The rule is ReZero's; here alpha
-    may begin at 1/sqrt(d) too, with d the number of residual branches, where the stream's variance grows e-fold at
-    most. Norms stay where the module has them.
+    BatchNorm makes the branches of a deep residual network small compared with the skip connection. Alpha does the same
+    without a norm, so networks without norms train at depths of a thousand layers, at somewhat lower learning rates.
+    The rule is that of :class:`ReZero`, but alpha may also start at 1/sqrt(d), with d the number of residual branches;
+    then the variance of the residual stream grows at most e-fold.
 
-    Branches are found before anything has run, by a pass over an input that is made up, in a Trainer as in
-    ``lightning_eff.apply``; which they are is said. Alpha multiplies the tensors in which a branch ends: the weight and bias
-    of its last map, or of the norm behind that, which keep their names; it is the ``branch_scale`` beside them, and its weight
-    does not decay. ``lightning_eff.export`` multiplies it in, and gives the plain module.
+    Use it for deep residual networks that you build without norms; norms that the module has stay. It costs one product
+    per number of the layers that end a branch.
 
-    Logged: ``branches``, how many are scaled.
+    Branches are found before training starts, by a pass on made-up inputs, in a Trainer as in
+    ``lightning_eff.apply``; a log line lists them. Alpha multiplies the tensors in which a branch ends: the weight and
+    bias of its last layer, or of the norm behind it. They keep their names; alpha is the parameter ``branch_scale``
+    beside them and has no weight decay. ``lightning_eff.export`` multiplies it in and returns the plain module.
+
+    Logged: ``branches``, how many branches are scaled.
 
     Args:
-        alpha: the first value: a number, or "depth" for 1/sqrt(d).
-        branches: names of the weights in which residual branches end, or of their modules, or patterns of them, e.g.
-            ``["blocks.*.two.weight"]``; None looks for them, and ``[]`` is plain training.
-        force: also act on a module that was loaded from a checkpoint, whose function it changes.
+        alpha: the first value of the factor. "depth" is 1/sqrt(d).
+        branches: the names or patterns of the weights in which residual branches end, or of their modules, such as
+            ``["blocks.*.two.weight"]``. None finds them, and ``[]`` is plain training.
+        force: whether to also change a module that was loaded from a checkpoint, which changes its function.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no residual branch is found, or where one ends in
-            something that has no weight to be scaled or is used elsewhere too; for a pretrained module without ``force``.
+        ValueError: for a value of the wrong kind. At setup or in ``apply``, if no residual branch is found, one ends in
+            something without a weight or in a weight that is used elsewhere too, or the module is pretrained and
+            ``force`` is not set.
 
-    Sources:
-        De & Smith 2020, arXiv:2002.10444.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[SkipInit("depth")])
+
+    References:
+        De & Smith 2020, "Batch Normalization Biases Residual Blocks Towards the Identity Function in Deep Networks",
+        arXiv:2002.10444.
     """
 
-    saves: ClassVar[str] = "steps: deep networks begin as shallow ones, with their gradients whole"
+    saves: ClassVar[str] = "steps: deep networks start as identities, with undamped gradients"
     paper: ClassVar[str] = "De & Smith 2020, arXiv:2002.10444"
     constraints: ClassVar[str] = "modules with residual branches"
     survey: ClassVar[Survey | None] = Survey(
@@ -56,15 +81,18 @@ class SkipInit(BranchScale):
     )
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"alpha": Choice((0.0, "depth"))}, pointless)
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product"
-        " of two numbers more for each that ends a branch"
+        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product more per number"
+        " of the layers that end a branch"
     )
     conflicts: ClassVar[Mapping[str, str]] = conflicts("SkipInit", zero=True)
 
-    def __init__(self, alpha: float | str = 0.0, *, branches: Sequence[str] | None = None, force: bool = False) -> None:
-        number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
-        if not number and alpha != "depth":
-            raise ValueError(f"SkipInit({alpha=}): expected a finite number, or 'depth' for 1/sqrt(d) of d branches.")
+    def __init__(
+        self,
+        alpha: Annotated[float | Literal["depth"], NumberOrDepth()] = 0.0,
+        *,
+        branches: Ends | None = None,
+        force: bool = False,
+    ) -> None:
         self.alpha = alpha
         self._take(branches, force)
 

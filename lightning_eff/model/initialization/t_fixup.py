@@ -1,6 +1,6 @@
-"""Transformers of any depth begin with updates of a bounded size: values, outputs and MLPs are scaled (Huang et al. 2020)."""
+"""T-Fixup: scale values, output projections and MLPs by depth, so that updates stay bounded (Huang et al. 2020)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,61 +16,67 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._divided.writing import whole
-from lightning_eff.model.initialization._given.attention import branches_given, check_whole_branches
-from lightning_eff.model.initialization._maps import MAPS_ARE_RIVALS, UNSEEN, Map, OfMaps, listed
+from lightning_eff.model.initialization._given.attention import Attentions, Branches, branches_given
+from lightning_eff.model.initialization._maps import SAME_WEIGHTS, UNSEEN, Map, OfMaps, Patterns, listed
 
 WHO = "TFixup"
 
 
 def encoder_scale(n: int) -> float:
-    """``0.67 N^(-1/4)`` for an encoder of N layers."""
+    """Return ``0.67 N^(-1/4)``, for an encoder of N layers."""
     return 0.67 * n**-0.25
 
 
 def decoder_scale(n: int) -> float:
-    """``(9 N)^(-1/4)`` for a decoder of N layers, and for the tables that a network looks up."""
+    """Return ``(9 N)^(-1/4)``, for a decoder of N layers and for embeddings."""
     return (9 * n) ** -0.25
 
 
 class TFixup(OfMaps):
-    """Scale the values, output maps and MLPs of a transformer by its depth, so that deep ones begin with updates as small.
+    """Scale a transformer's values, output projections and MLPs by its depth, so that updates of deep ones stay bounded.
 
-    At the first batch of a fresh fit, one pass is looked through for attention and for sums ``x + f(x)``, whatever modules are
-    called. All linear maps are drawn anew by Xavier's rule (uniform; queries, keys and values of one map apart), with biases of
-    zero. Then the value and output maps of attention and all maps of the branches without attention are scaled: by
-    ``0.67 N^(-1/4)`` in an encoder of N layers, and in a network of blocks without attention to another one, a language
-    model's too, since two branches make a layer there as they do in an encoder; by ``(9 N)^(-1/4)`` in a decoder of N layers
-    that attends to an encoder. Queries and keys are not scaled. Tables that are looked up, of the width of the blocks, are
-    drawn from ``N(0, 1/d)`` and scaled by ``(9 N)^(-1/4)``, with N of the decoder where there is one; a head that is tied to
-    one is set with it.
+    At the first batch of a fresh fit, one pass finds attention and sums ``x + f(x)``. All linear layers are drawn again
+    by Xavier's rule (uniform, with queries, keys and values of one layer as separate matrices), with biases of zero.
+    Then the value and output layers of attention, and all layers of residual branches without attention, are scaled:
 
-    The source takes LayerNorm out of the network, and the warm-up out of the schedule. This technique changes neither: norms
-    stay as the module has them, behind which scales do less, and so does the module's own schedule. It says so where norms are.
+    - by ``0.67 N^(-1/4)`` in an encoder of N layers. Language models count as encoders, because two branches make a
+      layer there.
+    - by ``(9 N)^(-1/4)`` in a decoder of N layers that attends to an encoder.
 
-    Logged: ``numbers``, how many were set.
+    Queries and keys are not scaled. Embeddings of the width of the blocks are drawn from ``N(0, 1/d)`` and scaled by
+    ``(9 N)^(-1/4)``, with N of the decoder if there is one. A head tied to an embedding is set with it.
+
+    Use it to train deep transformers without warm-up. The paper also removes LayerNorm and the warm-up. This callback
+    changes neither: norms stay, and behind a norm the scales matter less. A log line says how many norms there are. It
+    costs one forward pass.
+
+    Logged: ``numbers``, how many numbers were set.
 
     Args:
-        draw: whether maps and tables are drawn anew; otherwise the module's own are scaled, and queries and keys stay.
-        embeddings: whether tables are set, too.
-        maps: names of weights of maps, or patterns of them, that are set alone; None for all, an empty list for plain training.
-        branches: for each residual branch the names of its weights, or of their modules, in their order, the last one at the
-            end, or patterns of them, of which the first that each fits are one branch, and so on, e.g.
-            ``[["blocks.*.mlp.0", "blocks.*.mlp.2"]]``, those of attention too; None looks for them.
-        attention: for each kind of attention, the names or patterns
-            of the weights that make its query, key and value, and of its output map; roles that one map makes in equal parts
-            are joined by +, and ``"cross": True`` says that it attends to an encoder, e.g.
-            ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None looks for them.
-        force: also set weights that were loaded or trained before.
+        draw: whether to draw layers and embeddings again. Otherwise the module's own weights are scaled, and queries
+            and keys stay.
+        embeddings: whether to set embeddings, too.
+        maps: the names or patterns of the weights of layers to set. None sets all, and ``[]`` is plain training.
+        branches: the weights of each residual branch, attention included: names of weights or modules in their order,
+            or patterns, of which the first matches of each form one branch, and so on, such as
+            ``[["blocks.*.mlp.0", "blocks.*.mlp.2"]]``. None finds them.
+        attention: the weights of each kind of attention, where they are not recognised: names or patterns by role, with
+            + between roles that one layer computes in equal parts, and ``"cross": True`` for attention to an encoder,
+            such as ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None finds them.
+        force: whether to also set weights that were loaded or trained before.
 
     Raises:
-        ValueError: at setup, for a pretrained module without ``force``; at the first batch, where no residual branch or no
-            attention is found, or no map of a name that was given.
+        ValueError: for a value of the wrong kind. At setup, for a pretrained module without ``force``. At the first
+            batch, if no residual branch, no attention, or no layer that matches a given name is found.
 
-    Source:
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[TFixup()])
+
+    References:
         Huang, Perez, Ba, Volkovs 2020, "Improving Transformer Optimization Through Better Initialization", ICML.
     """
 
-    saves: ClassVar[str] = "steps: deep transformers train without a warm-up, and without norms"
+    saves: ClassVar[str] = "steps: deep transformers train without warm-up, and without norms"
     paper: ClassVar[str] = "Huang et al. 2020, ICML"
     constraints: ClassVar[str] = "transformers"
     survey: ClassVar[Survey | None] = Survey("initialisation: scaled by depth (T-Fixup)", shen="4.3")
@@ -82,8 +88,8 @@ class TFixup(OfMaps):
         "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("LSUV", "OrthogonalInit", "ZerO"), MAPS_ARE_RIVALS),
-        "DataDrivenInit": "both say what embeddings begin at, and the later one would undo the other",
+        **dict.fromkeys(("LSUV", "OrthogonalInit", "ZerO"), SAME_WEIGHTS),
+        "DataDrivenInit": "both set the embeddings, and the later one would undo the other",
         "ACTPrecision": UNSEEN,
     }
 
@@ -92,12 +98,12 @@ class TFixup(OfMaps):
         *,
         draw: bool = True,
         embeddings: bool = True,
-        maps: Sequence[str] | None = None,
-        branches: Sequence[Sequence[str]] | None = None,
-        attention: Sequence[Mapping[str, Any]] | None = None,
+        maps: Patterns | None = None,
+        branches: Branches | None = None,
+        attention: Attentions | None = None,
         force: bool = False,
     ) -> None:
-        self.draw, self.embeddings, self.branches = draw, embeddings, check_whole_branches(branches, who=WHO)
+        self.draw, self.embeddings, self.branches = draw, embeddings, branches
         self._take(maps, attention, force)
 
     @override
@@ -109,9 +115,9 @@ class TFixup(OfMaps):
         every = branches(graph) if self.branches is None else branches_given(module, self.branches, who=WHO)
         if not every or not attended:
             raise ValueError(
-                f"{WHO}: training_step of {type(module).__name__} shows {len(every)} residual branches x + f(x) and"
-                f" {len(attended)} softmax attentions in autograd's graph; expected a transformer, with some of both. Name them"
-                " by branches=[[...]] and attention=[{...}], or take the technique out."
+                f"{WHO}: found {len(every)} residual branches x + f(x) and {len(attended)} softmax attention layers in"
+                f" training_step of {type(module).__name__}, and needs some of both. Name them by branches=[[...]] and"
+                f" attention=[{{...}}], or remove {WHO}."
             )
         if self.branches is None:
             refuse_unequal(module, graph, every, who=WHO)
@@ -175,20 +181,20 @@ class TFixup(OfMaps):
         norms = sum("norm" in type(m).__name__.lower() for m in module.modules())
         scaled = [name for name in found if name in scales]
         rank_zero_info(
-            f"{WHO}: {layers[0]} layers of an encoder's kind and {layers[1]} of a decoder's; {len(found)} maps, of which"
-            f" {len(scaled)} lie in branches: {listed(scaled)}; tables: {listed(tables) or 'none'}"
-            + (f"; the source takes norms and warm-up out, which are left as they are: {norms} norms" if norms else "")
+            f"{WHO}: found {layers[0]} encoder layers and {layers[1]} decoder layers; set {len(found)} weights, of which"
+            f" {len(scaled)} are scaled: {listed(scaled)}; embeddings: {listed(tables) or 'none'}"
+            + (f"; kept {norms} norms, which the paper removes together with the warm-up" if norms else "")
         )
 
     @override
     def summary(self) -> str:
-        return f"{self._numbers} numbers began {'drawn and ' if self.draw else ''}scaled by depth"
+        return f"{'drew and scaled' if self.draw else 'scaled'} {self._numbers:,} numbers by depth"
 
 
 def _scales(
     module: nn.Module, graph: Graph, every: list[Branch], attended: list[Attention]
 ) -> tuple[tuple[int, int], dict[str, float]]:
-    """How many layers encoder and decoder have, and by what the weights in branches are multiplied."""
+    """Return how many layers encoder and decoder have, and the factors of the weights in residual branches."""
     crossing = {name for one in attended if one.cross for name in one.output}
     decoding = {branch.stream for branch in every if any(end.weight in crossing for end in branch.last)}
     within = {name for branch in every if branch.stream in decoding for name in (e.weight for e in branch.last)}
@@ -200,14 +206,14 @@ def _scales(
         names = [*branch.inner, *(end.weight for end in branch.last)]
         for name in (*names, *alike_unused(module, graph, names)):
             scales.setdefault(name, scale)
-    for one in attended:  # what a decoder's attention makes of its encoder is not made of the branch's own stream
+    for one in attended:  # values that a decoder computes from its encoder are not in the branch's own graph
         for end in one.output:
             scales |= {part.weight: scales[end] for part in one.value if end in scales}
     return layers, scales
 
 
 def _roles(attended: list[Attention]) -> tuple[dict[str, list[Part]], set[str]]:
-    """The parts of maps that are values, by the weight, and the weights that make queries or keys."""
+    """Return the parts that are values, by the weight's name, and the weights that compute queries or keys."""
     values: dict[str, list[Part]] = {}
     for one in attended:
         for part in one.value:
@@ -218,7 +224,7 @@ def _roles(attended: list[Attention]) -> tuple[dict[str, list[Part]], set[str]]:
 
 
 def _tables(graph: Graph, every: list[Branch], parameters: dict[str, nn.Parameter]) -> list[str]:
-    """The tables that are looked up and whose rows have the width of the stream."""
+    """Return the embeddings whose rows have the width of the stream."""
     widths = {size for branch in every for end in branch.last for size in parameters[end.weight].shape}
     found: dict[str, None] = {}
     for node in graph.order:

@@ -1,7 +1,9 @@
-"""Zeros and ones alone: partial identities, Hadamard matrices, and branches that begin at zero (Zhao et al. 2021)."""
+"""Initialization with zeros and ones: partial identities, Hadamard matrices, and branches that start at zero (Zhao et al.
+2021).
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -16,14 +18,15 @@ from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._divided.writing import whole
-from lightning_eff.model.initialization._given.names import by_hand, check_branches
-from lightning_eff.model.initialization._maps import MAPS_ARE_RIVALS, UNSEEN, OfMaps, listed, no_maps
+from lightning_eff.model.initialization._given.attention import Attentions
+from lightning_eff.model.initialization._given.names import Ends, by_hand
+from lightning_eff.model.initialization._maps import SAME_WEIGHTS, UNSEEN, OfMaps, Patterns, listed, no_maps
 
 WHO = "ZerO"
 
 
 def hadamard(p: int) -> Tensor:
-    """``H_1 = [1]``, ``H_2k = [[H_k, H_k], [H_k, -H_k]]``: shape (p, p), for p a power of two."""
+    """Return ``H_1 = [1]``, ``H_2k = [[H_k, H_k], [H_k, -H_k]]``: shape (p, p), for p a power of two."""
     h = torch.ones(1, 1)
     while len(h) < p:
         h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])
@@ -31,9 +34,10 @@ def hadamard(p: int) -> Tensor:
 
 
 def zero_and_one(m: int, n: int) -> Tensor:
-    """The map of n inputs to m outputs: ``I`` (m, n) if m <= n, else ``I H / sqrt(p) I`` with ``p = 2^ceil(log2 m)``.
+    """Return the matrix from n inputs to m outputs: ``I`` (m, n) if m <= n, else ``I H / sqrt(p) I`` with
+    ``p = 2^ceil(log2 m)``.
 
-    Columns of the second are orthonormal if m is p, and no matter of which network: no number is drawn.
+    The columns of the second are orthonormal if m is p. No number is drawn.
     """
     if m <= n:
         return torch.eye(m, n)
@@ -42,40 +46,44 @@ def zero_and_one(m: int, n: int) -> Tensor:
 
 
 class ZerO(OfMaps):
-    """Begin without random numbers: maps are partial identities or Hadamard matrices, and residual branches add nothing.
+    """Start without random numbers: layers are partial identities or Hadamard matrices, and residual branches add nothing.
 
-    At the first batch of a fresh fit, one forward pass is looked through for linear maps, convolutions and sums ``x + f(x)``,
-    whatever modules are called. A map to as many outputs as inputs or fewer hands on its first inputs as they are; one to
-    more spreads them by a Hadamard matrix, without which outputs beyond the inputs would be zero, and stay alike in training.
-    A convolution does so at the middle of its kernel. The last map of each residual branch is zero. Biases of all of these
-    are zero. One map that makes queries, keys and values is three; each expert, and each group of a convolution, is one.
+    At the first batch of a fresh fit, one forward pass finds linear layers, convolutions and sums ``x + f(x)``. A layer
+    with no more outputs than inputs passes its first inputs on unchanged. A layer with more outputs spreads its inputs
+    by a Hadamard matrix; otherwise the extra outputs would be zero and stay alike in training. A convolution does the
+    same at the centre of its kernel. The last layer of each residual branch is zero, and so are the biases of all these
+    layers. Queries, keys and values that one layer computes are separate matrices, and so are experts and the groups of
+    a convolution.
 
-    Embeddings, heads that are tied to one, norms and tables of places stay as they are: those that are drawn still differ from
-    seed to seed, and tell tokens apart.
+    Use it for deep residual networks whose quality depends on the seed. Embeddings, heads tied to one, norms and
+    position tables stay unchanged; those that are drawn still differ between seeds and make tokens differ. It costs one
+    forward pass. A log line lists what was set.
 
-    What was set is said at the start.
-
-    Logged: ``numbers``, how many were set.
+    Logged: ``numbers``, how many numbers were set.
 
     Args:
-        last: whether last maps of branches begin at zero, as in the source.
-        maps: names of weights, or patterns of them, that are set alone; None for all, an empty list for plain training.
-        branches: names of the weights in which residual branches end, or of their modules, or patterns of them, e.g.
-            ``["blocks.*.proj"]``; None looks for them.
-        attention: where queries, keys and values of one map are not told apart: for each kind of attention names or patterns
-            of the weights that make its query, key and value, and of its output map; roles that one map makes in equal parts
-            are joined by +, e.g. ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None looks for them.
-        force: also set weights that were loaded or trained before.
+        last: whether the last layers of branches start at zero, as in the paper.
+        maps: the names or patterns of the weights to set. None sets all, and ``[]`` is plain training.
+        branches: the names or patterns of the weights in which residual branches end, or of their modules, such as
+            ``["blocks.*.proj"]``. None finds them.
+        attention: the weights of each kind of attention, where queries, keys and values of one layer are not
+            recognised: names or patterns by role, with + between roles that one layer computes in equal parts, such as
+            ``[{"query+key+value": "blocks.*.qkv", "output": "blocks.*.proj"}]``. None finds them.
+        force: whether to also set weights that were loaded or trained before.
 
     Raises:
-        ValueError: at setup, for a pretrained module without ``force``; at the first batch, where there is no map, or none of
-            a name that was given.
+        ValueError: for a value of the wrong kind. At setup, for a pretrained module without ``force``. At the first
+            batch, if there is no linear layer or convolution, or none that matches a given name.
 
-    Source:
-        Zhao, Schaefer, Anandkumar 2021, arXiv:2110.12661.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ZerO()])
+
+    References:
+        Zhao, Schaefer, Anandkumar 2021, "ZerO Initialization: Initializing Neural Networks with only Zeros and Ones",
+        arXiv:2110.12661.
     """
 
-    saves: ClassVar[str] = "steps: deep networks begin as their skips, and no seed decides how well"
+    saves: ClassVar[str] = "steps: deep residual networks start as identities, and the result depends less on the seed"
     paper: ClassVar[str] = "Zhao et al. 2021, arXiv:2110.12661"
     survey: ClassVar[Survey | None] = Survey("initialisation: without random numbers (ZerO)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"last": Choice((True, False))}, no_maps)
@@ -83,8 +91,8 @@ class ZerO(OfMaps):
         "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("LSUV", "OrthogonalInit", "TFixup"), MAPS_ARE_RIVALS),
-        "ZeroProjections": "residual branches end at zero with ZerO by itself",
+        **dict.fromkeys(("LSUV", "OrthogonalInit", "TFixup"), SAME_WEIGHTS),
+        "ZeroProjections": "ZerO already starts the last layers of residual branches at zero",
         "ACTPrecision": UNSEEN,
     }
 
@@ -92,12 +100,12 @@ class ZerO(OfMaps):
         self,
         *,
         last: bool = True,
-        maps: Sequence[str] | None = None,
-        branches: Sequence[str] | None = None,
-        attention: Sequence[Mapping[str, Any]] | None = None,
+        maps: Patterns | None = None,
+        branches: Ends | None = None,
+        attention: Attentions | None = None,
         force: bool = False,
     ) -> None:
-        self.last, self.branches = last, check_branches(branches, who=WHO)
+        self.last, self.branches = last, branches
         self._take(maps, attention, force)
 
     @override
@@ -123,8 +131,8 @@ class ZerO(OfMaps):
                 numbers += parameters[bias].numel()
         ends_found = [name for name in found if name in zero]
         rank_zero_info(
-            f"{WHO}: {len(found)} maps are made of zeros and ones: {listed([*found])}; zero, since they end a branch:"
-            f" {listed(ends_found) or 'none'}"
+            f"{WHO}: set {len(found)} weights to identities and Hadamard matrices: {listed([*found])}; set to zero at the end"
+            f" of a branch: {listed(ends_found) or 'none'}"
         )
         return numbers
 
@@ -142,4 +150,4 @@ class ZerO(OfMaps):
 
     @override
     def summary(self) -> str:
-        return f"{self._numbers} numbers began without being drawn"
+        return f"set {self._numbers:,} numbers without drawing any"

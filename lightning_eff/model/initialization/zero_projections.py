@@ -1,26 +1,27 @@
-"""Residual branches and the head begin at zero: the network begins as its skips (Goyal et al. 2017; Zhang et al. 2019)."""
+"""Zero-initialized projections: residual branches and the head start at zero (Goyal et al. 2017; Zhang et al. 2019)."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._branches.ends import biases_beside, tensors_that_end
 from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core._branches.pieces import take_apart
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.initialization._given.names import by_hand, check_branches
+from lightning_eff.model.initialization._given.names import Ends, by_hand
 from lightning_eff.model.initialization._once import Initialization, Turn, traced
 
 WHO = "ZeroProjections"
 
 
 def scaled(tensors: Iterable[Tensor], scale: float) -> int:
-    """W <- scale W, in place, b <- scale b, for all ``tensors``; returns how many numbers those are."""
+    """Set ``W <- scale W`` in place for all ``tensors``, and return how many numbers they have."""
     numbers = 0
     for tensor in tensors:
         if scale == 0.0:
@@ -32,40 +33,45 @@ def scaled(tensors: Iterable[Tensor], scale: float) -> int:
 
 
 class ZeroProjections(Initialization):
-    """Let each residual branch add nothing at first, and the head tell all classes as likely: their last maps begin at zero.
+    """Start the last layer of each residual branch, and the head, at zero, so every block starts as the identity.
 
-    At the first batch of a fresh fit, one forward pass is looked through for sums of the form ``x + f(x)``, whatever modules
-    are called. The last map of each such branch (an attention's output map, the second of an MLP, each expert's second, the
-    last convolution) becomes zero, with its bias; where a norm stands behind it in the branch, that norm's weight does in its
-    place, since what comes out of a norm does not depend on how large its input is. Every block then begins as its skip, a
-    network of any depth passes on its embedding and its gradient as they are, and depth is learnt. The head (the map whose
-    outputs the loss of classes is taken of) begins at zero, too, unless its weight is also the embedding's: the first loss
-    is then log C for C classes. In a post-norm network, a block begins as its norm.
+    At the first batch of a fresh fit, one forward pass finds sums ``x + f(x)``. The last layer of each such branch
+    becomes zero, with its bias: an attention's output projection, the second layer of an MLP or of each expert, or the
+    last convolution. If a norm follows in the branch, the norm's weight becomes zero instead, because the output of a
+    norm does not depend on the size of its input. Then a network of any depth first passes on its embedding and
+    gradient unchanged, and learns depth. In a post-norm network, a block starts as its norm.
 
-    What was found is said at the start. Weights of a checkpoint that is gone on from, of Hugging Face's ``from_pretrained``,
-    and of a module that this process trained before are left alone. Under PyTorch's initialisation, validation before the
-    first step (Lightning's sanity check) sees the weights as the module made them.
+    The head, whose outputs the classification loss is computed from, starts at zero too, unless it shares its weight
+    with the embedding. The first loss is then log C for C classes.
 
-    Logged: ``numbers``, how many were set.
+    Use it for deep residual networks trained from scratch. It costs one forward pass. Weights stay unchanged when the
+    run resumes from a checkpoint, and in a module that was loaded by ``from_pretrained`` or trained before in this
+    process. Validation before the first step (Lightning's sanity check) sees the original weights. A log line lists
+    what was set.
+
+    Logged: ``numbers``, how many numbers were set.
 
     Args:
-        scale: what the last maps are multiplied by, in [0, 1]. 0 is the sources'; 1 is plain training.
-        head: whether the head is set, too.
-        branches: names of the weights in which residual branches end (their last maps, or the norms behind these), or of their
-            modules, or patterns of them, e.g. ``["blocks.*.proj"]``; None looks for them.
-        force: also set weights that were loaded or trained before.
+        scale: the factor on the last layers. 0 is the papers', and 1 is plain training.
+        head: whether to set the head, too.
+        branches: the names or patterns of the weights in which residual branches end (the last layers, or the norms
+            behind them), or of their modules, such as ``["blocks.*.proj"]``. None finds them.
+        force: whether to also set weights that were loaded or trained before.
 
     Raises:
-        ValueError: for a ``scale`` outside of [0, 1]; at setup, for a pretrained module without ``force``; at the first batch,
-            where no residual branch is found, or where a branch ends in something that cannot be made zero.
+        ValueError: for a value out of range. At setup, for a pretrained module without ``force``. At the first batch,
+            if no residual branch is found, or one ends in something that cannot be made zero.
 
-    Sources:
-        Goyal et al. 2017, arXiv:1706.02677 (the last BatchNorm of a residual block begins at zero); Zhang et al. 2019,
-        arXiv:1901.09321 (Fixup: last maps and the classifier begin at zero); Jordan et al. 2024, modded-nanogpt (output
-        projections and an untied head, in speed runs of GPT-2).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ZeroProjections()])
+
+    References:
+        Goyal et al. 2017, "Accurate, Large Minibatch SGD", arXiv:1706.02677 (last BatchNorm of a residual block); Zhang
+        et al. 2019, "Fixup Initialization", arXiv:1901.09321 (last layers and the classifier); Jordan et al. 2024,
+        modded-nanogpt (output projections and an untied head of GPT-2).
     """
 
-    saves: ClassVar[str] = "steps: deep networks begin as shallow ones, with their gradients whole"
+    saves: ClassVar[str] = "steps: deep networks start as identities, with undamped gradients"
     paper: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677; Zhang et al. 2019, arXiv:1901.09321"
     constraints: ClassVar[str] = "modules with residual branches"
     survey: ClassVar[Survey | None] = Survey("initialisation: zero-initialised residual branches (Fixup)", shen="4.3")
@@ -80,15 +86,14 @@ class ZeroProjections(Initialization):
     turn: ClassVar[Turn] = Turn.ENDS
 
     def __init__(
-        self, scale: float = 0.0, *, head: bool = True, branches: Sequence[str] | None = None, force: bool = False
+        self,
+        scale: Annotated[float, Fraction()] = 0.0,
+        *,
+        head: bool = True,
+        branches: Ends | None = None,
+        force: bool = False,
     ) -> None:
-        if not 0.0 <= scale <= 1.0:
-            raise ValueError(
-                f"ZeroProjections(scale={scale}): expected a number in [0, 1], by which the last maps of residual branches are"
-                " multiplied. 0 is the sources'; 1 is plain training."
-            )
-        self.scale, self.head, self.force = scale, head, force
-        self.branches = check_branches(branches, who=WHO)
+        self.scale, self.head, self.force, self.branches = scale, head, force, branches
 
     @property
     @override
@@ -104,9 +109,8 @@ class ZeroProjections(Initialization):
         given = by_hand(session.module, self.branches or (), who=WHO)
         if not found and not given:
             raise ValueError(
-                f"{WHO}: training_step of {type(session.module).__name__} adds nothing to what it is made of by a map; expected"
-                " residual branches, x + f(x), seen in autograd's graph (reentrant checkpoints hide theirs). Name those in"
-                " which they end, branches=[...], or take the technique out."
+                f"{WHO}: found no residual branch x + f(x) in training_step of {type(session.module).__name__} (reentrant"
+                f" checkpoints hide theirs). Name the weights in which they end by branches=[...], or remove {WHO}."
             )
         names = {
             name: None for branch in found for name in tensors_that_end(session.module, graph, branch, found, who=WHO)
@@ -120,8 +124,8 @@ class ZeroProjections(Initialization):
         take_apart(session)
         parameters = dict(session.module.named_parameters())
         rank_zero_info(
-            f"{WHO}: {len(found) + len(given)} residual branches begin at {self.scale:g} of their last maps: {', '.join(names)}"
-            + (f"; left alone, since it is used elsewhere too: {', '.join(tied)}" if tied else "")
+            f"{WHO}: scaled the last layers of {len(found) + len(given)} residual branches by {self.scale:g}:"
+            f" {', '.join(names)}" + (f"; unchanged, because used elsewhere too: {', '.join(tied)}" if tied else "")
         )
         return scaled((parameters[name].detach() for name in names), self.scale)
 
@@ -131,4 +135,4 @@ class ZeroProjections(Initialization):
 
     @override
     def summary(self) -> str:
-        return f"{self._numbers} numbers began at {self.scale:g} of what the module had made them"
+        return f"scaled {self._numbers:,} numbers by {self.scale:g}"

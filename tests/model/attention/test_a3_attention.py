@@ -15,7 +15,7 @@ from tests.cases import Case, classifier
 from tests.model.attention.nets import a_call
 from tests.runs import fit_yaml
 
-UNSEEN = "saw no attention in training_step"
+UNSEEN = "found no attention call in training_step"
 CASES = {
     "A3Attention": Case(
         active=lambda: A3Attention(search=0.25, cut=0.1),
@@ -90,7 +90,7 @@ def test_few_queries_at_a_time_find_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("settings", [{"search": 0.0}, {"search": math.inf}, {"cut": 1.0}, {"cut": -0.1}])
 def test_other_settings_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"A3Attention.*expected a share"):
+    with pytest.raises(ValueError, match=r"A3Attention\(.*expected a .*number"):
         A3Attention(**settings)
 
 

@@ -23,7 +23,7 @@ CASES = {
         active=lambda: DOTAAttention(share=0.3, rank=4),
         neutral=lambda: DOTAAttention(share=1.0),
         architecture=True,
-        stays="attention to all keys does not compute what it does to the detected ones",
+        stays="attention to all keys computes something else",
         refuses={"classifier": "found no attention in TinyClassifier"},
         lost=(classifier, "classifier", "found no attention in TinyClassifier"),
     )

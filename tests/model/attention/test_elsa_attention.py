@@ -16,7 +16,7 @@ from tests.model.attention.nets import a_call, reference, weights_of
 from tests.models import TinyGPT, loader, trainer
 from tests.runs import fit_yaml
 
-UNSEEN = "saw no attention in training_step"
+UNSEEN = "found no attention call in training_step"
 CASES = {
     "ELSAAttention": Case(
         active=lambda: ELSAAttention(p=2.0, bits=16),
@@ -96,12 +96,12 @@ def test_the_first_batch_teaches_the_run_and_evaluations_after_it() -> None:
     (found,) = t.validate(net, loader("tiny_gpt", 4, shuffle=False), verbose=False)
     (plain,) = trainer(limit_val_batches=2).validate(net, loader("tiny_gpt", 4, shuffle=False), verbose=False)
     with pytest.warns(
-        UserWarning, match="it has learnt no threshold, so this evaluation computes plain attention"
+        UserWarning, match="no threshold is learnt yet, so this evaluation computes plain attention"
     ) as seen:
         (fresh,) = trainer(ELSAAttention(), limit_val_batches=2).validate(
             net, loader("tiny_gpt", 4, shuffle=False), verbose=False
         )
-    assert sum("learnt no threshold" in str(w.message) for w in seen) == 1
+    assert sum("no threshold is learnt" in str(w.message) for w in seen) == 1
     assert found != plain == fresh, "one that has learnt nothing leaves attention as it is"
 
 

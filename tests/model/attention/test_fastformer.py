@@ -16,14 +16,14 @@ from tests.model.attention.nets import Net
 from tests.models import hugging_face, loader, make_batch, trainer
 from tests.runs import fit_yaml
 
-CAUSAL = "it is causal, and global queries and keys would tell each token of later ones"
+CAUSAL = "it is causal, and global queries and keys would show later tokens to earlier ones"
 CASES = {
     "Fastformer": Case(
         active=lambda: Fastformer(),
         neutral=lambda: Fastformer(active=False),
         model="vit",
         architecture=True,
-        stays="attention to single tokens does not compute what global queries and keys do",
+        stays="attention to single tokens computes something else",
         refuses={
             **dict.fromkeys(("tiny_gpt", "gpt2", "llama", "translator", "padded", "t5"), CAUSAL),
             "classifier": "found no attention in TinyClassifier",
@@ -105,7 +105,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         eff.apply(Net("causal"), Fastformer())
     with pytest.raises(ValueError, match="it drops 10% of its weights, and Fastformer has none"):
         trainer(Fastformer(), max_steps=2).fit(Net("plain", 0.1), loader("tiny_gpt"))
-    with pytest.raises(ValueError, match="on 5 queries and 3 keys"):
+    with pytest.raises(ValueError, match="it has 5 queries and 3 keys"):
         eff.apply(nn.Sequential(Crossing()), Fastformer(), batch=torch.randn(2, 5, 8))
     with pytest.raises(ValueError, match=r"active=2\): expected True or False"):
         Fastformer(active=2)  # type: ignore[arg-type]

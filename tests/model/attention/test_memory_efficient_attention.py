@@ -29,7 +29,7 @@ from tests.model.attention.nets import (
 from tests.models import TinyGPT, flat, loader, trainer
 from tests.runs import fit_yaml
 
-UNSEEN = "saw no attention in training_step"
+UNSEEN = "found no attention call in training_step"
 CASES = {
     "MemoryEfficientAttention": Case(
         active=lambda: MemoryEfficientAttention(chunk=8, kernel="chunks"),
@@ -177,9 +177,7 @@ def test_training_is_plain_but_for_rounding_and_what_runs_again_runs_in_chunks()
     technique = in_chunks()
     got = trained(built(), technique)
     assert not torch.equal(got, trained(built(), ExactResume()))
-    assert (
-        technique.report() == {"attentions": 2, "chunked": 2} and technique.summary() == "2 calls by chunks in a step"
-    )
+    assert technique.report() == {"attentions": 2, "chunked": 2} and technique.summary() == "2 calls by chunks per step"
     again = in_chunks()
     assert torch.equal(trained(built(Checkpointed), again), got)
     assert again.report() == technique.report(), "what runs again is not counted"
@@ -191,7 +189,7 @@ def test_torchs_kernel_runs_where_it_has_one_and_says_so() -> None:
     """On a CPU: without dropout of weights. Plain training then, to the bit; with dropout chunks, which draw by themselves."""
     technique = MemoryEfficientAttention()
     assert torch.equal(trained(built(), technique), trained(built(), ExactResume()))
-    assert technique.report() == {"attentions": 2, "chunked": 0} and technique.summary() == "2 calls by flash in a step"
+    assert technique.report() == {"attentions": 2, "chunked": 0} and technique.summary() == "2 calls by flash per step"
     dropping = MemoryEfficientAttention(chunk=8)
     assert trained(Net("plain", 0.2), dropping).isfinite().all()
     assert dropping.report()["chunked"] == 2
@@ -222,7 +220,7 @@ def test_it_acts_in_evaluation_and_the_module_is_as_it_was_afterwards() -> None:
 def test_what_cannot_be_replaced_is_refused() -> None:
     for kind, why in (
         ("module with weights", r"attention weights are asked for.*need_weights=False"),
-        ("by hand", r"saw no attention in training_step \(2 times scores went through a softmax"),
+        ("by hand", r"found no attention call in training_step that can be replaced \(2 times as a softmax of scores"),
     ):
         net = Net(kind)
         before = flat(net).clone()
@@ -240,7 +238,7 @@ def test_what_cannot_be_replaced_is_refused() -> None:
         torch.nn.functional.scaled_dot_product_attention(q, q, q, causal_lower_right(4, 4))
     with pytest.raises(ValueError, match="expected an integer >= 1"):
         MemoryEfficientAttention(chunk=0)
-    with pytest.raises(ValueError, match="expected 'auto'"):
+    with pytest.raises(ValueError, match="expected 'auto', 'chunks' or 'torch': the choice of the kernel"):
         MemoryEfficientAttention(kernel="math")  # type: ignore[arg-type]
 
 

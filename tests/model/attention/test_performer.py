@@ -19,7 +19,7 @@ from tests.model.attention.nets import Net, a_call, loss_of, reference, replaced
 from tests.models import TinyGPT, loader, trainer
 from tests.runs import fit_yaml
 
-UNSEEN = "saw no attention in training_step"
+UNSEEN = "found no attention call in training_step"
 CASES = {
     "Performer": Case(
         active=lambda: Performer(features=16, redraw=2),
@@ -132,7 +132,7 @@ def test_masks_that_say_more_are_refused() -> None:
     ):
         trainer(Performer(), max_steps=2).fit(Net("plain", 0.1), loader("tiny_gpt"))
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="causal, on other keys"):
+    with pytest.raises(ValueError, match="causal with other keys"):
         Seeded().attend(Call(q, q[:, :, :3], q[:, :, :3], None, 0.0, True, 0.3))
 
 
@@ -143,7 +143,7 @@ def test_features_are_drawn_anew_and_are_the_run_s() -> None:
     net = TinyGPT(num_layers=2)
     t.fit(net, loader("tiny_gpt"), loader("tiny_gpt", 4))
     assert technique.report() == {"attentions": 2, "features": 16, "draws": 3}
-    assert technique.summary() == "2 calls of attention a step by 16 features, drawn 3 times"
+    assert technique.summary() == "2 calls of attention per step by 16 features, drawn 3 times"
     found = [t.validate(net, loader("tiny_gpt", 4, shuffle=False), verbose=False) for _ in range(2)]
     plain = trainer(limit_val_batches=1).validate(net, loader("tiny_gpt", 4, shuffle=False), verbose=False)
     assert found[0] == found[1] != plain

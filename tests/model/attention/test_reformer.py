@@ -14,7 +14,7 @@ from tests.model.attention.nets import Net, a_call, gradients, loss_of, referenc
 from tests.models import TinyGPT, loader, trainer
 from tests.runs import fit_yaml
 
-UNSEEN = "saw no attention in training_step"
+UNSEEN = "found no attention call in training_step"
 CASES = {
     "Reformer": Case(
         active=lambda: Reformer(buckets=4, rounds=2),

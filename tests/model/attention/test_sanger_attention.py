@@ -17,7 +17,7 @@ from tests.model.attention.nets import HUGGING, OWN, a_call, gradients, loss_of,
 from tests.models import TinyGPT, flat, loader, trainer
 from tests.runs import fit_yaml
 
-UNSEEN = "saw no attention in training_step"
+UNSEEN = "found no attention call in training_step"
 CASES = {
     "SangerAttention": Case(
         active=lambda: SangerAttention(threshold=0.15),
@@ -136,7 +136,7 @@ def test_what_it_tells() -> None:
     trained(technique)
     report = technique.report()
     assert report["attentions"] == 2 and 0.1 < float(report["kept"]) < 0.95
-    assert "of the pairs of 2 calls of attention kept" in technique.summary()
+    assert "of the pairs of 2 calls of attention per step" in technique.summary()
 
 
 @pytest.mark.parametrize("settings", [{"threshold": 1.0}, {"threshold": math.nan}, {"bits": 1}, {"bits": 2.5}])

@@ -33,11 +33,11 @@ CASES = {
         rounds=True,
         figure="images",
         outside_surveys=True,
-        refuses=dict.fromkeys(("tiny_gpt", "gpt2", "llama", "bert", "classifier"), "no convolution that could profit"),
+        refuses=dict.fromkeys(("tiny_gpt", "gpt2", "llama", "bert", "classifier"), "has no nn.Conv2d or nn.Conv3d"),
         lost=(
             classifier,
             "classifier",
-            r"TinyClassifier has no convolution .* found parameters in 4 Linear, 1 BatchNorm1d",
+            r"TinyClassifier has no nn.Conv2d or nn.Conv3d, .* parameters are in 4 Linear, 1 BatchNorm1d",
         ),
     )
 }
@@ -451,7 +451,7 @@ class Images(pl.LightningDataModule):
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = {"model": f"{__name__}.ResNet", "data": f"{__name__}.Images"}
     fit_yaml(tmp_path, "ChannelsLast", {"dims": [2]}, **named, max_steps=3)
-    assert "8 convolutions' weights lay with their channels last" in capsys.readouterr().out
+    assert "stored the weights of 8 convolutions channels-last" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dims", [[1], "2", [2, 2], [2.5], None, 2])
@@ -461,7 +461,7 @@ def test_bad_dims_are_refused(dims: Any) -> None:
 
 
 def test_dims_without_a_convolution_are_refused_with_what_was_found() -> None:
-    with pytest.raises(ValueError, match=r"dims=\[3\].* no convolution .* nn\.Conv3d or transposed.* 1 Conv2d"):
+    with pytest.raises(ValueError, match=r"dims=\[3\].* has no nn\.Conv3d, also not transposed .* 1 Conv2d"):
         trainer(ChannelsLast(dims=[3]), max_steps=1).fit(hugging_face("vit"), loader("vit"))
 
 
@@ -473,6 +473,6 @@ def test_optimizers_that_scale_blocks_of_memory_are_refused() -> None:
     net = ResNet()
     net.configure_optimizers = lambda: Blockwise(net.parameters(), 0.1)  # type: ignore[method-assign]
     with pytest.raises(
-        ValueError, match=r"got the optimizer Blockwise of bitsandbytes .* expected one with states of 32"
+        ValueError, match=r"the optimizer Blockwise of bitsandbytes cannot .* Use an optimizer of torch.optim"
     ):
         trainer(ChannelsLast(), max_steps=1).fit(net, images())

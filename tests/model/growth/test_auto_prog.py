@@ -311,7 +311,7 @@ def test_sequences_are_truncated_where_asked_for_and_otherwise_depth_alone_is_se
     with caplog.at_level("INFO"):
         trainer(AutoProg(**{**SHORT, "resolution": 0.5}), max_steps=12).fit(Net(), loader("tiny_gpt", 48))
     assert {*lengths} == {LENGTH}
-    assert "batches hold no images, so depth alone is searched" in caplog.text + "".join(capfd.readouterr())
+    assert "searches only the depth, because batches hold no images" in caplog.text + "".join(capfd.readouterr())
 
 
 # -- modules of any make
@@ -391,8 +391,8 @@ def test_modules_of_any_make_grow(name: str) -> None:
     ("build", "data", "arguments", "told"),
     [
         (Tied, features, {}, "share the parameter 'linear1.bias'"),
-        (Wider, features, {}, "block 2 of .* has other parameters or buffers than block 1, at .*linear1"),
-        (Encoder, features, {"depth": 0.9}, r"0.9 of them are all; expected less"),
+        (Wider, features, {}, "the parameters or buffers of blocks 2 and 1 of .* differ at .*linear1"),
+        (Encoder, features, {"depth": 0.9}, r"0.9 of the 4 blocks of .* is all of them"),
         (Encoder, features, {"resolution": 0.5, "inputs": "images"}, "found no images in the batch"),
         (Encoder, features, {"resolution": 0.5, "inputs": "sequences"}, "found no integer tensor"),
         (
@@ -413,7 +413,7 @@ def test_what_cannot_grow_is_told_before_any_weight_changes(build: Any, data: An
 
 def test_a_checkpoint_of_plain_training_is_not_gone_on_from(tmp_path: Path) -> None:
     fit("tiny_gpt", list, directory=tmp_path, max_steps=2)
-    with pytest.raises(ValueError, match="AutoProg: the checkpoint was saved without it"):
+    with pytest.raises(ValueError, match="AutoProg: the checkpoint was saved without AutoProg"):
         fit("tiny_gpt", lambda: [AutoProg(**SHORT)], resume=checkpoints(tmp_path)[0])
 
 
@@ -425,15 +425,15 @@ def test_a_checkpoint_of_plain_training_is_not_gone_on_from(tmp_path: Path) -> N
     [
         ({"num_stages": 1}, "num_stages=1.*expected an integer >= 2"),
         ({"depth": 0.0}, r"depth=0.0.*in \(0, 1\]"),
-        ({"depth": 1.0}, "depth is what is searched"),
+        ({"depth": 1.0}, "depth must be below 1"),
         ({"resolution": 1.5}, "resolution=1.5"),
         ({"until": 1.0}, r"until=1.0.*in \(0, 1\)"),
-        ({"search": 0.75}, r"search=0.75.*of until=0.75"),
+        ({"search": 0.75}, r"search=0.75, until=0.75\): search must be below until"),
         ({"alpha": -1}, "alpha=-1"),
         ({"half_life": 0}, "half_life=0"),
         ({"inputs": "text"}, "inputs='text'.*'sequences'"),
         ({"multiple_of": 0}, "multiple_of=0"),
-        ({"keys": "pixels"}, "keys='pixels'"),
+        ({"keys": "pixels"}, "keys='pixels'.: expected a list of names or positions of tensors, or None"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], told: str) -> None:

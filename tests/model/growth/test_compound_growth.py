@@ -365,7 +365,7 @@ def test_sequences_are_short_and_then_whole() -> None:
             Encoder,
             features,
             {"width": [(0.0, 1 / 3), (0.5, 1.0)]},
-            r"expected whole numbers.*begin with: 1/2, 1/4, 1/8",
+            r"not whole numbers.*begin with: 1/2, 1/4, 1/8",
         ),
         (
             Encoder,
@@ -374,13 +374,13 @@ def test_sequences_are_short_and_then_whole() -> None:
             "are not all maps.*layers.0.linear2.weight",
         ),
         (Encoder, features, {"ffn": [["layers.*.linear2", "head"]]}, "are not all maps|do not follow upon each other"),
-        (Encoder, features, {"depth": [(0.0, 0.3), (0.5, 1.0)]}, "expected whole numbers, such as the shares 1/2"),
-        (lambda: of(lambda: Bypassed()), features, {}, "uses layers.0.fc1.bias.*past the modules that own them"),
+        (Encoder, features, {"depth": [(0.0, 0.3), (0.5, 1.0)]}, "not whole numbers. Use fractions such as 1/2"),
+        (lambda: of(lambda: Bypassed()), features, {}, "uses layers.0.fc1.bias.*without calling the modules"),
         (
             lambda: of(lambda: Shuffled()),
             features,
             {"ffn": [["layers.*.fc1", "layers.*.fc2"]]},
-            "would get or return other",
+            "repeating hidden units changes the values of",
         ),
     ],
 )
@@ -413,15 +413,24 @@ class Shuffled(Bypassed):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"width": [(0.0, 0.5), (0.5, 1.5)]}, "past the module's size"),
-        ({"width": [(0.0, 0.5), (0.5, 0.75)]}, "1.5 times as many"),
-        ({"depth": [(0.0, 2), (0.5, 4)]}, "past the module's size"),
-        ({"depth": [(0.1, 0.5)]}, "the first fraction is 0.1"),
-        ({"length": [(0.0, 0.5), (0.5, 0.25)]}, "0.5 shrinks to 0.25"),
-        ({"length": "all"}, "got str"),
+        (
+            {"width": [(0.0, 0.5), (0.5, 1.5)]},
+            r"pairs \(fraction of the budget in \[0, 1\), fraction of the .* in \(0, 1\]\), both growing, .*\[\(0.0, 0.5\), ",
+        ),
+        (
+            {"width": [(0.0, 0.5), (0.5, 0.75)]},
+            "0.5 cannot grow to 0.75, because hidden units are repeated and 1.5 is no",
+        ),
+        (
+            {"depth": [(0.0, 2), (0.5, 4)]},
+            r"pairs \(fraction of the budget in \[0, 1\), fraction of the .* in \(0, 1\]\), both growing, .*\[\(0.0, 0.5\), ",
+        ),
+        ({"depth": [(0.1, 0.5)]}, r"depth=\[\(0.1, 0.5\)\]\): expected pairs .*with 0 as the first fraction"),
+        ({"length": [(0.0, 0.5), (0.5, 0.25)]}, r"length=\[.*\]\): expected pairs .*, both growing"),
+        ({"length": "all"}, r"length='all'\): expected pairs .*, or None"),
         ({"noise": -1}, "noise=-1"),
         ({"mode": "pool"}, "expected 'reshape'"),
-        ({"keys": "ids"}, "expected a list of names"),
+        ({"keys": "ids"}, "keys='ids'.: expected a list of names or positions of tensors, or None"),
         ({"ffn": [["one"]]}, "at least two names"),
     ],
 )
@@ -449,8 +458,6 @@ def test_blocks_with_more_parameters_than_their_source_begin_these_as_they_were_
     assert copied(stack, [1, 2, 4], who="Here") == [1, 2, 4]
     blocks[1], blocks[2] = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
     assert copied(stack, [1, 4], who="Here") == [1, 4]
-    with pytest.raises(
-        ValueError, match=r"Here: block 3 .+ copy of block 1, .+ buffers at \['bias'\]; expected the same"
-    ):
+    with pytest.raises(ValueError, match=r"Here: block 3 .+ cannot copy block 1, .+ buffers differ at \['bias'\]"):
         blocks[3] = nn.Linear(4, 4, bias=False)
         copied(stack, [2, 4], who="Here")

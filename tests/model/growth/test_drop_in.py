@@ -82,7 +82,7 @@ def test_the_shallow_network_at_0_the_deep_one_at_1_and_their_mean_between() -> 
     assert all(apart == 0.0 if p in (0.0, 1.0) else abs(apart) < 1e-6 for p, apart in found), found
     for key, value in shallow_weights.items():
         assert torch.equal(value, shallow.state_dict()[key] if key in shallow.state_dict() else first[key]), key
-    assert technique.summary() == "2 of 4 blocks of 'blocks', the others passed on as far as 100.0% at the end"
+    assert technique.summary() == "2 of 4 blocks of 'blocks' at first; the others mixed in at 100.0% at the end"
 
 
 class OneBlock(pl.Callback):
@@ -156,9 +156,11 @@ def test_a_run_that_ends_between_says_so(tmp_path: Path) -> None:
     """In the checkpoint and at the end, and evaluates what was trained."""
     net, technique = TinyGPT(), DropIn(first=2, start=0.0, end=1.0)
     t = trainer(technique, max_steps=4)
-    with pytest.warns(UserWarning, match="The fit ended before all blocks ran. DropIn: of 4 blocks .* as far as 75.0%"):
+    with pytest.warns(
+        UserWarning, match="The fit ended before all blocks ran. DropIn: of 4 blocks .* mixed in at 75.0%"
+    ):
         t.fit(net, loader("tiny_gpt"))
-    with pytest.warns(UserWarning, match="saved in mid-growth"):
+    with pytest.warns(UserWarning, match="saved before all blocks run"):
         t.save_checkpoint(tmp_path / "mid.ckpt")
     batch = make_batch("tiny_gpt", 4, seed=5)
     (found,) = trainer(DropIn(first=2, start=0.0, end=1.0), limit_val_batches=1).validate(
@@ -171,13 +173,13 @@ def test_a_run_that_ends_between_says_so(tmp_path: Path) -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"first=0\): expected a number of blocks >= 1"):
+    with pytest.raises(ValueError, match=r"first=0\): expected an integer >= 1: the number of blocks"):
         DropIn(first=0)
-    with pytest.raises(ValueError, match=r"start=-0.1\): expected a share of the budget in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"start=-0.1\): expected a number in \[0, 1\): the fraction of the budget"):
         DropIn(start=-0.1)
-    with pytest.raises(ValueError, match=r"start=0.5, end=0.5\): expected end in \(0.5, 1\]"):
+    with pytest.raises(ValueError, match=r"start=0.5, end=0.5\): start must be below end"):
         DropIn(start=0.5, end=0.5)
-    with pytest.raises(ValueError, match=r"first=5\): 'blocks' .* has 4 blocks; expected at most that many"):
+    with pytest.raises(ValueError, match=r"first=5\): 'blocks' .* has only 4 blocks. Use first=2"):
         trainer(DropIn(first=5), max_steps=2).fit(TinyGPT(), loader("tiny_gpt"))
 
 

@@ -24,7 +24,7 @@ def test_blocks_train_one_after_the_other_and_then_together() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"until=1.5\): expected a share of the budget in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"until=1.5\): expected a number in \[0, 1\]: the fraction of the budget"):
         GreedyLayerwise(until=1.5)
 
 

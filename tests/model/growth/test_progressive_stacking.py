@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_eff import ProgressiveStacking
 from lightning_eff.model.growth._identity import is_identity, zeros_for_identity
-from lightning_eff.model.growth._sizes.stages import target_count
+from lightning_eff.model.growth._sizes.stages import size_at
 from lightning_eff.model.growth.progressive_stacking import source_of
 from tests.cases import Case, no_blocks
 from tests.models import Block, TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
@@ -68,7 +68,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 def test_the_rule() -> None:
     assert [source_of(j, count=3) for j in range(3, 8)] == [0, 1, 2, 0, 1]
     stages = [(0.0, 3), (0.25, 6), (0.5, 12)]
-    assert [target_count(stages, u) for u in (0.0, 0.2499, 0.25, 0.499, 0.5, 1.0)] == [3, 3, 6, 6, 12, 12]
+    assert [size_at(stages, u) for u in (0.0, 0.2499, 0.25, 0.499, 0.5, 1.0)] == [3, 3, 6, 6, 12, 12]
 
 
 # -- T: block l + L is block l, with its moments where asked; the optimizer holds each parameter once
@@ -331,7 +331,9 @@ def test_post_norm_blocks_are_refused_before_anything_is_trained() -> None:
     before = flat(net)
     buffers = {name: value.clone() for name, value in net.named_buffers()}
     t = trainer(ProgressiveStacking(stages=STAGES, init="identity"), max_steps=12)
-    with pytest.raises(ValueError, match=r"init='identity'\): .*BertLayer.*expected pre-norm.*Use init='stack'"):
+    with pytest.raises(
+        ValueError, match=r"init='identity'\): .*BertLayer.*not a pre-norm residual block.*Use init='stack'"
+    ):
         t.fit(net, loader("bert"))
     assert t.global_step == 0
     assert torch.equal(flat(net), before)
@@ -491,34 +493,36 @@ def test_validation_in_a_fit_runs_the_active_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "why"),
+    "stages",
     [
-        ([], "there is no stage"),
-        ("3", "got str"),
-        ([3, 6], "3 is no pair"),
-        ([(0.0, 3, 1)], r"\(0.0, 3, 1\) is no pair"),
-        ([(0.1, 3), (0.5, 6)], "the first stage starts at 0.1"),
-        ([(0.0, 3), (1.0, 6)], r"the fraction 1.0 is not in \[0, 1\)"),
-        ([(0.0, 3), (-0.5, 6)], "the fraction -0.5 is not in"),
-        ([(0.0, 3), (0.5, 6), (0.5, 12)], "the fraction 0.5 does not come after 0.5"),
-        ([(0.0, 6), (0.5, 3)], "6 blocks shrink to 3"),
-        ([(0.0, 6), (0.5, 6)], "6 blocks do not grow"),
-        ([(0.0, 0)], "0 is no number of blocks"),
-        ([(0.0, 2.5)], "2.5 is no number of blocks"),
-        ([(0.0, True)], "True is no number of blocks"),
+        [],
+        "3",
+        [3, 6],
+        [(0.0, 3, 1)],
+        [(0.1, 3), (0.5, 6)],
+        [(0.0, 3), (1.0, 6)],
+        [(0.0, 3), (-0.5, 6)],
+        [(0.0, 3), (0.5, 6), (0.5, 12)],
+        [(0.0, 6), (0.5, 3)],
+        [(0.0, 6), (0.5, 6)],
+        [(0.0, 0)],
+        [(0.0, 2.5)],
+        [(0.0, True)],
     ],
 )
-def test_bad_stages(stages: Any, why: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"ProgressiveStacking\(stages=.*\): {why}.*expected pairs .*e.g. \[\(0.0, 3\)"
-    ):
+def test_bad_stages(stages: Any) -> None:
+    expected = (
+        "expected pairs (fraction of the budget in [0, 1), number of blocks >= 1), both growing,"
+        " with 0 as the first fraction"
+    )
+    with pytest.raises(ValueError, match=re.escape(f"ProgressiveStacking(stages={stages!r}): {expected}: ")):
         ProgressiveStacking(stages=stages)
 
 
 def test_arguments() -> None:
-    with pytest.raises(ValueError, match=r"init='copy'\): expected 'stack', .* or 'identity'"):
+    with pytest.raises(ValueError, match=r"init='copy'\): expected 'stack' or 'identity': the way a new block starts"):
         ProgressiveStacking(init="copy")
-    assert ProgressiveStacking(stages=[[0, 3], [0.5, 6]]).stages == [(0.0, 3), (0.5, 6)]  # type: ignore[list-item]
+    assert ProgressiveStacking(stages=[[0, 3], [0.5, 6.0]]).stages == [(0.0, 3), (0.5, 6)]  # type: ignore[list-item]
     a, b = ProgressiveStacking(), ProgressiveStacking()
     assert a.stages == [(0.0, 3), (0.25, 6), (0.5, 12)]
     assert a.stages is not b.stages
@@ -526,7 +530,7 @@ def test_arguments() -> None:
 
 def test_more_blocks_than_the_module_has() -> None:
     with pytest.raises(
-        ValueError, match=r"stage 2 asks for 12 blocks, and 'blocks' \(4 x Block\) has 4; .*Build it with 12"
+        ValueError, match=r"stage 2 needs 12 blocks, but 'blocks' \(4 x Block\) has 4. Build the module with 12"
     ):
         fit("tiny_gpt", lambda: [ProgressiveStacking(stages=[(0.0, 2), (0.2, 4), (0.5, 12)])])
 
@@ -534,7 +538,7 @@ def test_more_blocks_than_the_module_has() -> None:
 def test_blocks_of_different_make_cannot_be_copied() -> None:
     net = hugging_face("t5")
     technique = ProgressiveStacking(stages=STAGES, layers="model.encoder.block")
-    with pytest.raises(ValueError, match=r"block 1 of 'model.encoder.block' .*other .*relative_attention_bias"):
+    with pytest.raises(ValueError, match=r"block 1 of 'model.encoder.block' .*differ at .*relative_attention_bias"):
         trainer(technique, max_steps=4).fit(net, loader("t5"))
 
 
@@ -588,13 +592,18 @@ def test_an_optimizer_that_cannot_be_probed_trains() -> None:
 def test_checkpoints_that_cannot_be_resumed_from(tmp_path: Path) -> None:
     _, plain = fit("tiny_gpt", list, max_steps=2)
     plain.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(ValueError, match=r"saved without it, so it was trained at full depth.*Go on without"):
+    with pytest.raises(
+        ValueError, match=r"saved without ProgressiveStacking, so it was trained at full size.*Continue without"
+    ):
         fit("tiny_gpt", lambda: [ProgressiveStacking(stages=STAGES)], resume=tmp_path / "plain.ckpt")
     pl.seed_everything(1, verbose=False)
     deeper = trainer(ProgressiveStacking(stages=STAGES), max_steps=2)
     deeper.fit(TinyGPT(num_layers=6), loader("tiny_gpt"))
     deeper.save_checkpoint(tmp_path / "deeper.ckpt")
-    match = re.escape("a module with 6 blocks, and 'blocks' (4 x Block) has 4") + ".*Build the module with 6 blocks"
+    match = (
+        re.escape("the checkpoint's module has 6 blocks, but 'blocks' (4 x Block) has 4")
+        + ".*Build the module with 6 blocks"
+    )
     with pytest.raises(ValueError, match=match):
         fit("tiny_gpt", lambda: [ProgressiveStacking(stages=STAGES)], resume=tmp_path / "deeper.ckpt")
     with pytest.raises(ValueError, match=match):
@@ -608,7 +617,7 @@ def test_checkpoints_that_cannot_be_resumed_from(tmp_path: Path) -> None:
 def test_a_last_stage_below_the_depth_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         net, t = fit("tiny_gpt", lambda: [ProgressiveStacking(stages=[(0.0, 1), (0.5, 3)])])
-    assert "the last stage runs 3 of 4 blocks of 'blocks'; the rest never runs" in caplog.text
+    assert "the last stage runs 3 of 4 blocks of 'blocks'; the others never run" in caplog.text
     assert not any(p in t.optimizers[0].state for p in net.blocks[3].parameters())
 
 

@@ -112,23 +112,26 @@ def test_a_new_group_is_a_copy_of_the_last_and_the_rate_begins_anew(name: str, c
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"group=0\): expected a number of blocks >= 1"):
+    with pytest.raises(ValueError, match=r"group=0\): expected an integer >= 1: the number of blocks"):
         ShallowToDeep(group=0)
-    with pytest.raises(ValueError, match=r"until=1.0\): expected a share of the budget in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"until=1.0\): expected a number in \[0, 1\): the fraction of the budget"):
         ShallowToDeep(until=1.0)
-    with pytest.raises(ValueError, match=r"rate='rex'\): expected one of inverse_sqrt, linear, cosine"):
+    with pytest.raises(ValueError, match=r"rate='rex'\): expected 'inverse_sqrt', 'linear' or 'cosine', or None"):
         ShallowToDeep(rate="rex")
-    with pytest.raises(ValueError, match=r"warmup=0.0\): expected a share of a stage in \(0, 1\)"):
+    with pytest.raises(ValueError, match=r"warmup=0.0\): expected a number in \(0, 1\): the fraction of a stage"):
         ShallowToDeep(warmup=0.0)
     for group in (3, 6):
-        with pytest.raises(ValueError, match=rf"group={group}\): 'blocks' .* has 4 blocks; .* Use one of 1, 2, 4"):
+        with pytest.raises(
+            ValueError,
+            match=rf"group={group}\): 'blocks' .* has 4 blocks, which is not a multiple .* Use one of 1, 2, 4",
+        ):
             trainer(ShallowToDeep(group=group), max_steps=2).fit(TinyGPT(), loader("tiny_gpt"))
     net = TinyGPT()
     assert net.blocks is not None
     net.blocks[2].norm1 = nn.Identity()
     with pytest.raises(
         ValueError,
-        match=r"block 2 of .* copy of block 0, and has other parameters or buffers at \['norm1.bias', 'norm1.w",
+        match=r"block 2 of .* cannot copy block 0, because their parameters or buffers differ at \['norm1.bias', 'norm1.w",
     ):
         trainer(ShallowToDeep(group=2), max_steps=2).fit(net, loader("tiny_gpt"))
 
@@ -155,5 +158,5 @@ def test_where_rates_are_left_to_the_module_others_may_lead_them() -> None:
         trainer(*first, LearningRateSchedule("rex"), rates, max_steps=10).fit(TinyGPT(), loader("tiny_gpt"))
         found.append(rates.seen)
     assert found[0] == pytest.approx(found[1]) and found[0][0] > 3 * found[0][-1] > 0
-    with pytest.raises(ValueError, match="both set the rates"):
+    with pytest.raises(ValueError, match="both set the learning rate"):
         trainer(ShallowToDeep(group=1), LearningRateSchedule("rex"), max_steps=10).fit(TinyGPT(), loader("tiny_gpt"))

@@ -207,7 +207,7 @@ def test_stacking_that_does_not_grow_has_no_arm() -> None:
 
 @pytest.mark.parametrize("kept", [0.0, -1.0, 4.5, float("nan")])
 def test_a_number_of_blocks_that_there_are_not(kept: float) -> None:
-    with pytest.raises(ValueError, match=rf"kept\(4\) returned {kept}; expected a number in \(0, 4\]"):
+    with pytest.raises(ValueError, match=rf"kept\(4\) returned {kept}, which is not in \(0, 4\]"):
         fit("tiny_gpt", lambda: [Shallower(kept=lambda _: kept)])
 
 
@@ -215,16 +215,16 @@ def test_checkpoints_of_another_depth_are_refused(tmp_path: Path) -> None:
     fit("tiny_gpt", lambda: [Shallower(kept=lambda n: 2)], directory=tmp_path / "two")
     fit("tiny_gpt", list, directory=tmp_path / "plain")
     two, plain = checkpoints(tmp_path / "two")[3], checkpoints(tmp_path / "plain")[3]
-    with pytest.raises(ValueError, match=r"trained with 2 of 'blocks'.*; expected one trained with the first 3"):
+    with pytest.raises(ValueError, match=r"trained with 2 of 'blocks'.*, but this run trains the first 3"):
         fit("tiny_gpt", lambda: [Shallower(kept=lambda n: 3)], resume=two)
-    with pytest.raises(ValueError, match=r"trained with 4 of 'blocks'.*; expected one trained with the first 3"):
+    with pytest.raises(ValueError, match=r"trained with 4 of 'blocks'.*, but this run trains the first 3"):
         fit("tiny_gpt", lambda: [Shallower(kept=lambda n: 3)], resume=plain)
     net, _ = fit("tiny_gpt", lambda: [Shallower(kept=lambda n: n)], resume=plain)
     assert flat(net).isfinite().all()
 
 
 def test_does_not_train_beside_stacking() -> None:
-    with pytest.raises(ValueError, match="cannot train together: both say how many blocks"):
+    with pytest.raises(ValueError, match="cannot train together: both set how many blocks"):
         fit("tiny_gpt", lambda: [Shallower(kept=lambda n: 2), ProgressiveStacking(stages=[(0.0, 2), (0.5, 4)])])
 
 

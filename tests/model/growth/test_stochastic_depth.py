@@ -125,7 +125,7 @@ def test_a_batchs_dropped_blocks_do_no_work_and_a_samples_do_all() -> None:
             assert technique.report() == {"layers_dropped": 0, "drop": 0.7}
         else:
             assert abs(ran - 4 - 19 * mean_kept(4, drop=0.7)) < 12
-            assert technique.summary().startswith(f"{(80 - ran) / 80:.1%} of block passes dropped, of 4 blocks of 'bl")
+            assert technique.summary().startswith(f"dropped {(80 - ran) / 80:.1%} of block passes, of 4 blocks of 'bl")
 
 
 def test_blocks_of_all_stages_are_dropped_but_those_that_change_the_shape() -> None:
@@ -212,17 +212,19 @@ def test_checkpointed_blocks_draw_the_same_when_they_run_again() -> None:
 
 @pytest.mark.parametrize("value", [-0.1, 1.0, math.nan])
 def test_drop_is_a_probability(value: float) -> None:
-    with pytest.raises(ValueError, match=rf"drop={value}\): expected a probability in \[0, 1\).*0 is plain"):
+    with pytest.raises(
+        ValueError, match=rf"drop={value}\): expected a number in \[0, 1\): the probability.*default is 0.5"
+    ):
         StochasticDepth(drop=value)
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mode='row'\): expected 'batch', .* or 'sample', .* saves nothing"):
+    with pytest.raises(ValueError, match=r"mode='row'\): expected 'batch' or 'sample': what a draw holds for"):
         StochasticDepth(mode="row")
     with pytest.raises(ValueError, match=r"layers='stem'\): that path is a Conv2d .* Candidates: 'stages\.0'"):
         trainer(StochasticDepth(layers="stem"), max_steps=1).fit(PlainResNet(), loader("vit"))
     net = PlainResNet((1, 1, 1))
-    with pytest.raises(ValueError, match=r"every block of .* returns a hidden state of another shape"):
+    with pytest.raises(ValueError, match=r"every block of .* changes the shape of the hidden state"):
         trainer(StochasticDepth(layers=["stages.1", "stages.2"]), max_steps=3).fit(net, loader("vit"))
 
     class Joined(TinyGPT):
@@ -232,7 +234,9 @@ def test_bad_input_is_refused() -> None:
                 x = block(x)
             return self.head(x).view(*ids.shape, -1)
 
-    with pytest.raises(ValueError, match=r"block 0 of 'blocks'.* \(2, 64, 16\); expected 4 in dimension 0"):
+    with pytest.raises(
+        ValueError, match=r"block 0 of 'blocks'.* \(2, 64, 16\), without the batch's 4 samples in dimension 0"
+    ):
         trainer(StochasticDepth(mode="sample"), max_steps=1).fit(Joined(), loader("tiny_gpt"))
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
 
 from lightning_eff import LatestWeightAveraging, ProgressiveLayerDropping, ProgressiveStacking, export
-from lightning_eff.model.growth._identity import needed_elsewhere
+from lightning_eff.model.growth._identity import used_outside
 from lightning_eff.model.growth._shallower import Shallower
 from tests.models import Block, HuggingFace, TinyGPT, flat, hugging_face, loader, make_batch, module, trainer
 from tests.runs import checkpoints, differences, final_state, fit, resume_from_every_step
@@ -49,16 +49,18 @@ def loss_of(net: Any, name: str, *callbacks: pl.Callback, path: Path | None = No
 
 def test_an_early_end_is_warned_of_and_the_checkpoint_says_it(tmp_path: Path) -> None:
     technique = stacking()
-    with pytest.warns(UserWarning, match=rf"{EARLY}.*the first 2 of the 4 blocks of 'blocks' were trained.*finish='id"):
+    with pytest.warns(
+        UserWarning, match=rf"{EARLY}.*only the first 2 of the 4 blocks of 'blocks' were trained.*finish='id"
+    ):
         net, t = fit("tiny_gpt", lambda: [technique], callbacks=[Stops()])
     assert loss_of(net, "tiny_gpt") != loss_of(net, "tiny_gpt", technique)  # which is why
     with pytest.warns(
-        UserWarning, match=r"mid-growth.*first 2 of the 4 blocks.*\['callbacks'\]\['ProgressiveStacking'\]"
+        UserWarning, match=r"before all blocks run.*first 2 of the 4 blocks.*\['callbacks'\]\['ProgressiveStacking'\]"
     ):
         t.save_checkpoint(tmp_path / "early.ckpt")
     state = torch.load(tmp_path / "early.ckpt", weights_only=True)["callbacks"]["ProgressiveStacking"]
     assert state["note"].startswith(
-        "ProgressiveStacking: the first 2 of the 4 blocks of 'blocks' were trained, and the"
+        "ProgressiveStacking: only the first 2 of the 4 blocks of 'blocks' were trained; the"
     )
 
 
@@ -66,7 +68,9 @@ def test_a_run_that_saves_at_each_step_is_warned_once_and_told_nothing_at_full_d
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     fit("tiny_gpt", lambda: [stacking()], directory=tmp_path)
-    told = [str(w.message) for w in recwarn if "mid-growth" in str(w.message) or EARLY in str(w.message)]
+    told = [
+        str(w.message) for w in recwarn if "saved before all blocks run" in str(w.message) or EARLY in str(w.message)
+    ]
     assert len(told) == 1 and "first 1 of the 4" in told[0]
     notes = [
         torch.load(path, weights_only=True)["callbacks"]["ProgressiveStacking"].get("note")
@@ -105,7 +109,7 @@ def test_a_run_that_never_began_is_not_warned_of(recwarn: pytest.WarningsRecorde
 def test_the_control_says_it_too(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         fit("tiny_gpt", lambda: [Shallower(kept=lambda n: n / 2)])
-    assert "Shallower: the first 2 of the 4 blocks of 'blocks' were trained, and the others have" in caplog.text
+    assert "Shallower: only the first 2 of the 4 blocks of 'blocks' were trained; the others have" in caplog.text
 
 
 # -- finish="identity"
@@ -122,7 +126,7 @@ def test_the_plain_module_is_what_was_trained(name: str, tmp_path: Path, recwarn
     plain = module(name)
     plain.load_state_dict(torch.load(tmp_path / "end.ckpt", weights_only=True)["state_dict"])
     assert loss_of(plain, name) == pytest.approx(under, abs=1e-6)
-    assert not [w for w in recwarn if EARLY in str(w.message) or "mid-growth" in str(w.message)]
+    assert not [w for w in recwarn if EARLY in str(w.message) or "saved before all blocks run" in str(w.message)]
     other, _ = fit(name, lambda: [stacking()], callbacks=[Stops()])
     assert abs(loss_of(other, name) - under) > 1e-4, "without it, the plain module is another one"
     assert loss_of(other, name, stacking(), path=tmp_path / "end.ckpt") == pytest.approx(under, abs=1e-6)
@@ -197,7 +201,9 @@ def test_averaged_weights_are_right_in_the_plain_module_too() -> None:
 def test_blocks_that_cannot_be_identities_are_refused_on_the_first_batch() -> None:
     net = module("bert")
     before = flat(net)
-    with pytest.raises(ValueError, match=r"finish='identity'\): .*BertLayer.*expected pre-norm.*Use finish=None"):
+    with pytest.raises(
+        ValueError, match=r"finish='identity'\): .*BertLayer.*not a pre-norm residual block.*Use finish=None"
+    ):
         trainer(stacking(finish="identity"), max_steps=12).fit(net, loader("bert"))
     assert torch.equal(flat(net), before)
 
@@ -218,7 +224,7 @@ def test_a_step_that_takes_more_from_its_blocks_than_their_hidden_state_is_refus
 
 
 def test_arguments() -> None:
-    with pytest.raises(ValueError, match=r"finish='zero'\): expected None, .* or 'identity'"):
+    with pytest.raises(ValueError, match=r"finish='zero'\): expected 'identity', or None"):
         ProgressiveStacking(finish="zero")
 
     class Manual(TinyGPT):
@@ -232,9 +238,9 @@ def test_what_is_needed_elsewhere_is_not_zeroed() -> None:
     shared = nn.Linear(2, 2)
     a, b = nn.Sequential(shared, nn.Linear(2, 2)), nn.Sequential(shared, nn.Linear(2, 2))
     root = nn.ModuleList([a, b])
-    assert needed_elsewhere(root, a) == {id(p) for p in b.parameters()}
+    assert used_outside(root, [a]) == {id(p) for p in b.parameters()}
     b[1].weight = a[1].weight  # type: ignore[union-attr]
-    assert id(a[1].weight) in needed_elsewhere(root, a) and id(a[1].bias) not in needed_elsewhere(root, a)
+    assert id(a[1].weight) in used_outside(root, [a]) and id(a[1].bias) not in used_outside(root, [a])
 
 
 # -- summaries of the model
@@ -262,7 +268,10 @@ def test_summaries_count_what_is_to_be_trained(first: bool, caplog: pytest.LogCa
         trainer(*(callbacks[::-1] if first else callbacks), max_steps=8).fit(net, loader("tiny_gpt"))
     assert trainable == [expected]
     assert [expected - count for count in during] == [3 * block] * 2 + [2 * block] * 2 + [0] * 4
-    assert "1 of 4 blocks run at first. The others take no gradients until they do; summaries" in caplog.text
+    assert (
+        "1 of 4 blocks run at first. The others take no gradients until they run, although model summaries"
+        in caplog.text
+    )
     assert not net.embed.weight.requires_grad and net.position.weight.requires_grad
 
 

@@ -89,7 +89,7 @@ def test_what_is_not_found_can_be_named() -> None:
     together = begun(Unseen, batch, OrthogonalInit()).qkv.weight
     with pytest.raises(AssertionError):  # one map, of which no part is orthonormal by itself
         orthonormal(together[:16], 1.0)
-    with pytest.raises(ValueError, match=r"0 residual branches.*branches=\[\[...\]\] and attention=\[\{...\}\]"):
+    with pytest.raises(ValueError, match=r"found 0 residual branches.*branches=\[\[...\]\] and attention=\[\{...\}\]"):
         begun(Unseen, batch, TFixup())
     torch.manual_seed(0)
     plain = Unseen()
@@ -97,7 +97,7 @@ def test_what_is_not_found_can_be_named() -> None:
     torch.testing.assert_close(m.qkv.weight[:32], plain.qkv.weight[:32], rtol=0, atol=0)
     torch.testing.assert_close(m.qkv.weight[32:], 0.67 * plain.qkv.weight[32:])
     torch.testing.assert_close(m.proj.weight, 0.67 * plain.proj.weight)
-    with pytest.raises(ValueError, match=r"Name those in which they end, branches"):
+    with pytest.raises(ValueError, match=r"Name the weights in which they end by branches"):
         begun(Unseen, batch, ZeroProjections())
     m = begun(Unseen, batch, ZeroProjections(branches=["proj"], head=False))
     assert not m.proj.weight.any() and not m.proj.bias.any() and m.head.weight.any()
@@ -106,11 +106,11 @@ def test_what_is_not_found_can_be_named() -> None:
 @pytest.mark.parametrize(
     ("technique", "message"),
     [
-        (ZeroProjections(branches=["blocks.0.prj"]), r"has no such weight.*Next to it are blocks\.[01]\.proj"),
-        (ZerO(branches=["blocks.*.porj"]), r"ZerO\(branches=\['blocks.\*.porj'.*Next to it are blocks\.[01]\.proj"),
+        (ZeroProjections(branches=["blocks.0.prj"]), r"has no weight.*Did you mean blocks\.[01]\.proj"),
+        (ZerO(branches=["blocks.*.porj"]), r"ZerO\(branches=\['blocks.\*.porj'.*Did you mean blocks\.[01]\.proj"),
         (
             TFixup(branches=[["blocks.*.up", "blocks.*.proj"]]),
-            r"branches=\['blocks.\*.up'.*has no such weight.*There are",
+            r"branches=\['blocks.\*.up'.*has no weight.*Did you mean",
         ),
         (
             TFixup(branches=[["blocks.0.qkv", "blocks.*.proj"]]),
@@ -118,12 +118,12 @@ def test_what_is_not_found_can_be_named() -> None:
         ),
         (
             OrthogonalInit(attention=[{QKV: "blocks.*.qvk"}]),
-            r"attention=\['blocks.\*.qvk'.*Next to it are blocks\.[01]\.qkv",
+            r"attention=\['blocks.\*.qvk'.*Did you mean blocks\.[01]\.qkv",
         ),
         (LSUV(attention=[{QKV: "blocks.*.proj"}]), r"blocks.0.proj.weight of shape \(16, 16\).*3 equal parts"),
         (
             OrthogonalInit(maps=["blocks.0.qvk.weight"]),
-            r"fit none.*Next to 'blocks.0.qvk.weight' are blocks.0.qkv.weight",
+            r"'blocks.0.qvk.weight'.* matches no weight.*Did you mean blocks.0.qkv.weight",
         ),
     ],
 )
@@ -136,9 +136,11 @@ def test_names_that_are_not_there_are_answered(technique: Technique, message: st
     "attention", ["qkv", [{"query": "q"}], [{QKV: 3}], [{"query+key": "qk", "value": "v", "outputs": "o"}], ["qkv"]]
 )
 def test_attention_that_says_too_little_is_refused(attention: Any) -> None:
-    with pytest.raises(ValueError, match=r"attention=.*expected for each kind of attention"):
+    with pytest.raises(ValueError, match=r"attention=.*expected a list of mappings of 'query'"):
         OrthogonalInit(attention=attention)
-    with pytest.raises(ValueError, match="expected names of weights in which residual branches end"):
+    with pytest.raises(
+        ValueError, match="expected a list of names or patterns of the weights in which residual branches end"
+    ):
         ZeroProjections(branches="proj")
-    with pytest.raises(ValueError, match="expected for each branch the names of its weights"):
+    with pytest.raises(ValueError, match="expected a list of lists, each with the names of a branch's weights"):
         TFixup(branches=["proj"])  # pyright: ignore[reportArgumentType]

@@ -20,7 +20,7 @@ CASES = {
     "LSUV": Case(
         active=lambda: LSUV(),
         neutral=lambda: LSUV(maps=[]),
-        lost=(no_map, "classifier", "calls no linear map or convolution"),
+        lost=(no_map, "classifier", "uses no linear layer or convolution"),
     )
 }
 
@@ -82,7 +82,7 @@ def test_a_map_that_no_module_calls_has_unit_variance_too() -> None:
 def test_what_does_not_vary_stays_orthonormal_and_is_said() -> None:
     ours = LSUV()
     m = begun(lambda: Deep(3, 8), torch.zeros(4, 8), ours)
-    assert "3 maps stayed orthonormal alone" in ours.summary()
+    assert "3 layers are only orthonormal" in ours.summary()
     w = m.maps[0].weight.detach()
     torch.testing.assert_close(w @ w.T, torch.eye(8), rtol=0, atol=1e-5)
 
@@ -90,9 +90,9 @@ def test_what_does_not_vary_stays_orthonormal_and_is_said() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tolerance": 0.0}, "tolerance=0.0.: expected how far"),
-        ({"tolerance": math.nan}, "tolerance=nan.: expected how far"),
-        ({"iterations": 0}, "iterations=0.: expected at least 1"),
+        ({"tolerance": 0.0}, "tolerance=0.0.: expected a finite number > 0"),
+        ({"tolerance": math.nan}, "tolerance=nan.: expected a finite number > 0"),
+        ({"iterations": 0}, "iterations=0.: expected an integer >= 1"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -102,4 +102,4 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit_yaml(tmp_path, "LSUV", {"tolerance": 0.2}, model="TinyGPT", data="Sequences", max_steps=1)
-    assert "began in maps that put out a variance of 1" in capsys.readouterr().out
+    assert "in layers with outputs of variance 1" in capsys.readouterr().out

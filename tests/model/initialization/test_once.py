@@ -50,7 +50,7 @@ def test_who_sets_weights_of_ones_own_checkpoint_anew_is_told(tmp_path: Path, ca
         trainer(technique(), max_steps=1).fit(loaded(), loader("tiny_gpt"))
         (line,) = told(caplog)
         assert line.startswith(
-            f"{technique.__name__}: norm, of LayerNorm, has scales that differ, as after training; it"
+            f"{technique.__name__}: norm, of LayerNorm, has scales that differ, as after training, and"
         )
     trainer(ZeroProjections(), max_steps=1).validate(loaded(), loader("tiny_gpt"), verbose=False)
     trainer(ZeroProjections(force=True), max_steps=1).fit(loaded(), loader("tiny_gpt"))

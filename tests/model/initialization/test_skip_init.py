@@ -44,5 +44,5 @@ def test_by_depth_the_stream_grows_e_fold_at_most() -> None:
 
 @pytest.mark.parametrize("alpha", ["deep", math.nan, math.inf, True, None])
 def test_bad_first_values_are_refused(alpha: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected a finite number, or 'depth'"):
+    with pytest.raises(ValueError, match=r"expected a finite number or 'depth'"):
         SkipInit(alpha=alpha)

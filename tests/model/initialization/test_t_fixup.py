@@ -18,7 +18,7 @@ CASES = {
     "TFixup": Case(
         active=lambda: TFixup(),
         neutral=lambda: TFixup(maps=[]),
-        lost=(classifier, "classifier", "expected a transformer"),
+        lost=(classifier, "classifier", "needs some of both"),
     )
 }
 
@@ -78,4 +78,4 @@ def test_what_is_drawn_is_xaviers(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit_yaml(tmp_path, "TFixup", {}, model="TinyGPT", data="Sequences", max_steps=1)
-    assert "began drawn and scaled by depth" in capsys.readouterr().out
+    assert "numbers by depth" in capsys.readouterr().out

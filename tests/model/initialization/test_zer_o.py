@@ -16,7 +16,7 @@ CASES = {
     "ZerO": Case(
         active=lambda: ZerO(),
         neutral=lambda: ZerO(maps=[]),
-        lost=(no_map, "classifier", "calls no linear map or convolution"),
+        lost=(no_map, "classifier", "uses no linear layer or convolution"),
     )
 }
 
@@ -68,4 +68,4 @@ def test_convolutions_hand_on_the_middle() -> None:
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit_yaml(tmp_path, "ZerO", {}, model="TinyGPT", data="Sequences", max_steps=1)
-    assert "numbers began without being drawn" in capsys.readouterr().out
+    assert "numbers without drawing any" in capsys.readouterr().out

@@ -1,1 +1,1 @@
-"""Every call of attention of an unchanged module, taken hold of from outside, and what is computed in its place."""
+"""The bases of techniques that replace attention in unchanged modules."""

@@ -1,11 +1,11 @@
-"""Exact attention in chunks of queries and keys, none of whose weights are kept (Rabe & Staats 2021, arXiv:2112.05682).
+"""Exact attention in chunks of queries and keys that keeps no weights (Rabe & Staats 2021, arXiv:2112.05682).
 
-For a chunk of queries, chunks of keys are gone through with the running maximum m and sum l of each row,
+For each chunk of queries, the chunks of keys are visited with the running maximum m and sum l of each row,
 
     m' = max(m, max_j s_j),  l' = l e^(m - m') + sum_j e^(s_j - m'),  o' = o e^(m - m') + sum_j e^(s_j - m') v_j,
 
-and the output is o / l. Kept for the backward pass is ``lse = m + log l``, (B, H, L), from which weights are computed anew, as
-``p = e^(s - lse)``: ``ds = p (dp - rowsum(do o))``. That is at most ``chunk^2`` weights of each head at a time.
+and the output is o / l. The backward pass keeps ``lse = m + log l``, (B, H, L), and recomputes weights from it, as
+``p = e^(s - lse)``: ``ds = p (dp - rowsum(do o))``. At most ``chunk^2`` weights per head exist at a time.
 """
 
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ from torch.autograd.function import once_differentiable
 
 
 class _Part:
-    """One chunk of queries with one of keys, for G query heads of each key head.
+    """One chunk of queries with one chunk of keys, for G query heads per key head.
 
     Args:
-        call: the settings of the whole.
-        rows: of queries.
-        columns: of keys.
+        call: the settings of the whole call.
+        rows: the queries.
+        columns: the keys.
     """
 
     def __init__(self, call: "_Settings", rows: slice, columns: slice) -> None:
         self.call, self.rows, self.columns = call, rows, columns
 
     def scores(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, H', G, rows, columns), ``-inf`` where a key may not be seen."""
+        """Return (B, H', G, rows, columns), ``-inf`` where a key may not be seen."""
         call = self.call
         some = q[:, :, :, self.rows].flatten(2, 3)
         s = some @ k[:, :, self.columns].transpose(-1, -2) * call.scale
@@ -43,13 +43,13 @@ class _Part:
         return s
 
     def of_mask(self, mask: Tensor) -> Tensor:
-        """What a mask (B or 1, H or 1, L or 1, S or 1) says of this part: (B or 1, H' or 1, G or 1, ., .)."""
+        """Return this part of a mask (B or 1, H or 1, L or 1, S or 1): (B or 1, H' or 1, G or 1, ., .)."""
         part = mask[:, :, self.rows] if mask.shape[2] > 1 else mask
         part = part[..., self.columns] if mask.shape[3] > 1 else part
         return part.unsqueeze(2) if mask.shape[1] == 1 else part.unflatten(1, (-1, self.call.groups))
 
     def kept(self, like: Tensor) -> Tensor:
-        """The factor that dropout gives each weight: 0 or 1 / (1 - p), the same whenever it is asked for."""
+        """Return the factor of dropout for each weight: 0 or 1 / (1 - p), the same at every call."""
         g = torch.Generator(like.device).manual_seed(
             self.call.seed + 2**20 * (self.rows.start or 0) + (self.columns.start or 0)
         )
@@ -58,14 +58,14 @@ class _Part:
 
 
 class _Settings:
-    """What is the same in all chunks."""
+    """The settings that are the same in all chunks."""
 
     def __init__(self, causal: bool, scale: float, dropout: float, seed: int, chunk: int) -> None:
         self.causal, self.scale, self.dropout, self.seed, self.chunk = causal, scale, dropout, seed, chunk
         self.groups = 1
 
     def parts(self, queries: int, keys: int) -> Iterator[tuple[slice, list[_Part]]]:
-        """Chunks of queries, with the chunks of keys that one of them may see."""
+        """Yield chunks of queries, each with the chunks of keys that one of its queries may see."""
         for start in range(0, queries, self.chunk):
             rows = slice(start, min(start + self.chunk, queries))
             end = min(keys, rows.stop) if self.causal else keys
@@ -147,20 +147,20 @@ def chunked_attention(
     dropout: float = 0.0,
     chunk: int = 128,
 ) -> Tensor:
-    """``softmax(q k^T scale + mask) v``, exact, with at most ``chunk^2`` weights of each head at a time.
+    """Return ``softmax(q k^T scale + mask) v``, exactly, with at most ``chunk^2`` weights per head at a time.
 
-    Keeps for the backward pass what it was given, its output and a number for each row. A query that may see nothing gets
-    zeros. Gradients cannot be differentiated again.
+    The backward pass keeps the inputs, the output and one number per row. A query that may see no key gets zeros.
+    Gradients cannot be differentiated again.
 
     Args:
         q: (B, H, L, E).
-        k: (B, H', S, E), H a multiple of H'.
+        k: (B, H', S, E), with H a multiple of H'.
         v: (B, H', S, E').
-        mask: True where a key may be seen, or numbers that are added; broadcasts to (B, H, L, S), has four dimensions.
-        causal: whether query i sees keys up to i alone.
-        scale: of the products.
-        dropout: the share of weights that is dropped; which, is drawn of the global generator.
-        chunk: queries, and keys, at a time.
+        mask: True where a key may be seen, or numbers to add to scores; four dimensions, broadcasts to (B, H, L, S).
+        causal: whether query i sees only keys up to i.
+        scale: the factor on the products.
+        dropout: the fraction of weights to drop, drawn from the global generator.
+        chunk: the number of queries, and of keys, at a time.
     """
     seed = int(torch.randint(2**40, ())) if dropout else 0
     return _Chunked.apply(q, k, v, mask, _Settings(causal, scale, dropout, seed, chunk))  # pyright: ignore[reportReturnType]

@@ -1,9 +1,8 @@
-"""Attention within the buckets of a locality-sensitive hash, by chunks (Kitaev et al. 2020, section 2).
+"""Attention within the buckets of a locality-sensitive hash, in chunks (Kitaev et al. 2020, section 2).
 
-A query sees a window of the keys in its bucket. The window follows from the query's rank, which is the number of
-visible keys of the bucket up to its own place. Later tokens and hidden keys have no part in it: the paper sorts all
-tokens together, so that a chunk's bounds, and with them which earlier keys a query sees, change with later tokens and
-with padding.
+A query sees a window of the keys in its bucket. The window follows from the query's rank, the number of visible keys of
+the bucket up to its own place. Later tokens and hidden keys do not affect it. The paper sorts all tokens together, so
+the bounds of a chunk, and the earlier keys that a query sees, depend on later tokens and on padding.
 """
 
 from typing import NamedTuple
@@ -13,11 +12,11 @@ from torch import Tensor
 
 
 def buckets_of(x: Tensor, rotations: Tensor) -> Tensor:
-    """``argmax [x R; -x R]``: (.., rounds, n), from 0 to the number of buckets.
+    """Return ``argmax [x R; -x R]``: (.., rounds, n), from 0 to the number of buckets.
 
     Args:
         x: (.., n, E).
-        rotations: R, (rounds, E, buckets / 2); with no columns all are in one bucket.
+        rotations: R, (rounds, E, buckets / 2); without columns, everything is in one bucket.
     """
     if rotations.shape[-1] == 0:
         return torch.zeros(*x.shape[:-2], len(rotations), x.shape[-2], dtype=torch.long, device=x.device)
@@ -34,7 +33,7 @@ class Round(NamedTuple):
         keys: the key in each place of a chunk's window, (N, T, w).
         inside: which places of a window hold a key, (N, T, w).
         of_queries: the bucket of each query, (N, L).
-        of_keys: the bucket of each key, (N, S). Hidden keys are in a bucket of their own, which no query is in.
+        of_keys: the bucket of each key, (N, S). Hidden keys are in a bucket without queries.
         starts: the rank at which each query's window begins, (N, L).
         ranks: the rank of each key in its bucket, by position, (N, S).
     """
@@ -50,7 +49,7 @@ class Round(NamedTuple):
 
 
 def num_chunks(queries: int, keys: int, buckets: int, chunk: int) -> int:
-    """T: how many chunks any hash may need, since each pair of a bucket and a window begins a chunk of its own."""
+    """Return T, the largest number of chunks that any hash needs: each pair of a bucket and a window starts a new chunk."""
     groups = min(queries, (keys + buckets * chunk - 1) // chunk)
     return min(queries, (queries + groups * (chunk - 1)) // chunk)
 
@@ -60,15 +59,15 @@ def arranged(
 ) -> Round:
     """Put queries into chunks whose members share a bucket and a window of keys.
 
-    A query of rank r belongs to part ``c = r // m`` of its bucket. It sees the keys of ranks ``[c m - m, c m + m)``
-    if attention is causal, else ``[c m - m/2, c m + 3 m/2)``; the window begins at 0 where that is negative.
+    A query of rank r belongs to part ``c = r // m`` of its bucket. It sees the keys of ranks ``[c m - m, c m + m)`` if
+    attention is causal, else ``[c m - m/2, c m + 3 m/2)``; the window begins at 0 where that is negative.
 
     Args:
         of_queries: buckets, (N, L).
         of_keys: buckets, (N, S).
         chunk: m.
-        buckets: how many there are.
-        causal: whether query i sees keys up to i alone.
+        buckets: the number of buckets.
+        causal: whether query i sees only keys up to i.
         there: which keys may be seen, (N, S), or None for all.
     """
     count, length = of_queries.shape
@@ -81,7 +80,7 @@ def arranged(
     ranks = key_order.argsort(dim=-1) - begins.gather(1, of_keys)
 
     place = torch.arange(length, device=device)
-    by_place = sorted_keys * keys + key_order  # ascending: keys of a bucket stand in the order of their places
+    by_place = sorted_keys * keys + key_order  # ascending: the keys of a bucket are in the order of their places
     up_to = torch.searchsorted(by_place, of_queries * keys + place.clamp_max(keys - 1), right=True)
     part = (up_to - begins.gather(1, of_queries) - 1).clamp_min(0) // chunk
     starts = (part * chunk - (chunk if causal else chunk // 2)).clamp_min(0)
@@ -113,22 +112,22 @@ def hashed_attention(
     chunk: int,
     buckets: int,
 ) -> Tensor:
-    """Attention to the keys that share a bucket with the query, and its window, in one of the rounds: (N, L, E').
+    """Attend to the keys that share the query's bucket and window in one of the rounds: (N, L, E').
 
-    The rounds are put together as in the paper: each pair counts once, however many rounds it is in. A query that
-    meets no key sees the one of its own place.
+    Rounds are combined as in the paper: each pair counts once, however many rounds it is in. A query that meets no key
+    sees the key of its own place.
 
     Args:
         q: (N, L, E).
         k: (N, L, E).
         v: (N, L, E').
         of_queries: buckets, (N, rounds, L).
-        of_keys: likewise.
-        scale: of the products.
-        causal: whether query i sees keys up to i alone.
+        of_keys: buckets, (N, rounds, L).
+        scale: the factor on the products.
+        causal: whether query i sees only keys up to i.
         there: which keys may be seen, (N, L), or None for all.
         chunk: m.
-        buckets: how many there are.
+        buckets: the number of buckets.
     """
     rounds = [
         arranged(b, c, chunk, buckets, causal=causal, there=there)
@@ -159,12 +158,12 @@ def hashed_attention(
 
 
 def _back(made: Tensor, slots: Tensor) -> Tensor:
-    """What chunks made, in the order of the queries: (N, L, .)."""
+    """Return the results of chunks in the order of the queries: (N, L, .)."""
     return made.gather(1, slots[..., None].expand(-1, -1, made.shape[-1]))
 
 
 def _times(rounds: list[Round], at: Tensor, keys: Tensor, row: Tensor) -> Tensor:
-    """In how many rounds a pair of a round meets, at least 1: (N, T, m, w)."""
+    """Return the number of rounds in which each pair of a round meets, at least 1: (N, T, m, w)."""
     found = torch.zeros(*at.shape, keys.shape[-1], dtype=torch.long, device=at.device)
     for other in rounds:
         same = other.of_queries[row, at][..., None] == other.of_keys[row, keys].unsqueeze(-2)

@@ -1,25 +1,28 @@
-"""Modules whose own forward pass attends otherwise, with parameters for it; and which modules attend, found by one pass."""
+"""Modules whose own forward pass uses another attention with its own parameters, and the search for modules that attend."""
 
 import copy
 import functools
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._attention.calls import Call, CannotReplace
 from lightning_eff._core._attention.mode import Replacing
 from lightning_eff._core._branches.probing import aside, attempts
+from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.patches import hook_before, hook_behind
 
 
 class Inside(nn.Module):
-    """What a class of modules is made to have: other attention within its forward pass.
+    """Mixed into a module's class: another attention within its forward pass.
 
     Attributes:
         who: the technique's name.
@@ -28,13 +31,24 @@ class Inside(nn.Module):
     who: str
 
     def attends(self, call: Call) -> Tensor:
-        """What a call of attention returns."""
+        """Return the result of a call of attention."""
         raise NotImplementedError
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with Replacing(self.attends, self.who):
             return super().forward(*args, **kwargs)
+
+    def begin(self) -> None:
+        """Set the new parameters to their first values."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """Reset the class's own parameters, and the new ones."""
+        reset = getattr(super(), "reset_parameters", None)
+        if reset is not None:
+            reset()
+        self.begin()
 
     @override
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -47,30 +61,66 @@ def _class_of(kind: type[Inside], cls: type[nn.Module]) -> type[Inside]:
 
 
 def blank(kind: type[Inside], cls: type[nn.Module]) -> Inside:
-    """An instance without any state."""
+    """Return an instance without any state."""
     made = _class_of(kind, cls)
     return made.__new__(made)
 
 
 def put_inside(kind: type[Inside], plain: nn.Module, *, who: str, **attributes: Any) -> Inside:
-    """A module with ``plain``'s own class, parameters and settings, and what ``kind`` makes of its attention.
+    """Return a module with ``plain``'s class, parameters and settings, and the attention of ``kind``.
 
     Args:
-        kind: the other attention, to which parameters are still to be given.
-        plain: the module, whose forward pass attends.
+        kind: the other attention, whose parameters the caller adds.
+        plain: the module whose forward pass attends.
         who: the technique's name.
-        attributes: plain ones that it shall have.
+        attributes: further attributes of the module.
     """
     made = blank(kind, type(plain))
     made.__dict__.update({k: copy.copy(v) if isinstance(v, dict | set) else v for k, v in plain.__dict__.items()})
     made.__dict__.update(who=who, **attributes)
-    if isinstance(plain, nn.MultiheadAttention):  # torch's encoder layer reads its weights, unless there are hooks
+    if isinstance(plain, nn.MultiheadAttention):  # torch's encoder layer reads its weights unless it has hooks
         made.register_forward_pre_hook(_called)
     return made
 
 
 def _called(module: nn.Module, args: Any) -> None:
-    """Lets the module be called."""
+    """Do nothing; the hook's presence makes torch call the module."""
+
+
+class InsideAttention(Architecture):
+    """A technique that puts another attention, with its own parameters, into every module that attends."""
+
+    change_at: ClassVar[Change] = Change.ADAPT
+    needs: ClassVar[Need] = Need.WHOLE
+    refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.PIPELINE: ""}
+    _replaced = 0  # modules
+
+    def unfit(self, call: Call) -> str | None:
+        """Return why a call cannot be replaced, or None."""
+        return None
+
+    def check_places(self, found: "Mapping[str, Place]") -> None:
+        """Raise ``ValueError`` if the modules that attend cannot be replaced with these settings."""
+
+    @abstractmethod
+    def build(self, plain: nn.Module, place: "Place") -> Inside:
+        """Return the module that takes the place of ``plain``."""
+
+    @override
+    def change(self, surgeon: Surgeon) -> None:
+        found = places(surgeon, who=type(self).__name__, unfit=self.unfit)
+        self.check_places(found)
+        by_id = {id(surgeon.root.get_submodule(path)): place for path, place in found.items()}
+
+        def build(plain: nn.Module) -> nn.Module:
+            return self.build(plain, by_id[id(plain)])
+
+        surgeon.swap(lambda path, m: path in found, build, what="a module that attends")
+        self._replaced = len(found)
+
+    @override
+    def report(self) -> dict[str, float | int | Tensor]:
+        return {"attentions": self._replaced}
 
 
 @dataclass
@@ -78,8 +128,8 @@ class Place:
     """A module that attends once in a pass.
 
     Attributes:
-        call: what it is given.
-        of: what was run on what, in words.
+        call: the call.
+        of: which module ran on which input, in words.
     """
 
     call: Call
@@ -87,23 +137,23 @@ class Place:
 
     @property
     def heads(self) -> int:
-        """Of queries."""
+        """The number of query heads."""
         return self.call.query.shape[1]
 
     @property
     def width(self) -> int:
-        """Features of a head's queries."""
+        """The number of features of a head's queries."""
         return self.call.query.shape[-1]
 
     @property
     def tokens(self) -> int:
-        """Keys."""
+        """The number of keys."""
         return self.call.key.shape[-2]
 
 
 @contextmanager
 def _noting(module: nn.Module, who: str) -> Iterator[list[tuple[str, Call]]]:
-    """What attends meanwhile, with the path of the innermost module that runs."""
+    """Record calls of attention, with the path of the innermost module that runs."""
     stack, handles, found = list[str](), list[Any](), list[tuple[str, Call]]()
 
     def entering(path: str) -> Callable[..., None]:
@@ -125,16 +175,16 @@ def _noting(module: nn.Module, who: str) -> Iterator[list[tuple[str, Call]]]:
 
 
 def places(surgeon: Surgeon, *, who: str, unfit: Callable[[Call], str | None]) -> Mapping[str, Place]:
-    """The modules that attend, by path, as the first pass that shows some finds them.
+    """Return the modules that attend, by path, from the first pass that shows some.
 
     Args:
-        surgeon: of the technique; the batch that it has, or else inputs that are made up, are run on.
+        surgeon: the technique's surgeon; the pass runs on its batch, or on made-up inputs.
         who: the technique's name.
-        unfit: why a call cannot be replaced, or None.
+        unfit: a function that returns why a call cannot be replaced, or None.
 
     Raises:
-        ValueError: if nothing attends, with what was run; if a module attends several times in a pass or in the root's own
-            forward; if a call is unfit.
+        ValueError: if nothing attends, a module attends several times in a pass or in the root's own forward, or a call
+            is unfit.
     """
     root, tried = surgeon.root, list[str]()
     for of, run in attempts(root, surgeon.batch):
@@ -143,25 +193,25 @@ def places(surgeon: Surgeon, *, who: str, unfit: Callable[[Call], str | None]) -
                 run()
         except CannotReplace:
             raise
-        except Exception as e:  # what is made up may not be what the module takes: the next may be
+        except Exception as e:  # the module may not take these made-up inputs, but the next ones
             tried.append(f"{of} raised {type(e).__name__} ({str(e).splitlines()[0][:120] if str(e) else ''})")
             continue
         if not found:
-            tried.append(f"{of} ran, and no attention was seen")
+            tried.append(f"{of} ran without attention")
             continue
         for path, call in found:
             why = unfit(call)
             if not path or sum(other == path for other, _ in found) > 1:
-                why = "it attends several times in a pass, or in its own forward pass where nothing is to be exchanged"
+                why = "it attends several times in a pass, or in the forward of the root, which cannot be replaced"
             if why is not None:
                 raise ValueError(
-                    f"{who}: the attention of {path or type(root).__name__} cannot be replaced: {why}. Take the technique out."
+                    f"{who}: the attention of {path or type(root).__name__} cannot be replaced: {why}. Remove {who}."
                 )
-        rank_zero_info(f"{who}: {len(found)} attentions are replaced, found by {of}.")
+        rank_zero_info(f"{who}: replaced {len(found)} attention modules, found by {of}.")
         return {path: Place(call, of) for path, call in found}
-    ran = [one for one in tried if " ran, " in one]
+    ran = [one for one in tried if one.endswith(" ran without attention")]
     raise ValueError(
         f"{who}: found no attention in {type(root).__name__}: {'; '.join((ran or tried)[:2]) or 'there was nothing to run'}."
-        " Expected scaled_dot_product_attention, or nn.MultiheadAttention with need_weights=False (of Hugging Face's models"
-        " attn_implementation='sdpa'). Give a batch, lightning_eff.apply(module, technique, batch=batch), or take it out."
+        " Use scaled_dot_product_attention, or nn.MultiheadAttention with need_weights=False (attn_implementation='sdpa' in"
+        " Hugging Face's models), or give a batch: lightning_eff.apply(module, technique, batch=batch)."
     )

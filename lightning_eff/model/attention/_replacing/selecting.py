@@ -1,4 +1,4 @@
-"""Attention to some of the keys: a method chooses them, and the weights of those sum to one again."""
+"""Attention to chosen keys, whose weights are normalised to sum to one again."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -12,19 +12,19 @@ from lightning_eff._core._attention.calls import Call
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, ReplacedAttention
 
-#: What those that choose must be held against.
+#: The control of techniques that choose keys.
 SLOWER = Control(
-    "the baseline for as many seconds with its learning rate decayed to zero, since a step costs more here"
+    "the baseline for as many seconds with its learning rate decayed to zero, since a step costs more with the technique"
 )
 
 
 def with_best(keep: Tensor, estimate: Tensor, seen: Tensor | None) -> Tensor:
-    """``keep``, and for each query of which it holds no key that may be seen the one of the highest estimate.
+    """Return ``keep``, with the key of the highest estimate added for each query that keeps no visible key.
 
     Args:
         keep: (B, H, L, S), bool.
-        estimate: of how much each key matters, likewise.
-        seen: which keys may be seen, or None for all; broadcasts to it.
+        estimate: how much each key matters, of the same shape.
+        seen: which keys may be seen, or None for all; broadcasts to the same shape.
     """
     if seen is not None:
         keep = keep & seen
@@ -35,20 +35,20 @@ def with_best(keep: Tensor, estimate: Tensor, seen: Tensor | None) -> Tensor:
 
 
 class SelectedKeys(ReplacedAttention):
-    """Each query sees the keys alone that :meth:`keep` chooses, exactly; what others chose before it stays out.
+    """Attends exactly to the keys that :meth:`keep` chooses, among those that earlier techniques left.
 
-    Choosing takes no gradient. It goes over all pairs, and so does what computes attention then: nothing is saved but where
-    hardware passes over pairs one by one.
+    The choice has no gradient. It covers all pairs, and so does the attention that follows: this saves nothing, except
+    on hardware that can skip single pairs.
     """
 
     conflicts: ClassVar[Mapping[str, str]] = OUTSIDE
 
-    _kept: Tensor | float = 0.0  # shares of pairs, summed over calls of the last step
+    _kept: Tensor | float = 0.0  # fractions of pairs, summed over calls of the last step
     _chosen = 0
 
     @abstractmethod
     def keep(self, call: Call) -> Tensor:
-        """Which keys each query keeps, (B, H, L, S), bool; a query must keep one of those that it may see."""
+        """Return which keys each query keeps, (B, H, L, S), bool; a query must keep at least one key that it may see."""
 
     @override
     def begin(self) -> None:
@@ -65,7 +65,7 @@ class SelectedKeys(ReplacedAttention):
                 whole = all_pairs if seen is None else seen.expand(left.shape).sum()
                 self._kept = self._kept + left.sum() / whole
                 self._chosen += 1
-        if call.mask is not None and call.mask.requires_grad:  # its gradient is that of the pairs that are left
+        if call.mask is not None and call.mask.requires_grad:  # only the remaining pairs give it a gradient
             narrowed = call.of_keys(narrowed.may_see())  # pyright: ignore[reportArgumentType]
         return narrowed.run()
 
@@ -77,7 +77,7 @@ class SelectedKeys(ReplacedAttention):
     def summary(self) -> str:
         if not self._chosen:
             return "no step taken"
-        return f"{float(self.report()['kept']):.0%} of the pairs of {self._calls} calls of attention kept"
+        return f"kept {float(self.report()['kept']):.0%} of the pairs of {self._calls} calls of attention per step"
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The base class of techniques that compute every attention of an unchanged module otherwise, without parameters."""
+"""The base class of techniques that replace every attention call of an unchanged module, without new parameters."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -17,71 +17,82 @@ from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import Control, Technique
 
-#: With these attention is not where it can be taken hold of, or what it is handed is not what its tokens are.
+#: Techniques that hide attention calls, or give them other tokens than the sample's.
 CONFLICTS: Mapping[str, str] = {
-    "RegionalCompilation": "attention inside of compiled blocks cannot be seen",
-    "SequencePacking": "samples that share a row are told apart in the very call that is replaced",
+    "RegionalCompilation": "attention inside compiled blocks cannot be replaced",
+    "SequencePacking": "the replaced call is the one that separates samples in a row",
 }
-#: With these, too, what is not changed inside of modules.
+#: Further conflicts of techniques that do not change the modules themselves.
 OUTSIDE: Mapping[str, str] = {
     **CONFLICTS,
     **dict.fromkeys(
         ("ActivationCompression", "ACTPrecision"),
-        "its attention runs again by the kernel of the plain call, which is not the one that is computed",
+        "it recomputes attention with the kernel of the plain call instead of the replaced one",
     ),
 }
-#: And with these, what chooses among keys by how many there are.
+#: Further conflicts of techniques that choose among keys by their number.
 SOME_KEYS: Mapping[str, str] = dict.fromkeys(
     ("RandomLTD", "TokenDropping"),
-    "it chooses keys by how many there are, which cannot be told from an output that goes by where tokens stand",
+    "it chooses keys by their number, which looks like an output that depends on token positions",
 )
-NO_DROPOUT = "it drops {:.0%} of its weights, and {} has none to drop: set the dropout of attention to 0"
+#: Conflicts of techniques that compute no weight for each pair of tokens.
+NO_PAIRS = "it has no weight for each pair of tokens, on which the other acts"
+#: The control of methods whose cost is linear in the length.
+EXACT = Control("the baseline, with fused exact attention, for as many seconds with its learning rate decayed to zero")
 
 
 def no_sequences(profile: RunProfile) -> str | None:
-    """Why another attention would be tried in vain."""
-    return None if profile.sequence_length is not None or profile.image_side is not None else "samples are no sequences"
+    """Return why another attention would be pointless, in words."""
+    has = profile.sequence_length is not None or profile.image_side is not None
+    return None if has else "samples are not sequences"
+
+
+def too_short(profile: RunProfile) -> str | None:
+    """Return why attention of linear cost would be pointless, in words."""
+    if profile.sequence_length is not None and profile.sequence_length < 512:
+        return f"exact attention is faster on sequences of {profile.sequence_length} tokens"
+    return no_sequences(profile)
 
 
 class ReplacedAttention(Technique):
-    """Computes attention otherwise in training steps and in evaluation, as long as the Trainer has the technique.
+    """Replaces attention in training steps and in evaluation, as long as the Trainer has the technique.
 
-    A subclass says in :meth:`attend` what it makes of a call. Several together act on each call in turn, by ``turn`` and then
-    by class name; what is left of the call, a narrower mask for one, goes to the next.
+    A subclass computes a call in :meth:`attend`. Several techniques act on each call in turn, by ``turn`` and then by
+    class name; what one leaves of the call, such as a narrower mask, goes to the next.
 
-    Class attributes, beside those of :class:`Technique`:
-        turn: who comes first has the largest.
+    Class attributes, in addition to those of :class:`Technique`:
+        turn: the technique with the largest value acts first.
     """
 
     needs: ClassVar[Need] = Need.CALLS
     turn: ClassVar[int] = 1
 
-    _calls = 0  # of the last training step
+    _calls = 0  # in the last training step
     _looked = False
-    _modes: "tuple[Replacing, ...]" = ()  # of the step that is under way
+    _modes: "tuple[Replacing, ...]" = ()  # in the current step
     _seed = 0
 
     @abstractmethod
     def attend(self, call: Call) -> Tensor:
-        """What the call returns, (B, H, L, E').
+        """Return the result of the call, (B, H, L, E').
 
         Raises:
-            CannotReplace: with the reason, if it cannot be done.
+            CannotReplace: with the reason, if it cannot be computed.
         """
 
     def look_at(self, call: Call) -> None:
-        """A call of the look at the first batch, before :meth:`attend`."""
+        """Look at a call of the first batch, before :meth:`attend`."""
 
     def looked(self, session: Session) -> None:
-        """The look at the first batch is over, on all ranks."""
+        """Act after the look at the first batch, on all ranks."""
 
     # -- the run
 
     @property
     def seed(self) -> int:
-        """The run's, also in an evaluation after it."""
+        """The seed of the run, also in an evaluation after it."""
         return self.session.seed if self.session.fitting else self._seed
 
     def _mine(self, session: Session) -> "list[ReplacedAttention]":
@@ -106,8 +117,8 @@ class ReplacedAttention(Technique):
             if getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod"):
                 at = f"the module {name!r} ({type(m).__name__})" if name else type(m).__name__
                 raise ValueError(
-                    f"{type(self).__name__}: {at} is compiled, and attention in compiled code cannot be seen; expected a"
-                    " module that is not. Train it uncompiled, or take the technique out."
+                    f"{type(self).__name__}: {at} is compiled, so its attention cannot be replaced. Train it uncompiled, or"
+                    f" remove {type(self).__name__}."
                 )
 
     @contextmanager
@@ -122,7 +133,7 @@ class ReplacedAttention(Technique):
             yield
 
     def begin(self) -> None:
-        """A training step begins: what is counted of it starts anew."""
+        """Reset what is counted in a training step."""
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         mine = self._mine(self.session)
@@ -135,7 +146,7 @@ class ReplacedAttention(Technique):
         return output
 
     def _look(self, step: Step, batch: Any, mine: "list[ReplacedAttention]") -> None:
-        """See in the first batch, alike on all ranks, by a pass that leaves no trace, that attention can be replaced."""
+        """Check on the first batch, on all ranks alike and without side effects, that attention can be replaced."""
         modes = [t._modes[0] for t in mine]
 
         def around(run: Proceed, batch: Any) -> Any:
@@ -152,18 +163,17 @@ class ReplacedAttention(Technique):
             problem = e
         if problem is None and not modes[-1].calls:
             by_hand = modes[-1].by_hand
-            beside = f" ({by_hand} times scores went through a softmax that is written by hand)" if by_hand else ""
+            beside = f" ({by_hand} times as a softmax of scores written by hand)" if by_hand else ""
             problem = ValueError(
-                f"{type(mine[-1]).__name__}: saw no attention in training_step{beside}; expected calls of"
-                " F.scaled_dot_product_attention, or nn.MultiheadAttention with need_weights=False, outside of compiled code."
-                " Hugging Face's models take attn_implementation='sdpa'; flex_attention cannot be replaced. Or take the"
-                " technique out."
+                f"{type(mine[-1]).__name__}: found no attention call in training_step that can be replaced{beside}. Use"
+                " F.scaled_dot_product_attention, or nn.MultiheadAttention with need_weights=False, outside of compiled code"
+                " (attn_implementation='sdpa' in Hugging Face's models)."
             )
         agree(self.session, problem)
         if modes[-1].by_hand:
             rank_zero_info(
-                f"{type(mine[-1]).__name__}: {modes[-1].calls} calls of attention are replaced; left as they are:"
-                f" {modes[-1].by_hand} that are written as a softmax of scores."
+                f"{type(mine[-1]).__name__}: replaced {modes[-1].calls} calls of attention, but not {modes[-1].by_hand} that"
+                " are written as a softmax of scores."
             )
         for technique in mine:
             technique.looked(self.session)
@@ -173,7 +183,7 @@ class ReplacedAttention(Technique):
         for technique in mine:
             technique.begin()
 
-    # -- what is told
+    # -- report and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -181,7 +191,7 @@ class ReplacedAttention(Technique):
 
     @override
     def summary(self) -> str:
-        return f"{self._calls} calls of attention a step" if self._calls else "no step taken"
+        return f"replaced {self._calls} calls of attention per step" if self._calls else "no step taken"
 
     @override
     def state_dict(self) -> dict[str, Any]:

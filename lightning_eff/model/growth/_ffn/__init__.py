@@ -1,1 +1,1 @@
-"""Feed-forward networks some of whose hidden units are not there yet: where they lie, what a step computes, how they grow."""
+"""Feed-forward networks that train with a part of their hidden units."""

@@ -1,4 +1,4 @@
-"""The look at a module's feed-forward networks with its first batch: found, narrowed, and seen to keep their function."""
+"""The search for a module's feed-forward networks on its first batch, and the check that narrow ones keep their function."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,21 +29,25 @@ def narrowed(
     names: Sequence[Sequence[str]] | None,
     who: str,
 ) -> Width | None:
-    """The feed-forward networks of the run's module, at the first of ``shares``: seen to act, and to keep their function.
+    """Return the feed-forward networks of the run's module at the first of ``shares``, checked to act and to keep their
+    function.
 
-    Three forward passes on the run's first batch, whose cost is counted; None for a batch that the step passes over.
+    It costs three forward passes on the run's first batch, which are counted.
 
     Args:
         session: the run.
         batch: on the device.
         batch_idx: its index.
-        shares: of all hidden units, growing: each must leave a whole number, and a multiple of the one before.
-        names: the networks as the user names them; None looks for them.
+        shares: the fractions of all hidden units, growing: each must give a whole number, a multiple of the one before.
+        names: the networks as the user names them; None searches for them.
         who: the technique's name, for messages.
 
+    Returns:
+        The networks; None if the step skips this batch.
+
     Raises:
-        ValueError: if there are none, they cannot be so narrow, the step does not call them as modules, or a network does not
-            treat each hidden unit by itself; no weight has changed then.
+        ValueError: if there are none, they cannot be so narrow, the step does not call them as modules, or a network
+            does not treat each hidden unit by itself. No weight has changed then.
     """
     plain = traced(session, batch, batch_idx, who=who)
     if plain is None:
@@ -55,9 +59,8 @@ def narrowed(
         if not ffns:
             why = "; ".join(f"{name}: {reason}" for name, reason in refused.items()) or "there are no residual branches"
             raise ValueError(
-                f"{who}: found no feed-forward network x + W_2 f(W_1 x) in {type(session.module).__name__} ({why}); expected at"
-                " least one. Name them by ffn=, such as ffn=[['blocks.*.fc1', 'blocks.*.fc2']], or let the width alone by"
-                " width=None."
+                f"{who}: found no feed-forward network x + W_2 f(W_1 x) in {type(session.module).__name__} ({why}). Name them,"
+                " as in ffn=[['blocks.*.fc1', 'blocks.*.fc2']], or use width=None."
             )
     check_units(ffns, shares, who=who)
     width = Width(session.module, ffns, shares[0])
@@ -75,7 +78,7 @@ def narrowed(
 
 
 def check_units(ffns: Sequence[FFN], shares: Sequence[float], *, who: str) -> None:
-    """Raise ``ValueError`` if a network's hidden units cannot be so many, or cannot be repeated to be as many as follow."""
+    """Raise ``ValueError`` if a network cannot have these numbers of hidden units, each by repeating the one before."""
     for ffn in ffns:
         units = [round(ffn.hidden * share) for share in shares]
         whole = all(abs(ffn.hidden * share - n) < 0.02 and n >= 1 for share, n in zip(shares, units, strict=True))
@@ -83,34 +86,33 @@ def check_units(ffns: Sequence[FFN], shares: Sequence[float], *, who: str) -> No
             continue
         possible = [f"1/{k}" for k in range(2, 9) if ffn.hidden % k == 0]
         raise ValueError(
-            f"{who}(width=...): the shares {[*shares]} of {ffn} are {[ffn.hidden * share for share in shares]}; expected whole"
-            " numbers, each a multiple of the one before, since hidden units are repeated. Shares that this network can begin"
-            f" with: {', '.join(possible) or 'none'}."
+            f"{who}(width=...): the fractions {[*shares]} of {ffn} give {[ffn.hidden * share for share in shares]} hidden"
+            " units, not whole numbers that are multiples of the one before. Fractions that this network can begin with:"
+            f" {', '.join(possible[:5]) or 'none'}."
         )
 
 
 def _try(session: Session, batch: Any, batch_idx: int, width: Width, *, who: str) -> None:
-    """Narrow, and back to full width: what the last maps get and return is the same, and only narrow weights were used."""
+    """Narrow the networks and widen them again, and check that only narrow weights were used and the values stay the same."""
     module = session.module
     width.clear()
     width.made = []
     try:
         with width.view(True), _watched(module, width) as narrow:
             graph = traced(session, batch, batch_idx, who=who)
-        assert graph is not None, "the same batch was not passed over before"
+        assert graph is not None, "the same batch was not skipped before"
         unused = _used_whole(graph, width)
     except (RuntimeError, TypeError, IndexError) as error:
         raise ValueError(
             f"{who}: {type(module).__name__} cannot compute with {width.share:g} of the hidden units of"
-            f" {', '.join(map(str, width.ffns[:3]))}: {first_line(error)}. Expected code that takes their number from"
-            " what it is given. Name other networks by ffn=, or let the width alone by width=None."
+            f" {', '.join(map(str, width.ffns[:3]))}: {first_line(error)}. Name other networks by ffn=, or use width=None."
         ) from error
     finally:
         width.made = None
     if unused:
         raise ValueError(
-            f"{who}: {type(module).__name__} uses {', '.join(unused)} past the modules that own them, so nothing would be"
-            " saved; expected them to be called. Name other networks by ffn=, or let the width alone by width=None."
+            f"{who}: {type(module).__name__} uses {', '.join(unused[:5])} without calling the modules that own them, so"
+            " nothing would be saved. Name other networks by ffn=, or use width=None."
         )
     share = width.share
     width.grow(1.0)
@@ -119,14 +121,14 @@ def _try(session: Session, batch: Any, batch_idx: int, width: Width, *, who: str
     differ = [name for name in narrow if not _same(narrow[name], full.get(name, []))]
     if differ:
         raise ValueError(
-            f"{who}: with repeated hidden units, {', '.join(differ)} would get or return other values than with"
-            f" {share:g} of them; expected networks that treat each hidden unit by itself, one half of them after the"
-            " other where one map makes two. Name other networks by ffn=, or let the width alone by width=None."
+            f"{who}: repeating hidden units changes the values of {', '.join(differ[:5])}, compared with {share:g} of the"
+            " units, so these networks do not treat each hidden unit by itself. Name other networks by ffn=, or use"
+            " width=None."
         )
 
 
 def _used_whole(graph: Graph, width: Width) -> list[str]:
-    """Names of parameters that something else than the narrow weights made of them was computed from."""
+    """Return the names of parameters from which something other than their narrow part was computed."""
     made: set[Node] = set()
     for tensor in width.made or ():
         todo = [tensor.grad_fn]
@@ -148,7 +150,7 @@ def _used_whole(graph: Graph, width: Width) -> list[str]:
 
 @contextmanager
 def _watched(module: nn.Module, width: Width) -> Iterator[Seen]:
-    """What the owners of the last maps are called with, where that has hidden units, and what they return."""
+    """Record the inputs and outputs of the modules that own the output layers."""
     seen: Seen = {}
     handles: list[Any] = []
     for ffn in width.ffns:
@@ -170,7 +172,7 @@ def _note(seen: Seen, ffn: FFN) -> Any:
 
 
 def _same(narrow: list[Tensor], full: list[Tensor]) -> bool:
-    """Whether values are equal but for rounding, hidden units that are repeated counting once."""
+    """Return whether values are equal up to rounding, where repeated hidden units count once."""
     if len(narrow) != len(full):
         return False
     for a, b in zip(narrow, full, strict=True):

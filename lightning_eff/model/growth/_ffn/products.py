@@ -1,7 +1,8 @@
-"""A linear map by some of its rows or columns, whose gradient is written into place.
+"""A linear layer that uses some of its rows or columns and writes the gradient of its weight in place.
 
-Slicing a weight is differentiated by zeros in the whole one's shape and a copy of the slice's gradient into them, which takes
-some percent of a step. Here the product is made where it belongs, and what is absent alone is zeroed.
+Autograd differentiates a slice of a weight by creating zeros in the full shape and copying the slice's gradient into
+them, which takes a few percent of a step. Here the product is written into its place, and only the absent part is
+zeroed.
 """
 
 from typing import Any
@@ -14,11 +15,11 @@ from typing_extensions import override
 
 
 def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int, units: int) -> Tensor:
-    """``x @ w.T + bias``, where ``w`` is the first ``units`` of ``weight`` along ``dim``.
+    """Return ``x @ w.T + bias``, where ``w`` is the first ``units`` of ``weight`` along ``dim``.
 
     Args:
-        x: (..., in), as many as ``w`` takes.
-        weight: (out, in), whole. Its gradient is whole, too, and zero behind the first ``units``.
+        x: (..., in), with the input size of ``w``.
+        weight: (out, in), whole. Its gradient has the same shape and is zero behind the first ``units``.
         bias: as long as ``w`` has rows, or None.
         dim: 0 for rows, 1 for columns.
         units: from 1 to ``weight.shape[dim]``.
@@ -52,7 +53,7 @@ class _NarrowProduct(torch.autograd.Function):
             return dx, None, db, None, None
         rows, columns = g.flatten(0, -2).mT, x.flatten(0, -2)
         absent = weight.shape[dim] - units
-        if torch.is_grad_enabled():  # it is differentiated once more
+        if torch.is_grad_enabled():  # a second derivative is needed
             pad = (0, absent) if dim else (0, 0, 0, absent)
             return dx, F.pad(rows @ columns, pad), db, None, None
         dw = torch.empty_like(weight)

@@ -1,4 +1,4 @@
-"""Hidden units of a feed-forward network repeated, so that its function stays (Gu et al. 2020; Chen et al. 2016)."""
+"""Repeats the hidden units of a feed-forward network so that its function is kept (Gu et al. 2020; Chen et al. 2016)."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch import Generator, Tensor
 
 from lightning_eff._core._branches.ffns import Part
 
-# by what power of the gradient a tensor of an optimizer's state goes; others are repeated as they are
+# the power of the gradient to which a tensor of an optimizer's state is proportional; others are repeated unchanged
 _POWERS = {"exp_avg": 1, "momentum_buffer": 1, "exp_inf": 1, "acc_delta": 0, "ax": 0} | dict.fromkeys(
     ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), 2
 )
 
 
 def taken(t: Tensor, part: Part, units: int) -> Tensor:
-    """The first ``units`` hidden units of ``t``, which has them along ``part.dim``; a view where that is possible."""
+    """Return the first ``units`` hidden units of ``t`` along ``part.dim``; a view where that is possible."""
     if part.groups == 1:
         return t.narrow(part.dim, 0, units)
     dim, groups = part.dim, part.groups
@@ -22,7 +22,7 @@ def taken(t: Tensor, part: Part, units: int) -> Tensor:
 
 
 def put(t: Tensor, part: Part, value: Tensor) -> None:
-    """Write ``value``, as :func:`taken` gives it, into the first hidden units of ``t``."""
+    """Write ``value``, as returned by :func:`taken`, into the first hidden units of ``t``."""
     dim, groups = part.dim, part.groups
     units = value.shape[dim] // groups
     t.unflatten(dim, (groups, -1)).narrow(dim + 1, 0, units).copy_(value.unflatten(dim, (groups, units)))
@@ -35,7 +35,7 @@ def clear(t: Tensor, part: Part, units: int) -> None:
 
 
 def repeated(t: Tensor, part: Part, times: int) -> Tensor:
-    """The hidden units of ``t`` ``times`` over: all of them, then all of them again."""
+    """Repeat the hidden units of ``t`` ``times`` times: all of them, then all of them again."""
     dim, groups = part.dim, part.groups
     t = t.unflatten(dim, (groups, -1))
     repeats = [1] * t.ndim
@@ -44,14 +44,15 @@ def repeated(t: Tensor, part: Part, times: int) -> Tensor:
 
 
 def tiled(weight: Tensor, part: Part, times: int) -> Tensor:
-    """``W_1 := [W_1; ..; W_1]``, and ``W_2 := [W_2, .., W_2] / k``: then ``W_2 f(W_1 x)`` is what it was."""
+    """Return ``W_1 := [W_1; ..; W_1]`` or ``W_2 := [W_2, .., W_2] / k``, which keep ``W_2 f(W_1 x)``."""
     return repeated(weight, part, times) / (times if part.last else 1)
 
 
 def apart(weight: Tensor, part: Part, times: int, noise: float, generator: Generator) -> Tensor:
-    """``weight``, which :func:`tiled` made, with noise that tells the copies of a hidden unit apart and sums to 0 over them.
+    """Add noise to ``weight``, as made by :func:`tiled`, that makes copies of a hidden unit differ and sums to 0 over
+    them.
 
-    Its size is ``noise`` times the weights' root mean square. In first order the function stays.
+    Its size is ``noise`` times the root mean square of the weights. The function is unchanged in first order.
     """
     dim, groups = part.dim, part.groups
     whole = weight.unflatten(dim, (groups, times, -1))
@@ -62,7 +63,9 @@ def apart(weight: Tensor, part: Part, times: int, noise: float, generator: Gener
 
 
 def padded(state: dict[str, Any], part: Part, units: int, hidden: int) -> dict[str, Any]:
-    """An optimizer's state of the first ``units`` of ``hidden`` units, as that of all, zero where they are not there yet."""
+    """Return the optimizer state of the first ``units`` of ``hidden`` units as the state of all, with zeros for absent
+    ones.
+    """
 
     def whole(value: Any) -> Any:
         if not _has(value, part, units):
@@ -77,7 +80,7 @@ def padded(state: dict[str, Any], part: Part, units: int, hidden: int) -> dict[s
 
 
 def trimmed(state: dict[str, Any], part: Part, units: int, hidden: int) -> dict[str, Any]:
-    """What :func:`padded` was given."""
+    """Undo :func:`padded`."""
     return {
         key: taken(value, part, units).clone(memory_format=torch.contiguous_format)
         if _has(value, part, hidden)
@@ -91,10 +94,10 @@ def _has(value: Any, part: Part, units: int) -> bool:
 
 
 def tiled_state(state: dict[str, Any], part: Part, units: int, times: int) -> dict[str, Any] | None:
-    """An optimizer's state of a parameter whose hidden units are repeated: what it were, had they been so all along.
+    """Return the optimizer state of a parameter whose hidden units are repeated, as if they had been repeated all along.
 
-    The gradient of a repeated unit's ``W_1`` is ``1 / k`` of the unit's, that of ``W_2`` is the same. None where the state
-    has a form that is not known, as that of low-bit and of factored moments.
+    The gradient of a repeated unit's ``W_1`` is ``1 / k`` of the unit's gradient; that of ``W_2`` is the same. The
+    result is None for state of unknown form, such as low-bit and factored moments.
     """
     made: dict[str, Any] = {}
     for key, value in state.items():

@@ -1,8 +1,8 @@
-"""Feed-forward networks that compute with the first of their hidden units, while their parameters have all of them.
+"""Feed-forward networks that compute with the first of their hidden units, while their parameters keep all of them.
 
-A step's products are those of the narrow network, and so is the optimizer's state: while it steps, a parameter is as narrow as
-what was trained. Outside of both all is as in the plain module, in which the weights of absent units back to the stream are 0:
-it computes what was trained.
+A step computes the products of the narrow network. The optimizer's state is narrow too: during its step, each parameter
+is narrowed. At all other times the module is the plain one. Its output weights are 0 for absent units, so it computes
+what was trained.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from lightning_eff.model.growth._ffn.products import narrow_linear
 
 
 class Narrow(Worn):
-    """A module that computes with some of the hidden units along its parameters."""
+    """A module that computes with some of the hidden units of its parameters."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own ``forward`` on the narrow weights."""
@@ -33,18 +33,18 @@ class Narrow(Worn):
 
 
 def _takes_views(optimizer: Optimizer) -> bool:
-    """Whether its step takes each parameter as it lies, one by one, as torch's own do on a CPU: then nothing is copied."""
+    """Return whether its step updates parameters one by one in place, as torch's own do on a CPU; then nothing is copied."""
     own = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
     return own and not any(group.get("foreach") or group.get("fused") for group in optimizer.param_groups)
 
 
 class Width:
-    """How many of their hidden units feed-forward networks compute with.
+    """Sets how many of their hidden units feed-forward networks compute with.
 
     Args:
         root: the module.
         ffns: its feed-forward networks.
-        share: of all hidden units; of each network a whole number.
+        share: the fraction of all hidden units; a whole number in each network.
     """
 
     def __init__(self, root: nn.Module, ffns: Sequence[FFN], share: float) -> None:
@@ -62,17 +62,17 @@ class Width:
         self._names = {id(m): names for m, names in self._owners}
         self._handles: list[RemovableHandle] = []
         self._narrow: list[tuple[nn.Parameter, Part, Tensor, Tensor | None]] = []
-        self.made: list[Tensor] | None = None  # where it is watched, the narrow weights that were used
+        self.made: list[Tensor] | None = None  # the narrow weights that were used, while they are recorded
 
     def units(self, hidden: int) -> int:
-        """How many of ``hidden`` units are there."""
+        """Return how many of ``hidden`` units are used."""
         return round(hidden * self.share)
 
     # -- what a step computes
 
     @contextmanager
     def view(self, training: bool) -> Iterator[None]:
-        """Let modules compute with the units that are there, until the context ends."""
+        """Let modules compute with the units that are used, until the context ends."""
         worn = [m for m, _ in self._owners if not isinstance(m, Worn)] if self.share < 1.0 else []
         for m in worn:
             put_on(m, Narrow, cast(Any, self))
@@ -83,7 +83,7 @@ class Width:
                 take_off(m)
 
     def run(self, m: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """``plain.forward`` of ``m`` with narrow parameters in place of its own."""
+        """Call ``plain.forward`` of ``m`` with narrow parameters in place of its own."""
         names = self._names[id(m)]
         if (
             plain.forward is nn.Linear.forward
@@ -120,7 +120,7 @@ class Width:
     # -- what an optimizer sees
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let ``optimizers`` step on what is there, and keep state of no more, until :meth:`release`."""
+        """Let ``optimizers`` update only the used units, and keep state only for them, until :meth:`release`."""
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
@@ -137,7 +137,7 @@ class Width:
             return None
 
         def then() -> Any:
-            self._whole()  # an optimizer may evaluate again
+            self._whole()  # an optimizer may call the closure several times
             loss = closure()
             with torch.no_grad():
                 self._narrowed(optimizer)
@@ -148,7 +148,7 @@ class Width:
         return args, {**kwargs, "closure": then}
 
     def _saved(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """A checkpoint's state has the plain module's shapes, so that a plain run can go on from it."""
+        """Give a checkpoint's state the plain module's shapes, so that a plain run can resume from it."""
         if self.share >= 1.0:
             return None
         state = dict(state_dict["state"])
@@ -180,10 +180,10 @@ class Width:
 
     @torch.no_grad()
     def _whole(self) -> None:
-        """Let parameters be whole again, with what a step made of them."""
+        """Make parameters whole again, with the result of the step."""
         while self._narrow:
             p, part, full, grad = self._narrow.pop()
-            if p.data.data_ptr() != full.data_ptr():  # the first rows are the whole tensor's own
+            if p.data.data_ptr() != full.data_ptr():  # a view of the first rows has already changed the whole tensor
                 tiling.put(full, part, p.data)
             p.grad = None
             p.data = full
@@ -193,7 +193,7 @@ class Width:
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Let the plain module compute what is trained: absent units do not reach the stream."""
+        """Zero the output weights of absent units, so that the plain module computes what is trained."""
         for p, part, hidden in self._parts.values():
             if part.last:
                 tiling.clear(p.data, part, self.units(hidden))
@@ -208,14 +208,14 @@ class Width:
         noise: float = 0.0,
         generator: Callable[[str], Generator] | None = None,
     ) -> None:
-        """Let there be ``share`` of all hidden units, by repeating those that are there.
+        """Use the fraction ``share`` of all hidden units, by repeating those that are used.
 
         Args:
-            share: a whole multiple of what it was.
-            optimizers: that may hold state of the parameters.
-            copy_state: repeat it as well; otherwise, and where it has another form, it starts anew.
+            share: a whole multiple of the current fraction.
+            optimizers: those that may hold state of the parameters.
+            copy_state: whether to repeat their state too. Otherwise, and for state of another form, it starts empty.
             noise: see :func:`tiling.apart`.
-            generator: of the noise in the parameter of a name.
+            generator: a function of a parameter's name that returns the generator of its noise.
         """
         before = self.share
         for p, part, hidden in self._parts.values():
@@ -232,11 +232,11 @@ class Width:
         self.clear()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that have hidden units."""
+        """Return the parameters that have hidden units."""
         return (p for p, _, _ in self._parts.values())
 
     def release(self) -> None:
-        """Leave no trace."""
+        """Undo everything."""
         self._whole()
         for handle in self._handles:
             handle.remove()

@@ -1,1 +1,1 @@
-"""Networks that grow by what a search finds: who a new block comes from, moving averages, and which network is best."""
+"""Growth by search: the sources of new blocks, moving averages, and the choice of the best sub-network."""

@@ -1,4 +1,4 @@
-"""The course of a run that grows in stages, each begun with a search for how deep, and of which inputs, it shall be."""
+"""The course of a run that grows in stages, each begun with a search for depth and resolution."""
 
 import math
 from typing import Any, ClassVar
@@ -31,21 +31,21 @@ from lightning_eff.model.growth._progressive.search import (
     rung,
     rungs,
 )
-from lightning_eff.model.growth._sizes.depth import blocks_of, check_length, show_trained
+from lightning_eff.model.growth._sizes.depth import blocks_of, show_trained
 from lightning_eff.model.growth._untrained import Growing
 
 WHO = "AutoProg"
-_LOOKS = 5  # evaluations of a search: half way through, at its end, and between
+_LOOKS = 5  # the evaluations of a search, evenly spaced over its second half
 _STATE = ("active", "stage", "now", "base", "looks", "alpha", "followed", "share", "ran_blocks", "steps", "passes")
 
 
 def due(v: float) -> int:
-    """How many of a search's evaluations are due at its share ``v``: the first at 0.5, the last at 1."""
+    """Return how many of a search's evaluations are due at its fraction ``v``: the first at 0.5, the last at 1."""
     return min(max(math.floor((v - 0.5) / 0.5 * (_LOOKS - 1) + 1e-6) + 1, 0), _LOOKS)
 
 
 class Progressive(Growing):
-    """The course of a run of :class:`AutoProg`, which holds its arguments and documents them."""
+    """The course of a run of :class:`AutoProg`, which holds and documents the arguments."""
 
     num_stages: int
     depth: float
@@ -71,16 +71,16 @@ class Progressive(Growing):
         self._depths: list[int] = []
         self._active: int | None = None
         self._stage = 0
-        self._now: Candidate | None = None  # what the last search chose
-        self._base = 0  # in a search, the depth from which the network grew; 0 outside
+        self._now: Candidate | None = None  # the choice of the last search
+        self._base = 0  # the depth from which the network grew, during a search; else 0
         self._losses: list[list[float]] = []  # of each evaluation, in the candidates' order
         self._looks = 0  # evaluations of this search that were due
         self._alpha: float | None = None
-        self._followed: tuple[int, float] | None = None  # the step and the share of the budget of the averages
+        self._followed: tuple[int, float] | None = None  # step and fraction of the budget of the last update
         self._share, self._ran_blocks = 1.0, 0  # of the last step
         self._steps = self._passes = 0
         self._switches: list[tuple[int, str]] = []
-        self._unused = False  # whether DDP looks for unused parameters because of this technique
+        self._unused = False  # whether this technique switched on find_unused_parameters
         self._ran = self._told = False
         self._where = ""
 
@@ -108,8 +108,8 @@ class Progressive(Growing):
         self._depths = rungs(len(stack), self.depth, self.num_stages)
         if len(self._depths) < 2:
             raise ValueError(
-                f"{WHO}(depth={self.depth}): {stack} has {len(stack)} blocks, and {self.depth:g} of them are all; expected"
-                " less, to grow from. Lower depth, or take the technique out."
+                f"{WHO}(depth={self.depth}): {self.depth:g} of the {len(stack)} blocks of {stack} is all of them, so nothing"
+                f" can grow. Lower depth, or remove {WHO}."
             )
         self._momentum, self._where = Momentum(session.module), f"{len(stack)} blocks of {stack.path!r}"
         if self._learnt is not None:
@@ -122,7 +122,7 @@ class Progressive(Growing):
             self._active = self._depths[0]
         assert self._active is not None
         stack.active = self._active
-        stack.watch(scales=False, skips=True, who=type(self).__name__)  # a search passes over blocks
+        stack.watch(scales=False, skips=True, who=type(self).__name__)  # a search skips blocks
         stack.freeze_inactive()
         self._unused = bool(self._base) and look_for_unused(session)
 
@@ -130,17 +130,6 @@ class Progressive(Growing):
     def on_optimizers(self, session: Session) -> None:
         assert self._momentum is not None
         self._momentum.to({name: p.device for name, p in session.module.named_parameters()})
-
-    @override
-    def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
-        if state:
-            check_length(session, self.layers, state["stack"], who=WHO)
-        elif session.fitting:  # otherwise a plain checkpoint, or one of weights alone
-            raise ValueError(
-                f"{WHO}: the checkpoint was saved without it, so it was trained at full size (or holds weights only); expected"
-                " one that says how much of the module was trained. Go on without the technique, or load the weights into the"
-                " module and start a new fit."
-            )
 
     def _shares(self) -> list[float]:
         return ladder(self.resolution, self.num_stages) if self.resolution < 1.0 else [1.0]
@@ -178,7 +167,7 @@ class Progressive(Growing):
             self._advance(session, batch, batch_idx)
             self._steps += bool(self._base)
         self._stack.absent = frozenset()
-        if self._base:  # the same of an optimizer step's micro-batches, and on all ranks
+        if self._base:  # the same for all micro-batches of an optimizer step, and on all ranks
             numbers = session.generator(self.name(), session.trainer.global_step)
             depths, shares = self._candidates()
             count, self._share = (c[int(torch.randint(len(c), (), generator=numbers))] for c in (depths, shares))
@@ -190,10 +179,10 @@ class Progressive(Growing):
     @override
     def on_batch_end(self, session: Session, batch_idx: int) -> None:
         assert self._stack is not None
-        self._stack.absent = frozenset()  # validation is of all of a search's network
+        self._stack.absent = frozenset()  # validation uses all of a search's network
 
     def _follow(self, session: Session) -> None:
-        """Take up the weights of the step before in the averages, which the last stage has no use for."""
+        """Update the averages with the weights of the step before; the last stage needs none."""
         assert self._momentum is not None
         step, u = session.trainer.global_step, session.progress.u
         if self._stage == self.num_stages - 1:
@@ -204,7 +193,7 @@ class Progressive(Growing):
             self._followed = (step, u)
 
     def _advance(self, session: Session, batch: Any, batch_idx: int) -> None:
-        """End a search that is through, and begin the stage whose time it is."""
+        """End a search that is complete, and begin the stage that is due."""
         u, apart = session.progress.u, self.until / (self.num_stages - 1)
         if self._base:
             v = (u - self._stage * apart) / (self.search / (self.num_stages - 1))
@@ -240,7 +229,7 @@ class Progressive(Growing):
         self._note(session)
 
     def _grow(self, session: Session, depth: int) -> None:
-        """Let ``depth`` blocks run, and begin or end what a search needs of the strategy."""
+        """Run ``depth`` blocks, and switch the strategy to a search or back."""
         assert self._stack is not None
         self._growth(session).grow(interpolated(self._stack.active, depth))
         self._changed(session)
@@ -270,7 +259,7 @@ class Progressive(Growing):
     # -- the search
 
     def _evaluate(self, session: Session, batch: Any, batch_idx: int) -> None:
-        """The loss of each candidate on this batch, with averaged weights: the mean of the ranks'."""
+        """Record the loss of each candidate on this batch with averaged weights, as the mean over ranks."""
         stack, momentum = self._stack, self._momentum
         assert stack is not None and momentum is not None
         depths, shares = self._candidates()
@@ -283,12 +272,12 @@ class Progressive(Growing):
                         with stack.without(skipped(sources, count)), unseen(session):
                             own.append(loss_of(session, small, batch_idx, whole=False))
         self._passes += len(own)
-        told = [row for row in session.gather(own) if None not in row]  # a step that returns no loss tells nothing
+        told = [row for row in session.gather(own) if None not in row]  # without steps that return no loss
         if told:
             self._losses.append([sum(column) / len(told) for column in zip(*told, strict=True)])
 
     def _decide(self, session: Session) -> None:
-        """Go on with the best candidate."""
+        """Continue with the best candidate."""
         stack = self._stack
         assert stack is not None
         depths, shares = self._candidates()
@@ -300,41 +289,35 @@ class Progressive(Growing):
         if losses:
             self._alpha = balance(losses, times, self._alpha) if self.alpha is None else self.alpha
             self._now = best_of(losses, times, self._alpha)
-        else:  # nothing was told, or all has diverged
+        else:  # no loss was seen, or all have diverged
             self._now = min(every, key=lambda c: (times[c], c))
         self._growth(session).leave_out(skipped(interpolated(self._base, stack.active), self._now[0]))
         self._base = 0
         self._changed(session)
         self._note(session)
-        text = ", ".join(f"{count} at {r:g}: {loss:.4g}" for (count, r), loss in losses.items()) or "none told"
-        rank_zero_info(f"{WHO}: {self._switches[-1][1]}, after a search (blocks at resolution: loss; {text}).")
+        text = ", ".join(f"{count} at {r:g}: {loss:.4g}" for (count, r), loss in losses.items()) or "none seen"
+        rank_zero_info(f"{WHO}: chose {self._switches[-1][1]} (losses by blocks and resolution: {text}).")
 
     # -- state and report
 
     @override
     def short(self) -> str | None:
-        """What is to be said of a module of which a part runs; None of any other."""
-        stack = self._stack_state()
+        """Describe a module of which only a part runs; None for any other."""
+        stack = self.stack_state()
         if stack is None or self._active is None or self._active >= stack["length"]:
             return None
         return (
-            f"{WHO}: the first {self._active} of the {self._where or 'blocks'} are the network that training has reached."
-            f" Loaded without {WHO} in the Trainer, the module runs all {stack['length']}, and is another one than was trained"
-            " and validated"
+            f"{WHO}: training has reached the first {self._active} of the {self._where or 'blocks'}. Without {WHO} in the"
+            f" Trainer, the module runs all {stack['length']}, and computes something else than was trained and validated"
         )
 
-    def _stack_state(self) -> dict[str, Any] | None:
-        return self._learnt if self._stack is None else self._stack.state_dict()
-
-    @override
     def keep(self, session: Session) -> None:
         self._inputs.leave()
-        if self._stack is not None:
-            self._learnt, self._stack = self._stack.state_dict(), None
+        super().keep(session)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        stack = self._stack_state()
+        stack = self.stack_state()
         if stack is None:
             return {}
         momentum = self._momentum.held if self._momentum is not None else self._saved
@@ -355,7 +338,7 @@ class Progressive(Growing):
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
-        stack = self._stack_state()
+        stack = self.stack_state()
         if stack is None or self._active is None:
             return {}
         return {
@@ -370,5 +353,5 @@ class Progressive(Growing):
     @override
     def summary(self) -> str:
         grown = " -> ".join(f"{text} (step {step:,})" for step, text in self._switches)
-        cost = f"{self._steps:,} steps of search with {self._passes:,} forward passes" if self.search else "no search"
-        return f"{grown or 'nothing has grown'}, of {self._where or 'no block'}; {cost}"
+        cost = f"searched in {self._steps:,} steps with {self._passes:,} forward passes" if self.search else "no search"
+        return f"{grown or 'did not grow'}, of {self._where or 'no block'}; {cost}"

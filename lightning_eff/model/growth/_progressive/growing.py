@@ -1,4 +1,4 @@
-"""Blocks put between others, begun from a moving average of the weights (momentum growth, Li et al. 2022)."""
+"""Blocks inserted between others that start from a moving average of the weights (momentum growth, Li et al. 2022)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,34 +9,35 @@ from torch.optim import Optimizer
 
 from lightning_eff._core.blocks import BlockStack, signature
 from lightning_eff._core.optimizers import copy_state
+from lightning_eff.model.growth._sizes.depth import check_distinct
 
 
 def interpolated(count: int, grown: int) -> list[int]:
-    """For each of ``grown`` blocks, which of ``count`` it comes from: each follows its own copies.
+    """Return for each of ``grown`` blocks which of ``count`` blocks it comes from; copies stand behind their source.
 
-    With ``grown = q count + r`` the first ``count - r`` blocks become ``q`` each, and the last ``r`` become ``q + 1``.
+    With ``grown = q count + r``, the first ``count - r`` blocks become ``q`` each, and the last ``r`` become ``q + 1``.
     """
     q, r = divmod(grown, count)
     return [i for i in range(count) for _ in range(q + (i >= count - r))]
 
 
 def added(sources: Sequence[int]) -> list[int]:
-    """Which blocks of :func:`interpolated` are new: all but the first that comes from its source."""
+    """Return which blocks of :func:`interpolated` are new: all but the first that comes from its source."""
     return [j for j in range(1, len(sources)) if sources[j] == sources[j - 1]]
 
 
 def skipped(sources: Sequence[int], depth: int) -> frozenset[int]:
-    """Which blocks the sub-network of ``depth`` blocks goes without: the first of the new ones."""
+    """Return which blocks the sub-network of ``depth`` blocks skips: the first of the new ones."""
     return frozenset(added(sources)[: len(sources) - depth])
 
 
 def decayed(elapsed: float, half_life: float) -> float:
-    """``m = 2^(-elapsed / half_life)``, of what was there."""
+    """Return ``m = 2^(-elapsed / half_life)``, the weight of the old average."""
     return 2.0 ** (-elapsed / half_life)
 
 
 class Momentum:
-    """``w' = m w' + (1 - m) w``: the moving average of a module's weights, by their names, in single precision at least."""
+    """Keeps ``w' = m w' + (1 - m) w``, the moving average of a module's weights by name, in single precision or higher."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -44,12 +45,12 @@ class Momentum:
         self._names = {id(p): name for name, p in module.named_parameters()}
 
     def name(self, parameter: Tensor) -> str:
-        """Under which name a parameter of the module is held."""
+        """Return the name under which a parameter of the module is kept."""
         return self._names[id(parameter)]
 
     @torch.no_grad()
     def follow(self, m: float) -> None:
-        """Take up the weights that train now; what is new begins with them."""
+        """Update the averages with the weights that train now; new weights start their own."""
         old: list[Tensor] = []
         present: list[Tensor] = []
         for name, w in self._module.named_parameters():
@@ -63,7 +64,7 @@ class Momentum:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """The module holds the average."""
+        """Put the averages into the module until the context ends."""
         there = {name: p for name, p in self._module.named_parameters() if name in self.held}
         raw = {name: p.detach().clone() for name, p in there.items()}
         with torch.no_grad():
@@ -77,7 +78,7 @@ class Momentum:
                     p.copy_(raw[name])
 
     def to(self, devices: Mapping[str, torch.device]) -> None:
-        """Bring what a checkpoint gave to where the module's weights are."""
+        """Move averages from a checkpoint to the devices of the module's weights."""
         self.held = {name: value.to(devices[name]) for name, value in self.held.items() if name in devices}
 
 
@@ -85,10 +86,10 @@ class Growth:
     """Moves the blocks of a stack, with their optimizer state and their averages.
 
     Args:
-        stack: whose blocks.
-        optimizers: of the run.
+        stack: the stack of blocks.
+        optimizers: those of the run.
         momentum: the averages.
-        copies_state: new blocks get the optimizer state of the block that they come from.
+        copies_state: whether new blocks copy the optimizer state of their source.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class Growth:
         self._copies_state = copies_state
 
     def grow(self, sources: Sequence[int]) -> None:
-        """Let as many blocks run as there are ``sources``: block ``j`` is ``sources[j]``, or comes from its average."""
+        """Run as many blocks as there are ``sources``: block ``j`` is ``sources[j]``, or starts from its average."""
         new = {*added(sources)}
-        for j in reversed(range(len(sources))):  # sources stand at or before j, so that none is overwritten
+        for j in reversed(range(len(sources))):  # sources stand at or before j, so none is overwritten
             if j in new:
                 self._become(j, sources[j], average=True, state=self._copies_state)
             elif sources[j] != j:
@@ -110,9 +111,9 @@ class Growth:
         self._stack.active = len(sources)
 
     def leave_out(self, blocks: frozenset[int]) -> None:
-        """Let the network go on without ``blocks``: the others close ranks, and those at the end do not run."""
+        """Remove ``blocks`` from the network: the others move up, and those at the end do not run."""
         kept = [j for j in range(self._stack.active) if j not in blocks]
-        for i, j in enumerate(kept):  # each comes from further behind
+        for i, j in enumerate(kept):  # each source stands behind its target
             if i != j:
                 self._become(i, j, average=False, state=True)
         for block in self._stack.blocks[len(kept) : self._stack.active]:
@@ -124,7 +125,7 @@ class Growth:
 
     @torch.no_grad()
     def _become(self, j: int, i: int, *, average: bool, state: bool) -> None:
-        """Block ``j`` := block ``i``, or its average; with its optimizer state or none, and its average."""
+        """Set block ``j`` to block ``i`` or to its average, with or without its optimizer state, and copy its average."""
         source, target, held = self._stack.blocks[i], self._stack.blocks[j], self._momentum.held
         parameters, buffers = dict(target.named_parameters()), dict(target.named_buffers())
         for name, buffer in source.named_buffers():
@@ -149,21 +150,17 @@ class Growth:
 def check_blocks(stack: BlockStack, *, who: str) -> None:
     """Raise ``ValueError`` unless blocks can take each other's place.
 
-    The first, which stays where it is, may have parameters that the others lack (T5's table of positions), or lack some of
-    theirs (ModernBERT's has no norm before its attention), which then begin as they were made.
+    The first block, which stays where it is, may have parameters that the others lack (T5's table of positions). It may
+    also lack some of theirs (ModernBERT's has no norm before its attention), which then keep their initial values.
     """
-    if len({id(block) for block in stack.blocks}) < len(stack):
-        raise ValueError(
-            f"{who}: {stack} holds the same block several times; expected different ones, because new blocks are put between"
-            " others. Name another stack by layers=, or take the technique out."
-        )
+    check_distinct([stack], who=who, why="new blocks are inserted between others")
     owners: dict[int, int] = {}
     for index, block in enumerate(stack.blocks):
         shared = next((name for name, p in block.named_parameters() if owners.setdefault(id(p), index) != index), None)
         if shared is not None:
             raise ValueError(
-                f"{who}: blocks of {stack} share the parameter {shared!r}; expected parameters of their own, because new"
-                " blocks are put between others. Name another stack by layers=, or take the technique out."
+                f"{who}: blocks of {stack} share the parameter {shared!r}, but new blocks are inserted between others. Name"
+                f" another stack by layers=, or remove {who}."
             )
     first, second = (dict(signature(stack.blocks[min(index, len(stack) - 1)])) for index in (0, 1))
     both = set(first) & set(second)
@@ -176,7 +173,6 @@ def check_blocks(stack: BlockStack, *, who: str) -> None:
     for index, names in wrong.items():
         if names:
             raise ValueError(
-                f"{who}: block {index} of {stack} has other parameters or buffers than block 1, at {sorted(names)};"
-                " expected the same names and shapes in each, because blocks take each other's place as new ones are put"
-                " between them. Name another stack by layers=, or take the technique out."
+                f"{who}: the parameters or buffers of blocks {index} and 1 of {stack} differ at {sorted(names)[:5]}, but"
+                f" blocks take each other's place when it grows. Name another stack by layers=, or remove {who}."
             )

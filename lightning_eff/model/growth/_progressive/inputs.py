@@ -1,4 +1,4 @@
-"""The resolution of a step's inputs: how large its images are, or how long its sequences."""
+"""The resolution of a step's inputs: the size of its images, or the length of its sequences."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_eff._core._images.resizing import Resizing, check_keys, check_multiple, has_images
+from lightning_eff._core._images.resizing import Resizing, has_images
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.session import Session
@@ -14,24 +14,20 @@ from lightning_eff._core.steps import Step, takes_index
 from lightning_eff.model.growth._sizes.length import Length
 
 Kind = Literal["auto", "images", "sequences"]
-KINDS = ("auto", "images", "sequences")
 
 
 class Inputs:
-    """Makes a batch smaller, once :meth:`look` has seen the first.
+    """Makes batches smaller, once :meth:`look` has seen the first one.
 
     Args:
         kind: "images", "sequences", which are truncated, or "auto", images where there are any.
-        multiple_of: of images, as of :class:`Resizing`.
-        keys: names or positions of the tensors that are images or sequences; None looks at shapes.
+        multiple_of: for images, as for :class:`Resizing`.
+        keys: names or positions of the image or sequence tensors; None looks at shapes.
         who: the technique's name, for messages.
     """
 
     def __init__(self, *, kind: Kind, multiple_of: int, keys: Sequence[str | int] | None, who: str) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"{who}(inputs={kind!r}): expected one of {', '.join(map(repr, KINDS))}.")
-        check_multiple(multiple_of, who=who)
-        check_keys(keys, who=who)
+
         self.looked = False
         self._kind: Kind = kind
         self._multiple_of, self._keys, self._who = multiple_of, keys, who
@@ -43,7 +39,7 @@ class Inputs:
         """Find what can be made smaller, and try every size of the run.
 
         Raises:
-            ValueError: if there is nothing, or the module cannot do with some size; under "auto" only the latter.
+            ValueError: if there are no inputs of this kind (never under "auto"), or the module cannot run on some size.
         """
         self.looked, self._shares = True, shares
         if min(shares) == 1.0:
@@ -62,16 +58,17 @@ class Inputs:
             self._resizing = resizing
         else:
             rank_zero_info(
-                f"{self._who}: batches hold no images, so depth alone is searched; inputs='sequences' searches lengths."
+                f"{self._who}: searches only the depth, because batches hold no images. inputs='sequences' also searches"
+                " lengths."
             )
 
     @property
     def smaller(self) -> bool:
-        """Whether there is anything that can be made smaller."""
+        """Whether anything can be made smaller."""
         return self._resizing is not None or self._length is not None
 
     def cost(self, share: float) -> float:
-        """How many pixels or tokens there are at ``share``, of all of them."""
+        """Return the number of pixels or tokens at ``share``, relative to the full number."""
         if self._resizing is not None:
             (height, width), full = self._resizing.side(share), self._resizing.full
             return height * width / (full[0] * full[1])
@@ -79,7 +76,7 @@ class Inputs:
 
     @contextmanager
     def at(self, session: Session, batch: Any, share: float) -> Iterator[Any]:
-        """The batch at ``share``, which the module takes within; the batch itself at 1."""
+        """Make the batch smaller until the context ends; at 1, it is the batch itself."""
         small = self.enter(session, batch, share)
         try:
             yield small
@@ -87,7 +84,7 @@ class Inputs:
             self.leave()
 
     def enter(self, session: Session, batch: Any, share: float) -> Any:
-        """The batch at ``share``, which the module takes until :meth:`leave`."""
+        """Return the batch at ``share``, and let the module take it until :meth:`leave`."""
         if self._length is not None:
             return self._length.short(session, batch, share, self._shares)
         if self._resizing is None or share == 1.0:
@@ -98,11 +95,11 @@ class Inputs:
         return small
 
     def renew(self) -> None:
-        """Weights may be others by now."""
+        """Recompute what depends on weights, which may have changed."""
         if self._resizing is not None:
             self._resizing.renew()
 
     def leave(self) -> None:
-        """Inputs are in full again. Calling it again does nothing."""
+        """Return to full inputs. A second call does nothing."""
         if self._resizing is not None:
             self._resizing.leave()

@@ -1,38 +1,38 @@
-"""Which sub-network trains best for what it costs: candidates, and the rule that chooses one of them."""
+"""The candidates of a search, and the rule that chooses one of them."""
 
 import math
 from collections.abc import Mapping, Sequence
 
-Candidate = tuple[int, float]  # how many blocks, and the share of the full resolution
+Candidate = tuple[int, float]  # the number of blocks, and the fraction of the full resolution
 
-_TIE = 1e-9  # scores that differ by less are equal: a curve through two points leaves nothing but rounding
+_TIE = 1e-9  # scores that differ by less are equal, because a line through two points leaves only rounding errors
 
 
 def ladder(low: float, steps: int) -> list[float]:
-    """``steps`` shares at equal distances from ``low`` to 1."""
+    """Return ``steps`` fractions at equal distances from ``low`` to 1."""
     return [low + (1.0 - low) * i / (steps - 1) for i in range(steps)]
 
 
 def rung(num_blocks: int, share: float) -> int:
-    """The number of blocks nearest to ``share`` of them, at least one."""
+    """Return the number of blocks nearest to the fraction ``share`` of them, at least one."""
     return max(int(share * num_blocks + 0.5), 1)
 
 
 def rungs(num_blocks: int, low: float, steps: int) -> list[int]:
-    """:func:`ladder` in blocks, each number once."""
+    """Return :func:`ladder` in numbers of blocks, each number once."""
     return sorted({rung(num_blocks, share) for share in ladder(low, steps)})
 
 
 def candidates_of(
     depths: Sequence[int], shares: Sequence[float], now: Candidate | None
 ) -> tuple[list[int], list[float]]:
-    """The depths and resolutions that a stage chooses from.
+    """Return the depths and resolutions from which a stage chooses.
 
-    First the smallest, the middle one and the largest of both; later up to three depths, from the next one on, and up to two
-    resolutions, from that at hand on.
+    The first stage takes the smallest, the middle and the largest of both. Later ones take up to three depths, from the
+    next one on, and up to two resolutions, from the current one on.
 
     Args:
-        depths: all that a run takes, growing.
+        depths: all depths of the run, growing.
         shares: all of its resolutions, growing.
         now: the sub-network of the stage before; None in the first.
     """
@@ -45,10 +45,10 @@ def candidates_of(
 
 
 def balance(losses: Mapping[Candidate, float], times: Mapping[Candidate, float], before: float | None) -> float:
-    """``alpha = max(-b, 0)``, of the line ``log L = a + b log T`` through the candidates' losses and times, by least squares.
+    """Fit ``log L = a + b log T`` to the candidates' losses and times by least squares, and return ``alpha = max(-b, 0)``.
 
-    Two times determine the line, which then says nothing: ``before``, the last stage's, is taken there if there is one. It is
-    0 where a loss is not above 0.
+    Two times determine the line, so it says nothing; then the result is ``before``, the last stage's value, if there is
+    one. The result is 0 if a loss is not positive.
     """
     if min(losses.values()) <= 0.0:
         return 0.0
@@ -63,7 +63,7 @@ def balance(losses: Mapping[Candidate, float], times: Mapping[Candidate, float],
 
 
 def best_of(losses: Mapping[Candidate, float], times: Mapping[Candidate, float], alpha: float) -> Candidate:
-    """The candidate with the least ``L T^alpha``; of those that are equal, the one that costs least."""
+    """Return the candidate with the lowest ``L T^alpha``; among equal ones, the cheapest."""
     # psi* = argmin L(psi) T(psi)^alpha
     scores = {c: loss * times[c] ** alpha for c, loss in losses.items()}
     least = min(scores.values())

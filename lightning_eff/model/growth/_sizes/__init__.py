@@ -1,1 +1,1 @@
-"""How much of a network there is: shares of the budget and of the full size, blocks, and the length of sequences."""
+"""The sizes of a network that grows: stages, blocks, and the length of sequences."""

@@ -1,4 +1,4 @@
-"""Blocks at the front of a stack that run alone, until copies of them follow."""
+"""Stacks of blocks of which the first run alone, until copies of them follow."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -14,7 +14,13 @@ from lightning_eff._core.session import Session
 
 
 def blocks_of(session: Session, layers: str | None, *, who: str, copies: bool = True) -> BlockStack:
-    """The stack of blocks at ``layers``, or the longest, called one by one; ``copies`` if some are to be copies of others.
+    """Return the stack of blocks at ``layers``, or the longest one.
+
+    Args:
+        session: the run.
+        layers: the dotted path of the stack; None finds the longest.
+        who: the technique's name, for messages.
+        copies: whether some blocks are to become copies of others.
 
     Raises:
         ValueError: if there is none, or it lies within a compiled module.
@@ -24,11 +30,22 @@ def blocks_of(session: Session, layers: str | None, *, who: str, copies: bool = 
     return stack
 
 
+def check_distinct(stacks: Sequence[BlockStack], *, who: str, why: str) -> None:
+    """Raise ``ValueError`` if a block stands several times in ``stacks``; ``why`` completes the message."""
+    blocks = [block for stack in stacks for block in stack.blocks]
+    if len({id(block) for block in blocks}) < len(blocks):
+        raise ValueError(
+            f"{who}: {' and '.join(map(str, stacks))} holds the same block several times, but {why}. Name another stack by"
+            f" layers=, or remove {who}."
+        )
+
+
 def copied(stack: BlockStack, counts: list[int], *, who: str) -> list[int]:
-    """How many blocks run in each stage, ``counts``, if new ones can be copies: block ``j`` of ``j`` modulo those before.
+    """Return ``counts``, the number of blocks per stage, after checking that new block ``j`` can copy ``j`` modulo those
+    before.
 
     Raises:
-        ValueError: as of :func:`check_copies`.
+        ValueError: as :func:`check_copies`.
     """
     check_copies(stack, ((j % active, j) for active, n in pairwise(counts) for j in range(active, n)), who=who)
     return counts
@@ -37,17 +54,17 @@ def copied(stack: BlockStack, counts: list[int], *, who: str) -> list[int]:
 def check_copies(stack: BlockStack, pairs: Iterable[tuple[int, int]], *, who: str) -> None:
     """Raise ``ValueError`` unless the second block of each pair can be a copy of the first.
 
-    A block may have parameters beside its source's (ModernBERT's first one has no norm before its attention): they begin as
-    they were made. It may not lack some that its source has, or have them in other shapes.
+    A block may have parameters that its source lacks (ModernBERT's first block has no norm before its attention); they
+    keep their initial values. It must have all parameters of its source, in the same shapes.
     """
     for first, second in pairs:
         source, target = (dict(signature(stack.blocks[i])) for i in (first, second))
         differ = sorted(name for name, shape in source.items() if target.get(name) != shape)
         if differ:
             raise ValueError(
-                f"{who}: block {second} of {stack} is to be a copy of block {first}, and has other parameters or buffers at"
-                f" {differ}; expected the same names and shapes. Copy other blocks (by other stages or groups), name another"
-                " stack by layers=, or leave the depth alone."
+                f"{who}: block {second} of {stack} cannot copy block {first}, because their parameters or buffers differ at"
+                f" {differ[:5]}. Use other stages or groups, so that other blocks are copied, or name another stack by"
+                " layers=."
             )
 
 
@@ -58,37 +75,37 @@ def show_trained(
 
     Args:
         session: the run.
-        layers: as of :func:`blocks_of`.
-        learnt: the stack's state as training left it; None if there was none.
-        active: how many blocks it had reached.
+        layers: as for :func:`blocks_of`.
+        learnt: the stack's state at the end of training; None if there was none.
+        active: the number of blocks that training had reached.
         who: the technique's name, for messages.
     """
     if not learnt or active is None or active == learnt["length"]:
         return
     stack = session.stack(layers, who=who)
-    if len(stack) != learnt["length"]:  # another module than the trained one
+    if len(stack) != learnt["length"]:  # not the module that was trained
         return
     refuse_compiled_around(session.module, stack.path, who=who)
     stack.load_state_dict(dict(learnt))
     stack.active = active
     stack.watch(scales=False)
-    rank_zero_info(f"{who}: runs the first {stack.active} of {stack}, as many as were trained.")
+    rank_zero_info(f"{who}: running the first {stack.active} of {stack}, those that were trained.")
 
 
 def check_length(session: Session, layers: str | None, state: Mapping[str, Any], *, who: str) -> None:
-    """Raise ``ValueError`` if a stack's ``state`` is of another depth than the module has."""
+    """Raise ``ValueError`` if a stack's ``state`` is of another depth than the module's."""
     stack = session.stack(layers, who=who)
     if state["length"] != len(stack):
         raise ValueError(
-            f"{who}: the checkpoint is of a module with {state['length']} blocks, and {stack} has {len(stack)}; expected the"
-            f" same depth. Build the module with {state['length']} blocks, or start a new fit."
+            f"{who}: the checkpoint's module has {state['length']} blocks, but {stack} has {len(stack)}. Build the module"
+            f" with {state['length']} blocks, or start a new fit."
         )
 
 
 def copy_with_state(
     source: nn.Module, target: nn.Module, optimizers: Sequence[Optimizer], *, copies_state: bool
 ) -> None:
-    """``target := source``, and its optimizer state likewise, or anew."""
+    """Copy a block into ``target``, with its optimizer state if ``copies_state``; otherwise the target's state is removed."""
     for old, new in copy_block(source, target):
         for optimizer in optimizers:
             optimizer.state.pop(new, None)

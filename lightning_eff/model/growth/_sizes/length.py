@@ -1,24 +1,51 @@
-"""Sequences of a share of their full length, from batches of any make."""
+"""Sequences of a fraction of their full length, from batches of any structure."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
+from typing_extensions import override
+
+from lightning_eff._core._arguments.kinds import Kind
 from lightning_eff._core._run.ranks import on_all_ranks
-from lightning_eff._core._tokens.sequences import check_shortening, find_sequences, shorten
+from lightning_eff._core._tokens.sequences import find_sequences, shorten
 from lightning_eff._core.session import Session
 
 
+@dataclass(frozen=True, repr=False)
+class TensorNames(Kind):
+    """Names or positions of tensors in a batch; kept as a list."""
+
+    hint = "Example: ['input_ids', 'labels'] or [0, 1]."
+
+    @property
+    @override
+    def expected(self) -> str:
+        return "a list of names or positions of tensors"
+
+    @override
+    def __call__(self, value: Any) -> list[str | int]:
+        if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+            raise ValueError
+        if any(isinstance(key, bool) or not isinstance(key, str | int) for key in value):
+            raise ValueError
+        return list(value)
+
+
+#: The tensors of a batch that are images or sequences.
+Keys = Annotated[list[str | int], TensorNames()]
+
+
 class Length:
-    """The length of a step's sequences.
+    """Shortens the sequences of each batch.
 
     Args:
         mode: "reshape" splits a sequence and keeps every token; "truncate" keeps the first ones.
-        keys: names or positions of the tensors to cut along dimension 1; None looks at shapes.
+        keys: names or positions of the tensors to shorten along dimension 1; None looks at shapes.
         who: the technique's name, for messages.
     """
 
     def __init__(self, *, mode: Literal["reshape", "truncate"], keys: Sequence[str | int] | None, who: str) -> None:
-        check_shortening(mode, keys, who=who)
         self.mode: Literal["reshape", "truncate"] = mode
         self.keys = None if keys is None else list(keys)
         self._who = who
@@ -26,16 +53,16 @@ class Length:
         self.last = 0
 
     def short(self, session: Session, batch: Any, share: float, shares: Sequence[float]) -> Any:
-        """The batch at ``share`` of its length; the batch itself at 1.
+        """Return the batch at the fraction ``share`` of its length; at 1, the batch itself.
 
         Args:
-            session: the run; what is wrong with the first batch is raised on all of its ranks.
-            batch: of any make.
-            share: of the full length.
-            shares: all that the run takes.
+            session: the run; an error on the first batch is raised on all of its ranks.
+            batch: of any structure.
+            share: the fraction of the full length.
+            shares: all fractions that the run will use.
 
         Raises:
-            ValueError: at the first batch, if it holds no sequences, or cannot be so short.
+            ValueError: on the first batch, if it holds no sequences or they cannot be shortened to one of ``shares``.
         """
         if not self._looked:
             self._looked = True
@@ -49,11 +76,11 @@ class Length:
             if first:
                 possible = [d for d in range(1, found.full) if found.full % d == 0]
                 raise ValueError(
-                    f"{self._who}(mode='reshape'): the first batch has sequences of {found.full} tokens, of which"
-                    f" {share:g} are {found.full * share:g}; expected a length that they split into: {possible}. Give"
-                    " another share, or mode='truncate'."
+                    f"{self._who}(mode='reshape'): sequences of {found.full} tokens cannot be split into lengths of"
+                    f" {share:g} of that, {found.full * share:g}. Use a fraction that gives one of"
+                    f" {', '.join(map(str, possible[-5:]))} tokens, or mode='truncate'."
                 )
-            length = found.full  # a batch of another length, as of bucketing
+            length = found.full  # a batch of another length, as with bucketing
         self.last = length
         if length == found.full:
             return batch

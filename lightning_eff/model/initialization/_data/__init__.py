@@ -1,1 +1,1 @@
-"""Where the data stand of which weights are made: running text in batches, and patches of images."""
+"""The parts of batches from which weights are computed: running text, and patches of images."""

@@ -1,4 +1,4 @@
-"""Where a language model's running text stands in its batches, as its loss tells, and how often tokens follow each other."""
+"""Finds a language model's running text in its batches, from its loss, and counts tokens and pairs of tokens."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +11,13 @@ from typing_extensions import override
 
 from lightning_eff._core.batches import tensors
 
-_MERGED = 64  # batches after which pairs are counted together
+_MERGED = 64  # batches after which the pairs seen so far are counted
 _ONTO_CLASSES = (F.cross_entropy, F.nll_loss)
 
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """A loss call on labels: how many classes, the labels in one row, and which label is ignored."""
+    """A call of a classification loss: the number of classes, the labels in one row, and the ignored label."""
 
     classes: int
     target: Tensor
@@ -25,7 +25,7 @@ class ClassLoss:
 
 
 class LossesSeen(TorchFunctionMode):
-    """Notes the losses of classes that are computed within."""
+    """Records the classification losses that are computed within the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class LossesSeen(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Text:
-    """Where a batch holds its text.
+    """The place of the text in a batch.
 
     Attributes:
-        labels: the path of the tensor (B, T) that the loss's labels are made of.
-        ignored: the label that counts as none.
-        filled: the path of the tokens that stand where no label does, for a masked language model; None for others.
-        mask: the path of the mask whose zeros are padding; None without one.
+        labels: the path of the tensor (B, T) from which the loss's labels are made.
+        ignored: the label that is ignored.
+        filled: the path of the tokens that fill positions without a label, for a masked language model; else None.
+        mask: the path of the mask whose zeros are padding; None if there is none.
     """
 
     labels: str
@@ -62,11 +62,11 @@ class Text:
 
     @property
     def masked(self) -> bool:
-        """Whether labels are those of masked tokens, and not of those that follow."""
+        """Whether the labels are masked tokens rather than following ones."""
         return self.filled is not None
 
     def of(self, batch: Any, classes: int) -> tuple[Tensor, Tensor]:
-        """The tokens of a batch (B, T), and which of them count."""
+        """Return the tokens of a batch (B, T), and which of them count."""
         found = dict(tensors(batch))
         labels = found[self.labels].long()
         valid = (labels != self.ignored) & (labels >= 0) & (labels < classes)
@@ -78,10 +78,10 @@ class Text:
 
 
 def text_in(batch: Any, call: ClassLoss) -> Text | None:
-    """Where the text is that ``call``'s labels are of; None where no tensor of the batch gives them.
+    """Return where the text of ``call``'s labels is; None if no tensor of the batch contains it.
 
-    Labels are a tensor's numbers as they stand, those after the first of each row, or those of either that count. Where they
-    are neither the tokens of another tensor nor the ones that follow upon these, tokens are masked.
+    Labels are a tensor's numbers, those after the first of each row, or those of either that are not ignored. If they
+    are neither the tokens of another tensor nor the following ones, they are masked tokens.
     """
     whole = {
         path: t for path, t in tensors(batch) if t.ndim == 2 and not t.is_floating_point() and t.dtype != torch.bool
@@ -118,25 +118,25 @@ def _same(made: Tensor, call: ClassLoss) -> bool:
 
 
 def _runs_on(labels: Tensor, tokens: Tensor, valid: Tensor) -> bool:
-    """Whether labels are the tokens, or those that follow upon them."""
+    """Return whether labels are the tokens, or the following ones."""
     same = bool((labels == tokens)[valid].all())
     return same or bool((labels[:, :-1] == tokens[:, 1:])[valid[:, :-1]].all())
 
 
 def _is_small(tokens: Tensor) -> bool:
-    """Whether these are kinds of tokens and not tokens: all are 0 or 1."""
+    """Return whether these are token types rather than tokens: all are 0 or 1."""
     return bool(((tokens == 0) | (tokens == 1)).all())
 
 
 @dataclass
 class Counts:
-    """How often tokens stand in a text, and pairs of them next to each other.
+    """Counts of tokens in a text, and of pairs of neighbours.
 
     Attributes:
-        classes: C, of tokens.
+        classes: C, the number of tokens in the vocabulary.
         single: shape (C,), int64.
-        pairs: ``x C + y`` for each pair that was met, sorted, int64.
-        times: how often each was.
+        pairs: ``x C + y`` for each pair that occurs, sorted, int64.
+        times: how often each pair occurs.
     """
 
     classes: int
@@ -149,7 +149,7 @@ class Counts:
         self.single = torch.zeros(self.classes, dtype=torch.int64)
 
     def add(self, tokens: Tensor, counted: Tensor) -> None:
-        """Count the tokens (B, T) of which ``counted`` says that they count, and the pairs in which both do."""
+        """Count the tokens (B, T) that ``counted`` marks, and the pairs in which both are marked."""
         tokens, counted = tokens.cpu(), counted.cpu()
         self.single += tokens[counted].bincount(minlength=self.classes)
         both = counted[:, 1:] & counted[:, :-1]
@@ -158,7 +158,7 @@ class Counts:
             self.merge()
 
     def merge(self) -> None:
-        """Put what was counted together."""
+        """Count the pairs that were collected."""
         if self._waiting:
             pairs, times = torch.cat(self._waiting).unique(return_counts=True)
             self._waiting.clear()
@@ -171,7 +171,7 @@ class Counts:
         self.times = torch.zeros_like(self.pairs).index_add_(0, at, torch.cat([self.times, times]))
 
     def both_ways(self) -> "Counts":
-        """Counts in which each pair is one of both orders."""
+        """Return counts in which each pair counts in both orders."""
         c, found = self.classes, Counts(self.classes)
         found.join(self.single, self.pairs, self.times)
         found.join(torch.zeros_like(self.single), self.pairs % c * c + self.pairs // c, self.times)

@@ -1,4 +1,4 @@
-"""The first map that reads an image, and the mean and covariance of what it reads."""
+"""The first layer that reads an image, and the mean and covariance of its inputs."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,15 +18,15 @@ from lightning_eff._core.steps import takes_index
 
 
 class _Stop(Exception):
-    """The first map was reached: what comes after is not computed."""
+    """The first layer was reached, so the rest of the step need not run."""
 
 
 @dataclass(frozen=True)
 class FirstMap:
-    """A map of nothing that another one made.
+    """A layer whose input no other layer computed.
 
     Attributes:
-        name: of its weight.
+        name: the name of its weight.
         owner: an ``nn.Linear``, an ``nn.Conv2d`` or an ``nn.Conv3d`` without groups.
     """
 
@@ -35,16 +35,16 @@ class FirstMap:
 
     @property
     def weight(self) -> Tensor:
-        """Shape (out, ...)."""
+        """The weight, of shape (out, ...)."""
         return self.owner.weight  # pyright: ignore[reportReturnType]
 
     @property
     def bias(self) -> Tensor | None:
-        """Shape (out,)."""
+        """The bias, of shape (out,), or None."""
         return self.owner.bias  # pyright: ignore[reportReturnType]
 
     def patches(self, x: Tensor) -> Tensor:
-        """What each row of the weight is multiplied by, of an input: shape (n, p). Padding is left out."""
+        """Return the vectors of an input by which the rows of the weight are multiplied: shape (n, p), without padding."""
         owner = self.owner
         if isinstance(owner, nn.Linear):
             return x.flatten(0, -2)
@@ -57,9 +57,10 @@ class FirstMap:
         return x.movedim(1, 4).flatten(4).flatten(0, 3)
 
     def moments(self, session: Session, batches: Iterable[Any]) -> tuple[Tensor, Tensor, int]:
-        """The mean (p,) and the sum of outer products (p, p) of all patches, in float64 on the CPU, and their number.
+        """Return the mean (p,) and the sum of outer products (p, p) of all patches, in float64 on the CPU, and their
+        number.
 
-        The step runs until it comes to this map.
+        The step runs up to this layer.
         """
         size = self.weight[0].numel()
         first, second, count = torch.zeros(size).double(), torch.zeros(size, size).double(), 0
@@ -88,13 +89,13 @@ class FirstMap:
 
 
 class _Inputs:
-    """What maps were handed."""
+    """The first inputs of layers."""
 
     def __init__(self) -> None:
         self.first: dict[str, tuple[nn.Module, Tensor]] = {}
 
     def chosen(self, graph: Graph, batch: Any) -> FirstMap | None:
-        """The first map in the graph that reads images, or patches of them, and nothing that another map made."""
+        """Return the first layer of the graph that reads images, or patches of them, and no other layer's output."""
         for node in graph.order:
             at = graph.map_at(node)
             if at is None or at[1] or at[0] not in self.first:
@@ -115,7 +116,7 @@ def _fits(owner: nn.Module, x: Tensor) -> bool:
 
 @contextmanager
 def first_map(module: nn.Module) -> Iterator[_Inputs]:
-    """Note what each linear map and convolution of two or three dimensions is handed first within."""
+    """Record the first input of each linear layer and of each convolution in two or three dimensions."""
     found = _Inputs()
     with ExitStack() as scope:
         for path, owner in module.named_modules():

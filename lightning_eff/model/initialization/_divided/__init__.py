@@ -1,1 +1,1 @@
-"""Weights that a strategy divides over the ranks: set before it does, or a piece at a time."""
+"""Setting weights that a strategy divides over the ranks: before it does, or one piece at a time."""

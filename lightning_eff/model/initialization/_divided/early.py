@@ -15,52 +15,51 @@ from lightning_eff._core.passes import training_batches
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.session import Session
 
-_TRIED = 8  # batches, where the step passes over the first
+_TRIED = 8  # batches to try, in case the step skips the first ones
 
 
 def is_whole(session: Session) -> bool:
-    """Whether every process holds the whole module, with numbers in it."""
+    """Return whether every process holds the whole module, not on the meta device."""
     return all(session.replicas.everyone(_problem(session.module) is None))
 
 
 def check_in_pieces(session: Session, *, who: str, can: bool) -> None:
-    """Raise ``ValueError`` where weights that are divided or nowhere by now cannot be set once training begins.
+    """Raise ``ValueError`` if weights that are already divided, or on the meta device, cannot be set once training begins.
 
     Args:
         session: the run, in ``on_model``.
         who: the technique's name.
-        can: whether it sets one weight at a time, by what the network is and not by what it computes.
+        can: whether the technique sets one weight at a time, from the structure of the network.
     """
     strategy = session.trainer.strategy
     if getattr(strategy, "whole_steps", False):
         return
     parts = getattr(strategy, "pipeline_parallel_size", 1), getattr(strategy, "_tensor_parallel_size", 1)
     if parts != (1, 1):
-        why = "tensor and pipeline parallelism leave no process a whole step to look through"
+        why = "no process runs a whole step under tensor or pipeline parallelism"
     elif not can:
-        why = "it computes with all of them together"
+        why = "it computes with all weights together"
     else:
         return
     problem = next((p for p in session.replicas.everyone(_problem(session.module)) if p), "")
     raise ValueError(
-        f"{who}: {problem} before {type(strategy).__name__} sets up, and {why}; expected a module that is whole on every"
-        " process until then. Build it with its weights (without init_module(empty_init=True), torch.device('meta') or"
-        " init_on) and leave it to HybridParallelStrategy to divide them; or fit it for a step on a single device with"
-        f" {who}, save a checkpoint, and begin from that without {who}."
+        f"{who}: {problem} before {type(strategy).__name__} sets up, and {why}. Build the module with its weights (without"
+        " init_module(empty_init=True), torch.device('meta') or init_on) and let HybridParallelStrategy divide them; or fit"
+        f" it for one step on a single device with {who}, save a checkpoint, and start from that without {who}."
     )
 
 
 def _problem(module: nn.Module) -> str | None:
     for name, p in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(p, DTensor):
-            return f"{name} is divided already (DTensor)"
+            return f"{name} is already divided (DTensor)"
         if p.is_meta:
             return f"{name} is on the meta device"
     return None
 
 
 def first_batches(session: Session) -> Iterator[Any]:
-    """Batches of the training loader, each taken beside the run: the first few; none where the fit trains on none."""
+    """Yield the first few batches of the training loader, taken without affecting the run; none if the fit trains on none."""
     trainer = session.trainer
     with _own_sampler(session):
         trainer.fit_loop.setup_data()
@@ -73,7 +72,7 @@ def first_batches(session: Session) -> Iterator[Any]:
 
 @contextmanager
 def _own_sampler(session: Session) -> Iterator[None]:
-    """A strategy with one replica of the data in several processes leaves the loader its own sampler; so do we, before it."""
+    """Keep the loader's own sampler under a strategy that trains one replica in several processes, as the strategy would."""
     trainer, patches = session.trainer, Patches()
     strategy = trainer.strategy
     if is_a(strategy, ModelParallelStrategy) and strategy.distributed_sampler_kwargs["num_replicas"] == 1:
@@ -86,7 +85,7 @@ def _own_sampler(session: Session) -> Iterator[None]:
 
 @contextmanager
 def as_one_process(session: Session) -> Iterator[None]:
-    """Steps run where the module's weights are, and in their precision."""
+    """Run steps on the device and in the precision of the module's weights."""
     strategy, patches = session.trainer.strategy, Patches()
     device = next((p.device for p in session.module.parameters()), torch.device("cpu"))
     plugin, to_device = strategy.precision_plugin, strategy.batch_to_device

@@ -1,4 +1,4 @@
-"""One weight at a time, whole, to be changed in place, also where it lies in pieces on the ranks."""
+"""One whole weight at a time, to be changed in place, also if it is divided over the ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 @contextmanager
 def whole(parameter: Tensor) -> Iterator[Tensor]:
-    """The numbers of ``parameter``, to be changed in place: all of them, on every rank, of which each then keeps its piece.
+    """Give the whole values of ``parameter`` on every rank, to be changed in place; each rank then keeps its piece.
 
-    A collective for one that is divided: all ranks must come here, and change it alike.
+    For a divided parameter this is a collective: all ranks must call it and make the same change.
     """
     if not isinstance(parameter, DTensor):
         yield parameter.data

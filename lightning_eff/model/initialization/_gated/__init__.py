@@ -1,1 +1,1 @@
-"""Attention that is gated between content and position, in modules that are found by their calls."""
+"""Attention that is gated between content and position, in modules found by their calls."""

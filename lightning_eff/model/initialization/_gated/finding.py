@@ -1,4 +1,4 @@
-"""Which modules attend to the patches of an image, in what order, and where these stand among the tokens: by one pass."""
+"""Finds the modules that attend to the patches of an image, and the places of the patches among the tokens, in one pass."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from lightning_eff._core._branches.probing import aside, attempts
 from lightning_eff._core.patches import hook_before, hook_behind
 from lightning_eff.model.initialization._gated.mixing import FUSED, MODULE, SOFTMAX, Grid
 
-_MOST = 16  # tokens that are no patches
+_MOST = 16  # the largest number of tokens that are not patches
 _CONVOLUTIONS = (F.conv2d, torch.conv2d)
 
 
@@ -25,10 +25,10 @@ class Attending:
     """A call of attention.
 
     Attributes:
-        path: of the innermost module that makes it.
-        heads: how many.
-        tokens: queries and keys; None where they are of different numbers.
-        causal: whether it is.
+        path: the path of the innermost module that makes it.
+        heads: the number of heads.
+        tokens: the number of queries and keys; None if the two differ.
+        causal: whether it is causal.
     """
 
     path: str
@@ -43,12 +43,12 @@ class Attending:
 
 @dataclass
 class Found:
-    """What one pass shows.
+    """The findings of one pass.
 
     Attributes:
-        attending: the modules that attend to all tokens, in their order, with how many heads.
+        attending: the modules that attend to all tokens, in order, with their number of heads.
         grid: the patches among the tokens.
-        of: what was run on what, in words.
+        of: which module ran on which input, in words.
     """
 
     attending: dict[str, int]
@@ -57,15 +57,15 @@ class Found:
 
 
 class _Seeing(TorchFunctionMode):
-    """Notes what attends, and what convolutions of images put out."""
+    """Records calls of attention, and the sizes of convolution outputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stack: list[str] = []
         self.seen: list[Attending] = []
         self.grids: list[tuple[int, int]] = []
-        self.inputs: list[list[Tensor]] = []  # of the modules that run
-        self.first: list[Tensor] = []  # what the first module that attends was given
+        self.inputs: list[list[Tensor]] = []  # the inputs of the modules that run
+        self.first: list[Tensor] = []  # the inputs of the first module that attends
 
     @override
     def __torch_function__(
@@ -128,26 +128,26 @@ class _Tried:
 
 
 def find(module: nn.Module, *, who: str, batch: Any = None) -> Found:
-    """The self-attention of ``module`` on the patches of an image, in the first pass that shows some.
+    """Return the self-attention of ``module`` on the patches of an image, from the first pass that shows some.
 
     Args:
         module: the module.
         who: the technique's name, for messages.
-        batch: of the module's own data; else inputs are made up.
+        batch: a batch of the module's own data; None makes inputs up.
 
     Raises:
-        ValueError: if nothing ran, or nothing attends to the patches of an image, with what was found.
+        ValueError: if nothing ran, or nothing attends to the patches of an image.
     """
     tried = _Tried()
     for of, call in attempts(module, batch):
         try:
             with aside(module), _seeing(module) as seeing:
                 call()
-        except Exception as e:  # what is made up may not be what the module takes: the next may be
+        except Exception as e:  # the module may not take these made-up inputs, but the next ones
             tried.failed.append(f"{of} raised {type(e).__name__} ({str(e).splitlines()[0][:120] if str(e) else ''})")
             continue
         if not seeing.seen:
-            tried.seen.append(f"{of} ran, and no attention was seen")
+            tried.seen.append(f"{of} ran without attention")
             continue
         grid = _grid(seeing)
         if isinstance(grid, Grid):
@@ -158,32 +158,31 @@ def find(module: nn.Module, *, who: str, batch: Any = None) -> Found:
             if several or "" in counts:
                 raise ValueError(
                     f"{who}: {several[0] if several else 'the module itself'} attends"
-                    f" {'several times' if several else 'in its own forward'} in one pass; expected modules within"
-                    f" {type(module).__name__} that each attend once, for each of which gates are learnt. Take it out."
+                    f" {'several times' if several else 'in its own forward'}, but gates are learnt for submodules of"
+                    f" {type(module).__name__} that each attend once. Remove {who}."
                 )
             return Found({one.path: one.heads for one in attending}, grid, of)
-        tried.seen.append(f"in {of}, {seeing.seen[0]} ({len(seeing.seen)} calls of attention), and {grid}")
-        if seeing.grids:  # it has run on images; on such of the size of a window it would look as if it attended to all
+        tried.seen.append(f"in {of}, {seeing.seen[0]} ({len(seeing.seen)} calls of attention), but {grid}")
+        if seeing.grids:  # on images of the size of a window, it would seem to attend to all patches
             break
     raise ValueError(
         f"{who}: {type(module).__name__} does not attend to the patches of an image:"
-        f" {'; '.join((tried.seen or tried.failed)[:2]) or 'there was nothing to run'}. Expected an image transformer, whose"
-        " attention is scaled_dot_product_attention, nn.MultiheadAttention or a softmax of scores (B, H, N, N) on all patches"
-        " of a grid. Give a batch, lightning_eff.apply(module, technique, batch=batch), or take the technique out."
+        f" {'; '.join((tried.seen or tried.failed)[:2]) or 'there was nothing to run'}. Give a batch of your own, as in"
+        f" lightning_eff.apply(module, technique, batch=batch), or remove {who}."
     )
 
 
 def _grid(seeing: _Seeing) -> Grid | str:
-    """The grid of patches that the first attention is on; or why there is none, in words."""
+    """Return the grid of patches of the first attention call, or why there is none, in words."""
     one = next((one for one in seeing.seen if one.tokens is not None), None)
     if one is None or one.tokens is None:
-        return "none is on its own tokens"
+        return "none is self-attention"
     if one.causal:
-        return "it is causal, as of texts"
+        return "it is causal, as for texts"
     fits = [(h, w) for h, w in seeing.grids if h * w > 1 and 0 <= one.tokens - h * w <= _MOST]
     if not fits:
         grids = ", ".join(f"{h} x {w}" for h, w in dict.fromkeys(seeing.grids)) or "nothing"
-        return f"convolutions of images put out {grids} before, which are not these tokens"
+        return f"convolutions returned {grids} before, which are not these tokens"
     height, width = fits[-1]
     others = one.tokens - height * width
     if not others:
@@ -198,4 +197,4 @@ def _grid(seeing: _Seeing) -> Grid | str:
                     after = others - before
                     if all(same[one.tokens - after :]):
                         return Grid(height, width, before, after)
-    return f"of the {one.tokens} tokens it is not told which are the {height} x {width} patches"
+    return f"it is unclear which of the {one.tokens} tokens are the {height} x {width} patches"

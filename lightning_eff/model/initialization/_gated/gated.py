@@ -1,4 +1,4 @@
-"""Modules whose own forward pass runs with attention that is gated."""
+"""Modules whose own forward pass runs with gated attention."""
 
 import copy
 import functools
@@ -15,13 +15,13 @@ GATE, WEIGHTS = "locality_gate", "locality_weight"
 
 
 class Gated(nn.Module):
-    """What a class of modules is made to have: gates between contents and positions, wherever its forward pass attends.
+    """Mixed into a module's class: gates between content and position in every attention call of its forward pass.
 
     Attributes:
         locality_gate: lambda, (H,).
         locality_weight: v, (H, 3).
         grid: the patches among the tokens.
-        locality: alpha, that v begins with.
+        locality: alpha, from which v starts.
     """
 
     undecayed: ClassVar[list[str]] = [GATE]
@@ -35,7 +35,7 @@ class Gated(nn.Module):
             return super().forward(*args, **kwargs)
 
     def reset_parameters(self) -> None:
-        """The class's own, and gates and places as they begin."""
+        """Reset the class's own parameters, and gates and positions to their first values."""
         reset = getattr(super(), "reset_parameters", None)
         if reset is not None:
             reset()
@@ -58,17 +58,17 @@ def _gated_class(cls: type[nn.Module]) -> type[Gated]:
 
 
 def blank(cls: type[nn.Module]) -> Gated:
-    """An instance without any state."""
+    """Return an instance without any state."""
     made = _gated_class(cls)
     return made.__new__(made)
 
 
 def gated(plain: nn.Module, *, heads: int, grid: Grid, locality: float) -> Gated:
-    """A module with ``plain``'s own class, parameters and settings, whose attention is gated.
+    """Return a module with ``plain``'s class, parameters and settings, whose attention is gated.
 
     Args:
-        plain: the module, whose forward pass attends.
-        heads: of its attention.
+        plain: the module whose forward pass attends.
+        heads: the number of its heads.
         grid: the patches among its tokens.
         locality: alpha.
     """
@@ -78,10 +78,10 @@ def gated(plain: nn.Module, *, heads: int, grid: Grid, locality: float) -> Gated
     made.register_parameter(GATE, nn.Parameter(torch.empty(heads)))
     made.register_parameter(WEIGHTS, nn.Parameter(torch.empty(heads, 3)))
     made._begin()
-    if isinstance(plain, nn.MultiheadAttention):  # torch's encoder layer reads its weights, unless there are hooks
+    if isinstance(plain, nn.MultiheadAttention):  # torch's encoder layer reads its weights unless it has hooks
         made.register_forward_pre_hook(_called)
     return made
 
 
 def _called(module: nn.Module, args: Any) -> None:
-    """Lets the module be called."""
+    """Do nothing; the hook's presence makes torch call the module."""

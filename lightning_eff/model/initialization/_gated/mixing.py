@@ -1,4 +1,4 @@
-"""Within a module's call, its self-attention on patches is mixed with attention to positions, however it is called."""
+"""Mixes a module's self-attention on patches with attention to positions, whatever function computes it."""
 
 import inspect
 import math
@@ -18,13 +18,13 @@ MODULE = inspect.signature(F.multi_head_attention_forward)
 
 
 class Grid(NamedTuple):
-    """Where the patches of an image stand among a sample's tokens: row by row, in one piece.
+    """The places of an image's patches among a sample's tokens: row by row, in one piece.
 
     Attributes:
         height: in patches.
-        width: likewise.
-        before: tokens in front of them that are no patches, such as a class token.
-        after: such tokens behind them.
+        width: in patches.
+        before: the number of other tokens in front of the patches, such as a class token.
+        after: the number of other tokens behind them.
     """
 
     height: int
@@ -33,7 +33,7 @@ class Grid(NamedTuple):
     after: int
 
     def of(self, tokens: int) -> "Grid":
-        """The grid of as many tokens: an image of the same shape, and of another size where they are other than before.
+        """Return the grid for this number of tokens; for another image size, one of the same proportions.
 
         Raises:
             ValueError: if there is none.
@@ -45,23 +45,22 @@ class Grid(NamedTuple):
         height, width = round(self.height * scale), round(self.width * scale)
         if height * width != patches or patches < 1:
             raise ValueError(
-                f"GatedPositionalAttention: got {tokens} tokens, of which {self.before + self.after} are no patches; expected a"
-                f" grid of patches in the proportion of {self.height} x {self.width}. Give images of this"
-                " shape, or let it be seen before: lightning_eff.apply(module, technique, batch=batch)."
+                f"GatedPositionalAttention: {tokens} tokens, {self.before + self.after} of which are not patches, do not form"
+                f" a grid in the proportion of {self.height} x {self.width}. Use images of this shape, or show it a batch:"
+                " lightning_eff.apply(module, technique, batch=batch)."
             )
         return Grid(height, width, self.before, self.after)
 
 
 class Mixing(TorchFunctionMode):
-    """While it is entered, self-attention on all tokens sees positions as well.
+    """Adds positions to self-attention on all tokens while the context is open.
 
-    What a token that is no patch sees, and how much is seen of it, is a matter of contents alone: its row has no positions, and
-    in the rows of patches positions give it nothing.
+    A token that is not a patch attends by content alone, and is attended to by content alone.
 
     Args:
         gate: lambda, (H,).
         weights: v, (H, 3).
-        grid: of the patches.
+        grid: the grid of patches.
     """
 
     def __init__(self, gate: Tensor, weights: Tensor, grid: Grid) -> None:
@@ -85,7 +84,9 @@ class Mixing(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def positions(self, tokens: int, mask: Tensor | None = None) -> Tensor:
-        """Softmax of ``v^T r`` over the patches, (H, n, n), or (B, H, n, n) under a mask; of rows that are no patch's, zero."""
+        """Return the softmax of ``v^T r`` over the patches: (H, n, n), or (B, H, n, n) under a mask; zero in rows of other
+        tokens.
+        """
         grid = self.grid.of(tokens)
         part = slice(grid.before, tokens - grid.after)
         scores = position_scores(self.weights, grid.height, grid.width)
@@ -95,7 +96,7 @@ class Mixing(TorchFunctionMode):
         return F.pad(scores.softmax(dim=-1), (grid.before, grid.after, grid.before, grid.after))
 
     def mix(self, content: Tensor, position: Tensor) -> Tensor:
-        """Both mixed by the gate, for the rows of patches; (..., H, n, anything)."""
+        """Mix both by the gate in the rows of patches; (..., H, n, anything)."""
         tokens = content.shape[-2]
         part = slice(self.grid.before, tokens - self.grid.after)
         patches = mixed(content[..., part, :], position[..., part, :], self.gate)
@@ -112,7 +113,9 @@ class Mixing(TorchFunctionMode):
         dropout_p: float = 0.0,
         **options: Any,
     ) -> Tensor:
-        """``scaled_dot_product_attention`` on (B, H, n, d): mixed weights make of values a mixture of what each makes."""
+        """Compute ``scaled_dot_product_attention`` on (B, H, n, d) and mix its result with what positions make of the
+        values.
+        """
         position = self.positions(query.shape[-2], attn_mask).to(value.dtype)
         content = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **options)
         if options.get("enable_gqa"):
@@ -134,7 +137,7 @@ class Mixing(TorchFunctionMode):
         return whole.view(content.shape)
 
     def _of_module(self, bound: inspect.BoundArguments) -> tuple[Tensor, Tensor | None]:
-        """``nn.MultiheadAttention`` of one tensor (n, B, D) to itself."""
+        """Compute ``nn.MultiheadAttention`` of one tensor (n, B, D) to itself."""
         bound.apply_defaults()
         given = bound.arguments
         x: Tensor = given["query"]
@@ -172,7 +175,7 @@ class Mixing(TorchFunctionMode):
 
 
 def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A mask of torch's module (True hides) as what is added to the scores."""
+    """Return a mask of torch's module, where True hides, as a term to add to the scores."""
     if mask is None or mask.is_floating_point():
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)

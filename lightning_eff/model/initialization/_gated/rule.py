@@ -1,4 +1,4 @@
-"""Attention to positions relative to one's own, and how it is mixed with attention to contents (d'Ascoli et al. 2021)."""
+"""Attention to relative positions, and its mixture with attention to content (d'Ascoli et al. 2021)."""
 
 import math
 
@@ -7,16 +7,18 @@ from torch import Tensor
 
 
 def relative(height: int, width: int, device: torch.device | None = None) -> Tensor:
-    """``r_ij = (dx, dy, dx^2 + dy^2)`` from patch i to patch j of a grid, row by row: (N, N, 3), N = height * width."""
+    """Return ``r_ij = (dx, dy, dx^2 + dy^2)`` from patch i to patch j of a grid, row by row: (N, N, 3), N = height *
+    width.
+    """
     y, x = torch.meshgrid(torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij")
     dx, dy = ((at.flatten()[None, :] - at.flatten()[:, None]).float() for at in (x, y))
     return torch.stack([dx, dy, dx.square() + dy.square()], dim=-1)
 
 
 def centres(heads: int) -> Tensor:
-    """Where the heads look first, in patches (dx, dy) from one's own: a square grid around it, (heads, 2).
+    """Return where the heads look first, in patches (dx, dy) from their own: a square grid around it, (heads, 2).
 
-    For a number of heads that is no square, those places of the next larger grid that are nearest to its middle.
+    If the number of heads is not a square, these are the central places of the next larger grid.
     """
     side = math.isqrt(heads - 1) + 1
     middle = (side - 1) / 2
@@ -26,24 +28,26 @@ def centres(heads: int) -> Tensor:
 
 
 def local_weights(heads: int, locality: float) -> Tensor:
-    """``v_h = -alpha (-2 D_x, -2 D_y, 1)`` for the centre D of head h, so that ``v_h . r = -alpha |d - D|^2 + const``."""
+    """Return ``v_h = -alpha (-2 D_x, -2 D_y, 1)`` for the centre D of head h, so that
+    ``v_h . r = -alpha |d - D|^2 + const``.
+    """
     at = centres(heads)
     return -locality * torch.cat([-2 * at, torch.ones(heads, 1)], dim=1)
 
 
 def position_scores(weights: Tensor, height: int, width: int) -> Tensor:
-    """``v_h . r_ij``: (H, N, N), in float32 or more."""
+    """Return ``v_h . r_ij``: (H, N, N), in float32 or higher."""
     v = weights if weights.dtype.itemsize >= 4 else weights.float()
     return torch.einsum("hk,ijk->hij", v, relative(height, width, v.device).to(v.dtype))
 
 
 def mixed(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
-    """``A_h = (1 - s(lambda_h)) content_h + s(lambda_h) position_h``, with s the sigmoid.
+    """Return ``A_h = (1 - s(lambda_h)) content_h + s(lambda_h) position_h``, with s the sigmoid.
 
-    Both have rows that sum to 1, so that A has, and to divide it by the sum of its rows changes nothing.
+    The rows of both sum to 1, so those of A do too, and need no normalisation.
 
     Args:
-        content: softmax of ``Q K^T``, (..., H, N, N), or what it makes of values, (..., H, N, d).
+        content: softmax of ``Q K^T``, (..., H, N, N), or its product with the values, (..., H, N, d).
         position: softmax of ``v^T r``, likewise.
         gate: lambda, (H,).
     """

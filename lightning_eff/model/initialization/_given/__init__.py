@@ -1,1 +1,1 @@
-"""Branches and attention that users name, where they are not found or not to be looked for."""
+"""Residual branches and attention that users name, where they are not found automatically."""

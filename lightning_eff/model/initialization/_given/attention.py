@@ -1,57 +1,85 @@
 """Attention and residual branches as users name them, in the form in which they are found otherwise."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Kind, Names
 from lightning_eff._core._branches.attention import ROLES, Attention, Part
 from lightning_eff._core._branches.finding import Branch
 from lightning_eff._core._branches.graph import End
-from lightning_eff.model.initialization._given.names import is_list_of_names, outputs_dim, side_by_side
-
-_EXAMPLE = "[{'query+key+value': 'blocks.*.qkv', 'output': 'blocks.*.proj'}]"
-Given = Sequence[Mapping[str, Any]]
+from lightning_eff.model.initialization._given.names import outputs_dim, side_by_side
 
 
-def check_attention(attention: Any, *, who: str) -> list[dict[str, Any]] | None:
-    """The entries as they were given.
+@dataclass(frozen=True, repr=False)
+class AttentionLayers(Kind):
+    """For each kind of attention a mapping of its roles to the names of weights; kept as a list of dicts.
 
-    Raises:
-        ValueError: if they are no list of mappings of roles to names.
+    Roles that one layer computes in equal parts are joined by +. ``"cross": True`` marks attention to an encoder.
     """
-    if attention is None:
-        return None
-    entries: Sequence[Any] = attention if isinstance(attention, Sequence) else ()
-    right = isinstance(attention, Sequence) and not isinstance(attention, str)
-    for entry in entries if right else ():
-        roles = (
-            [role for key in entry if key not in ("output", "cross") for role in key.split("+")]
-            if _is_entry(entry)
-            else []
+
+    hint = "Example: [{'query+key+value': 'blocks.*.qkv', 'output': 'blocks.*.proj'}]."
+
+    @property
+    @override
+    def expected(self) -> str:
+        return (
+            "a list of mappings of 'query', 'key', 'value' (joined by + where fused) and 'output' to names of weights"
         )
-        right = right and sorted(roles) == sorted(ROLES) and isinstance(entry.get("cross", False), bool)
-    if not right:
-        raise ValueError(
-            f"{who}({attention=}): expected for each kind of attention the weights of its query, key, value and output, or of"
-            f" several that one map makes in equal parts, joined by +, such as {_EXAMPLE}; with 'cross': True where it attends"
-            " to an encoder. None looks for them."
-        )
-    return [dict(entry) for entry in entries]
+
+    @override
+    def __call__(self, value: Any) -> list[dict[str, Any]]:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ValueError
+        return [self._entry(entry) for entry in value]
+
+    def _entry(self, entry: Any) -> dict[str, Any]:
+        if not isinstance(entry, Mapping) or not all(isinstance(key, str) for key in entry):
+            raise ValueError
+        found = dict(entry)
+        cross = found.pop("cross", False)
+        roles = [role for key in found if key != "output" for role in key.split("+")]
+        if sorted(roles) != sorted(ROLES) or not isinstance(cross, bool):
+            raise ValueError
+        if not all(isinstance(name, str) and name for name in found.values()):
+            raise ValueError
+        return dict(entry)
 
 
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, Mapping) and all(
-        isinstance(key, str) and (key == "cross" or (isinstance(name, str) and name)) for key, name in entry.items()
-    )
+@dataclass(frozen=True, repr=False)
+class WholeBranches(Kind):
+    """For each residual branch the names of its weights; kept as a list of lists."""
+
+    hint = "Example: [['blocks.*.up', 'blocks.*.down']]."
+
+    @property
+    @override
+    def expected(self) -> str:
+        return "a list of lists, each with the names of a branch's weights in their order"
+
+    @override
+    def __call__(self, value: Any) -> list[list[str]]:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ValueError
+        return [list(Names(empty=False)(names)) for names in value]
+
+
+Given = Sequence[Mapping[str, Any]]
+#: The weights of attention, by what they compute.
+Attentions = Annotated[Given, AttentionLayers()]
+#: The weights of each residual branch, in their order.
+Branches = Annotated[Sequence[Sequence[str]], WholeBranches()]
 
 
 def attentions_given(root: nn.Module, given: Given, *, who: str) -> list[Attention]:
-    """The attentions that users name.
+    """Return the attention layers that users name.
 
     Raises:
-        ValueError: for names that mean no weight, and for maps whose outputs cannot be divided so.
+        ValueError: for names that match no weight, and for layers whose outputs cannot be divided into the roles.
     """
     found: list[Attention] = []
     for entry in given:
@@ -75,34 +103,19 @@ def _parts(root: nn.Module, weight: str, roles: list[str], *, who: str) -> dict[
     if dim is None or shape[dim] % len(roles):
         raise ValueError(
             f"{who}(attention=...): {weight} of shape {tuple(shape)} ({type(owner).__name__}) cannot be divided into"
-            f" {' and '.join(roles)}; expected a linear map of {len(roles)} equal parts. Name maps of their own, or give"
-            " maps=[...] without it."
+            f" {len(roles)} equal parts for {' and '.join(roles)}. Name the weight of each role, or exclude this one by"
+            " maps=[...]."
         )
     size = shape[dim] // len(roles)
     places = torch.arange(shape[dim]) // size
     return {role: Part(weight, dim, places == i) for i, role in enumerate(roles)}
 
 
-def check_whole_branches(branches: Any, *, who: str) -> list[list[str]] | None:
-    """The names of each branch's weights as they were given.
-
-    Raises:
-        ValueError: if they are no list of lists of names.
-    """
-    right = isinstance(branches, Sequence) and not isinstance(branches, str)
-    if branches is not None and not (right and all(is_list_of_names(names) and names for names in branches)):
-        raise ValueError(
-            f"{who}({branches=}): expected for each branch the names of its weights in their order, or patterns of them, such"
-            " as [['blocks.*.up', 'blocks.*.down']], or None to look for them."
-        )
-    return None if branches is None else [[*names] for names in branches]
-
-
 def branches_given(root: nn.Module, given: Sequence[Sequence[str]], *, who: str) -> list[Branch]:
-    """The residual branches that users name; those whose names begin alike, up to a number, add to one stream.
+    """Return the residual branches that users name; branches whose names begin alike, up to a number, add to one stream.
 
     Raises:
-        ValueError: for names that mean no weight.
+        ValueError: for names that match no weight.
     """
     streams: dict[str, int] = {}
     found: list[Branch] = []

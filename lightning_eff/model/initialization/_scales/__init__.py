@@ -1,1 +1,1 @@
-"""Scales and scalars beside maps, which are learnt, and fold away."""
+"""Learnt scales and scalars of layers, which can be folded away."""

@@ -1,4 +1,4 @@
-"""What ReZero, SkipInit and LayerScale share: a learnt scale at the end of each residual branch."""
+"""The base of ReZero, SkipInit and LayerScale: a learnt scale at the end of each residual branch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,13 +14,13 @@ from lightning_eff._core._branches.ends import channels_of, tensors_that_end
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.probing import probed
 from lightning_eff._core.search_space import RunProfile
-from lightning_eff.model.initialization._given.names import by_hand, check_branches, outputs_dim
+from lightning_eff.model.initialization._given.names import by_hand, outputs_dim
 from lightning_eff.model.initialization._once import refuse_pretrained
 from lightning_eff.model.initialization._scales.scaled import Scaled, scaled
 
-_ZEROS = "a branch whose last map and whose scale are both zero has no gradient in either, and would stay zero"
-_TWICE = "both put a scale at the end of each residual branch, of which one is as good as two"
-READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # of the weights of their parts
+_ZEROS = "a branch whose last layer and scale are both zero has no gradient in either, and would stay zero"
+_TWICE = "both put a scale at the end of each residual branch, and one is enough"
+READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)  # modules that read the weights of their parts
 CONFLICTS: Mapping[str, str] = {
     "ZeroProjections": _ZEROS,
     "ZerO": _ZEROS,
@@ -32,12 +32,12 @@ CONFLICTS: Mapping[str, str] = {
 
 
 def conflicts(who: str, *, zero: bool) -> dict[str, str]:
-    """What contradicts one of these techniques, whose scale is zero at first or not."""
+    """Return the conflicts of one of these techniques, whose scale starts at zero or not."""
     return {name: why for name, why in CONFLICTS.items() if name != who and (zero or why is not _ZEROS)}
 
 
 def pointless(profile: RunProfile) -> str | None:
-    """Why there is nothing to be scaled, in words."""
+    """Return why there is nothing to scale, in words."""
     return None if profile.num_blocks else "there is no stack of blocks with residual branches"
 
 
@@ -45,8 +45,8 @@ class OfBranches(Architecture):
     """A technique that gives residual branches other parameters.
 
     Attributes:
-        branches: names of weights of theirs; None looks for them, and none is plain training.
-        force: also act on a module that was loaded.
+        branches: the names of their weights; None finds them, and an empty list is plain training.
+        force: whether to also change a module that was loaded.
     """
 
     change_at: ClassVar[Change] = Change.STRUCTURE
@@ -61,27 +61,22 @@ class OfBranches(Architecture):
 
     @override
     def settings(self) -> dict[str, Any]:
-        """What the module's function goes by; whether it was loaded before is its own affair."""
+        """Return the settings that determine the module's function, so all but ``force``."""
         return {name: value for name, value in super().settings().items() if name != "force"}
-
-    def _take_force(self, force: bool) -> None:
-        if not isinstance(force, bool):
-            raise ValueError(f"{type(self).__name__}({force=}): expected True or False.")
-        self.force = force
 
     def _check_random(self, root: nn.Module) -> None:
         if not self.force:
             refuse_pretrained(root, who=type(self).__name__, would="change what the module computes")
 
     def _is_read(self, root: nn.Module, path: str, plain: nn.Module) -> bool:
-        """Whether the module at ``path`` is a part of one that reads its tensors instead of calling it.
+        """Return whether the module at ``path`` is part of one that reads its tensors instead of calling it.
 
         Raises:
-            ValueError: if it is scaled already.
+            ValueError: if it is already scaled.
         """
         if isinstance(plain, Scaled):
             by = getattr(swap_of(plain), "by", "another technique")
-            raise ValueError(f"{type(self).__name__}: {path} is scaled already, by {by}; expected a plain module.")
+            raise ValueError(f"{type(self).__name__}: {path} is already scaled, by {by}. Remove one of the two.")
         around = [root.get_submodule(path[:i]) for i, letter in enumerate(path) if letter == "."]
         return any(isinstance(m, READERS) for m in around)
 
@@ -91,20 +86,17 @@ class OfBranches(Architecture):
 
 
 class BranchScale(OfBranches):
-    """``x + s F(x)`` for each residual branch F of a module, with one s a branch that is learnt."""
-
-    branches: tuple[str, ...] | None
+    """Computes ``x + s F(x)`` for each residual branch F of a module, with a learnt s per branch."""
 
     def _take(self, branches: Sequence[str] | None, force: bool) -> None:
-        """Check and keep the arguments that all have."""
-        self.branches = check_branches(branches, who=type(self).__name__)
-        self._take_force(force)
+        """Keep the arguments that all have."""
+        self.branches, self.force = branches, force
 
     def begins_at(self, branches: int, blocks: int) -> float:
-        """The first value of s, for so many residual branches in so many blocks."""
+        """Return the first value of s, for so many residual branches in so many blocks."""
         return 0.0
 
-    #: Whether s has a number for each channel of the stream.
+    #: Whether s has a number for each channel of the residual stream.
     by_channel: ClassVar[bool] = False
 
     # -- the change
@@ -143,20 +135,19 @@ class BranchScale(OfBranches):
             read = self._is_read(root, path, plain)
             return scaled(plain, tensors, begins_at=value, sizes=widths, homes=homes, read_by_others=read)
 
-        surgeon.swap(lambda path, m: id(m) in where, build, what="a map in which a residual branch ends")
+        surgeon.swap(lambda path, m: id(m) in where, build, what="a layer in which a residual branch ends")
         self._count = len(ends)
         rank_zero_info(
-            f"{who}: {len(ends)} residual branches, found by {found_by}, begin at {value:g} of themselves:"
-            f" {listed(ends)}"
+            f"{who}: scaled {len(ends)} residual branches, found by {found_by}, by {value:g} at first: {listed(ends)}"
         )
 
     @override
     def summary(self) -> str:
-        return f"{self._count} residual branches have scales" if self._count else "the module had its scales already"
+        return f"scaled {self._count} residual branches" if self._count else "the module already had its scales"
 
 
 def apart(ends: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Branches with a tensor in common, as those of a block that runs several times, become one."""
+    """Join branches that have a tensor in common, such as those of a block that runs several times."""
     found: list[dict[str, None]] = []
     for names in ends:
         met = [one for one in found if not one.keys().isdisjoint(names)]
@@ -166,7 +157,7 @@ def apart(ends: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def sites(root: nn.Module, ends: Sequence[tuple[str, ...]]) -> dict[int, dict[str, int]]:
-    """By the module that has them, the tensors in which branches end, each with its branch."""
+    """Return, by the id of their module, the tensors in which branches end, each with its branch."""
     found: dict[int, dict[str, int]] = {}
     for branch, names in enumerate(ends):
         for name in names:
@@ -176,16 +167,16 @@ def sites(root: nn.Module, ends: Sequence[tuple[str, ...]]) -> dict[int, dict[st
 
 
 def channels(root: nn.Module, names: Sequence[str], told: Mapping[str, int], *, who: str) -> tuple[int, dict[str, int]]:
-    """How many channels the stream has that a branch is added to, and which dimension of each of its tensors they are.
+    """Return the number of channels of a branch's stream, and which dimension of each of its tensors they are.
 
     Args:
         root: the module tree.
         names: the tensors.
-        told: the dimensions that are known of some.
+        told: the dimensions that are already known.
         who: the technique's name.
 
     Raises:
-        ValueError: where neither a tensor's module, nor what is known, nor its shape tells.
+        ValueError: if neither a tensor's module, nor ``told``, nor its shape shows the dimension.
     """
     parameters, dims = dict(root.named_parameters()), dict[str, int]()
     for name in names:
@@ -202,9 +193,8 @@ def channels(root: nn.Module, names: Sequence[str], told: Mapping[str, int], *, 
     if len(dims) < len(names) or len(widths) > 1:
         shapes = ", ".join(f"{name} of shape {tuple(parameters[name].shape)}" for name in names)
         raise ValueError(
-            f"{who}: of the tensors in which a residual branch ends ({shapes}) it cannot be told which dimension is the"
-            " stream's channels; expected those of linear maps, convolutions or norms, or one dimension of the stream's width."
-            " Take the technique out; ReZero has one number for each branch, and asks for no dimension."
+            f"{who}: it is unclear which dimension holds the channels of the tensors in which a residual branch ends"
+            f" ({shapes}). Use ReZero, which has one number per branch and needs no dimension."
         )
     return widths.pop(), dims
 
@@ -219,7 +209,7 @@ def _dim(owner: nn.Module, name: str, tensor: Tensor) -> int | None:
 
 
 def listed(ends: Sequence[tuple[str, ...]]) -> str:
-    """The tensors in which branches end, in words; those that differ in numbers alone as one, with how many there are."""
+    """Return the tensors in which branches end, in words; names that differ only in numbers are joined and counted."""
     found: dict[str, list[str]] = {}
     for names in ends:
         parts = [["*" if part.isdecimal() else part for part in name.split(".")] for name in names]
@@ -228,7 +218,7 @@ def listed(ends: Sequence[tuple[str, ...]]) -> str:
 
 
 def count_blocks(ends: Sequence[tuple[str, ...]]) -> int:
-    """How many blocks the branches lie in: by the first number in the path of each."""
+    """Return the number of blocks that the branches lie in, by the first number in each path."""
     found: set[str] = set()
     for first, *_ in ends:
         parts = first.split(".")

@@ -1,4 +1,4 @@
-"""Maps with scalars of Fixup before and behind them, which are a part of their bias wherever that says the same."""
+"""Layers with Fixup's scalars on input and output, which are folded into the bias where that is equivalent."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,25 +18,25 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def takes_biases(plain: nn.Module) -> bool:
-    """Whether ``plain`` is a linear map that holds its weight and bias itself. Others compute one of them."""
+    """Return whether ``plain`` is a linear layer or convolution that stores its weight and bias itself."""
     held = plain._parameters.get("weight") is not None and "bias" in plain._parameters
     return held and (isinstance(plain, (nn.Linear, *CONVOLUTIONS)) or is_conv1d(plain))
 
 
 def response(weight: Tensor, plain: nn.Module) -> Tensor:
-    """``W 1``: what a map makes of an input that is one everywhere, without its bias; shape (N,)."""
+    """Return ``W 1``, the output for an input of ones without the bias; shape (N,)."""
     return weight.sum(0) if is_conv1d(plain) else weight.flatten(1).sum(1)
 
 
 class Fixed(Scaled):
-    """What a class of modules is made to have: weights that begin at a multiple, a multiplier, and scalars beside it.
+    """Mixed into a module's class: weights that start at a multiple, a multiplier, and scalars.
 
-    ``F(x) = W x + b`` becomes ``s (W (x + b1) + b) + b2``, computed as ``(s W) x + (s (b + b1 W 1) + b2)``: b1 and b2 cost
-    a sum over the weight. Where a convolution pads with zeros, which get no b1, it is added to the input.
+    ``F(x) = W x + b`` becomes ``s (W (x + b1) + b) + b2``, computed as ``(s W) x + (s (b + b1 W 1) + b2)``: b1 and b2
+    cost a sum over the weight. If a convolution pads with zeros, which get no b1, b1 is added to the input instead.
 
     Attributes:
-        begins: by name, what the stored tensors are multiplied by at first.
-        pads: b1 is added to the input.
+        begins: by name, the factor on the stored tensors at first.
+        pads: whether b1 is added to the input.
     """
 
     begins: dict[str, float]
@@ -50,7 +50,9 @@ class Fixed(Scaled):
         return super().forward(*args, **kwargs)
 
     def whole_bias(self, stored: Tensor | None, *, padded: bool) -> Tensor | None:
-        """The bias that has all scalars in it; without ``padded`` those before a padding with zeros are left out."""
+        """Return the bias with all scalars in it; without ``padded``, b1 of a convolution that pads with zeros is left
+        out.
+        """
         before, behind = (stored_in(self, name) if name in self._parameters else None for name in (BEFORE, BEHIND))
         weight, bias = cast(Tensor, stored_in(self, "weight")), stored
         if before is not None and (padded or not self.pads):
@@ -93,14 +95,14 @@ class Fixed(Scaled):
             return found
         if self.pads and before is not None and bool(before.any()):
             raise CannotFold(
-                "the scalar before a convolution that pads with zeros is not added to the padding, as a bias behind would do."
-                " Train with Fixup(biases=False), or keep the module as it is, and build it by lightning_eff.apply(plain,"
-                " Fixup(...)) where its checkpoints are used"
+                "the scalar before a convolution that pads with zeros is not added to the padding, so no bias can replace it."
+                " Train with Fixup(biases=False), or keep the module and load its checkpoints into lightning_eff.apply(plain,"
+                " Fixup(...))"
             )
         if self._parameters.get("bias") is None:
             raise CannotFold(
-                "what its scalars add is a bias, and the plain map has none. Train with Fixup(biases=False), or keep the module"
-                " as it is, and build it by lightning_eff.apply(plain, Fixup(...)) where its checkpoints are used"
+                "its scalars act as a bias, but the plain layer has none. Train with Fixup(biases=False), or keep the module"
+                " and load its checkpoints into lightning_eff.apply(plain, Fixup(...))"
             )
         stored = cast(Tensor, self._parameters["bias"])
         found["bias"] = cast(Tensor, self.whole_bias(stored, padded=True)).to(stored.dtype)
@@ -108,7 +110,7 @@ class Fixed(Scaled):
 
 
 def begin(tensor: Tensor, factor: float) -> None:
-    """W <- factor W, in place; also where it is not finite, for a factor of zero."""
+    """Set W <- factor W in place; a factor of zero also clears numbers that are not finite."""
     if factor == 0.0:
         tensor.zero_()
     else:
@@ -145,16 +147,17 @@ def fixed(
     homes: dict[int, tuple[Scaled, str]],
     read_by_others: bool,
 ) -> Fixed:
-    """A module with ``plain``'s own class, settings and names, of which tensors begin at a multiple.
+    """Return a module with ``plain``'s class, settings and names, some of whose tensors start at a multiple.
 
     Args:
         plain: the module.
-        tensors: those of its own that end a branch, as of :func:`~lightning_eff.model.initialization._scales.scaled.scaled`.
-        begins: by name, what its own tensors are multiplied by; the products are parameters of their own.
-        biases: whether scalars are added before and behind; of maps alone.
-        branches: how many there are.
-        homes: as of ``scaled``.
-        read_by_others: as of ``scaled``.
+        tensors: its tensors that end a branch, as for
+            :func:`~lightning_eff.model.initialization._scales.scaled.scaled`.
+        begins: by name, the factor on its tensors; the products are new parameters.
+        biases: whether scalars are added to input and output; only for linear layers and convolutions.
+        branches: how many branches there are.
+        homes: as for ``scaled``.
+        read_by_others: as for ``scaled``.
     """
     made = _blank(type(plain), tuple(tensors), biases)
     scaled(

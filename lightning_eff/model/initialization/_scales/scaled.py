@@ -1,4 +1,4 @@
-"""Modules whose weight is a learnt multiple of what they store, so that a residual branch which ends in them is scaled."""
+"""Modules whose weight is a learnt multiple of the stored one, so that a residual branch that ends in them is scaled."""
 
 import copy
 import functools
@@ -15,23 +15,24 @@ SCALE = "branch_scale"
 
 
 class Scaled(nn.Module):
-    """What a class of modules is made to have: tensors that are multiplied by a parameter wherever they are read.
+    """Mixed into a module's class: tensors that are multiplied by a parameter whenever the module computes with them.
 
-    ``F(x) = W x + b`` becomes ``s F(x) = (s W) x + s b``, while the module's own ``forward`` runs; to others the tensors are
-    what is stored, under their own names. Dropout behind the map and the scale may change places. In torch's own attention
-    and encoder layers, which read the tensors instead of calling the module, others get the scaled ones too.
+    ``F(x) = W x + b`` becomes ``s F(x) = (s W) x + s b`` while the module's own ``forward`` runs. Outside of it, the
+    tensors are the stored ones, under their own names. Dropout behind the layer commutes with the scale. torch's own
+    attention and encoder layers read the tensors instead of calling the module; for those, the tensors are always
+    scaled.
 
     Attributes:
-        scaled: the tensors that are scaled: by name, the parameter that does it, and the dimension of the tensor that is the
-            stream's channels. The parameter, ``branch_scale``, has shape (1,), or (C,) for a number for each channel.
+        scaled: the scaled tensors: by name, the parameter that scales it, and the dimension of the tensor that holds
+            the channels. The parameter, ``branch_scale``, has shape (1,), or (C,) with one number per channel.
         begins_at: the first value of s.
-        read_by_others: the module is a part of one that reads its tensors.
+        read_by_others: whether the module is part of one that reads its tensors.
     """
 
     scaled: dict[str, tuple[str, int]]
     begins_at: float
     read_by_others: bool
-    _homes: "dict[str, tuple[Scaled, str]]"  # of scales that another module has, since a branch ends in several
+    _homes: "dict[str, tuple[Scaled, str]]"  # where the scale is another module's, since a branch may end in several
     _reading: bool
 
     @override
@@ -43,7 +44,7 @@ class Scaled(nn.Module):
             self._reading = self.read_by_others
 
     def scale_for(self, name: str, tensor: Tensor) -> Tensor:
-        """s, in a shape that multiplies ``tensor``."""
+        """Return s, in a shape that multiplies ``tensor``."""
         key, dim = self.scaled[name]
         home, key = self._homes.get(key, (self, key))
         scale = cast(Tensor, stored_in(home, key))
@@ -53,11 +54,11 @@ class Scaled(nn.Module):
 
     @property
     def undecayed(self) -> list[str]:
-        """The names of the scales that this module has, which weight decay passes over."""
+        """The names of this module's own scales, which have no weight decay."""
         return [key for key in dict.fromkeys(key for key, _ in self.scaled.values()) if key not in self._homes]
 
     def reset_parameters(self) -> None:
-        """The class's own, on what is stored, and s at its first value."""
+        """Reset the stored tensors as the class does, and s to its first value."""
         self._reading = False
         try:
             reset = getattr(super(), "reset_parameters", None)
@@ -70,7 +71,7 @@ class Scaled(nn.Module):
                 cast(Tensor, self._parameters[key]).fill_(self.begins_at)
 
     def fold(self) -> Mapping[str, Tensor]:
-        """What is stored, times s."""
+        """Return the stored tensors times s."""
         found = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
         for key in self.undecayed:
             del found[key]
@@ -88,18 +89,18 @@ class Scaled(nn.Module):
 
 
 def stored_in(module: nn.Module, name: str) -> Tensor | None:
-    """A parameter as code of its module reads it: under tensor parallelism a whole one, or the part to compute with."""
+    """Return a parameter as its module's code reads it: under tensor parallelism, the whole tensor or the local part."""
     stored = module._parameters[name]
     return cast(Tensor, module.__getattr__(name)) if isinstance(stored, DTensor) else stored
 
 
 def reader(name: str) -> property:
-    """The stored tensor of that name, times s where it is read to be computed with."""
+    """Return a property that gives the stored tensor, times s while the module computes."""
 
     def get(self: Scaled) -> Tensor | None:
         stored = stored_in(self, name)
         if stored is None or not self._reading or (self.read_by_others and isinstance(stored, DTensor)):
-            return stored  # divided tensors are whole when they are computed with, and a strategy looks for its own
+            return stored  # divided tensors become whole before they are used, and a strategy looks for its own
         return stored * self.scale_for(name, stored)
 
     return property(get)
@@ -112,7 +113,7 @@ def _scaled_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[Scaled]:
 
 
 def blank(cls: type[nn.Module], names: tuple[str, ...]) -> Scaled:
-    """An instance without any state."""
+    """Return an instance without any state."""
     made = _scaled_class(cls, names)
     return made.__new__(made)
 
@@ -127,16 +128,16 @@ def scaled(
     read_by_others: bool,
     made: Scaled | None = None,
 ) -> Scaled:
-    """A module with ``plain``'s own class, parameters and settings, of which some tensors are scaled.
+    """Return a module with ``plain``'s class, parameters and settings, some of whose tensors are scaled.
 
     Args:
         plain: the module.
-        tensors: which of its own parameters: by name, the branch that each ends, and the dimension of it that is channels.
-        begins_at: the first value.
+        tensors: by name of its own parameters, the branch that each one ends, and its dimension that holds channels.
+        begins_at: the first value of s.
         sizes: for each branch, how many numbers its scale has.
-        homes: for each branch that has its scale already, the module that has it and its name there; what is made is added.
-        read_by_others: whether ``plain`` is a part of a module that reads its tensors.
-        made: of a subclass and without any state, what is to become it.
+        homes: for each branch that already has its scale, the module that stores it and its name; new scales are added.
+        read_by_others: whether ``plain`` is part of a module that reads its tensors.
+        made: an instance of a subclass without any state, to be filled.
     """
     made = blank(type(plain), tuple(tensors)) if made is None else made
     made.__dict__.update({k: copy.copy(v) if isinstance(v, dict | set) else v for k, v in plain.__dict__.items()})
