@@ -26,6 +26,7 @@ from lightning_eff._core._stack.finding import candidates as candidates
 from lightning_eff._core._stack.finding import find_stack as find_stack
 from lightning_eff._core._stack.finding import find_stages as find_stages
 from lightning_eff._core._stack.finding import listed as listed
+from lightning_eff._core._stack.finding import outermost as outermost
 from lightning_eff._core._stack.finding import refuse_compiled_around as refuse_compiled_around
 from lightning_eff._core._stack.finding import repeated as repeated
 from lightning_eff._core._stack.finding import signature as signature
@@ -63,6 +64,7 @@ class BlockStack:
         """Args: root: the module around it, whose own caches of its blocks are looked after; None for nobody's."""
         self.path = found.path
         self.container, self.by_name = found.container, found.by_name
+        self.holder = found.blocks[-1] if found.by_name else found.container  # of the blocks, and of little else
         self.blocks: list[nn.Module] = found.blocks
         self._names = [*found.named_blocks]
         self._alone = found.in_list

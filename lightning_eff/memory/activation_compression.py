@@ -6,7 +6,7 @@ network, bits by measured sensitivity; Mesa (Pan et al. 2021, arXiv:2111.11124):
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -117,7 +117,7 @@ class ActivationCompression(Technique):
         group_size: int = 256,
         stochastic_rounding: bool = True,
         budget: float | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         convolutions_only: bool = False,
         offload: bool = False,
         interval: int = 1000,

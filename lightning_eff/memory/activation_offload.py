@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -155,7 +155,7 @@ class ActivationOffload(Technique):
         self,
         *,
         min_bytes: float = 2**20,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         prefetch: int = 1,
         pin_memory: bool = True,
     ) -> None:

@@ -123,7 +123,7 @@ class Rematerialization(Technique):
         policy: Policy = "full",
         *,
         memory_budget: int | float | str | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         offload: bool = False,
     ) -> None:
         if policy not in get_args(Policy):

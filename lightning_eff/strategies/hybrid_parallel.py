@@ -121,7 +121,7 @@ class HybridParallelStrategy(ReachedStrategy):
         pipeline_parallel_size: int = 1,
         schedule: str = "1F1B",
         num_microbatches: int | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         tensor_parallel_plan: Literal["auto"] | Mapping[str, str] = "auto",
         pipeline_split: Literal["balanced"] | Sequence[int] = "balanced",
         context_parallel_size: int = 1,

@@ -1,7 +1,7 @@
 """ResIST: each rank trains some of the residual blocks for a while, and ranks meet block by block (Dun et al. 2021)."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -139,7 +139,7 @@ class ResIST(Apart):
         warmup_steps: int | float = 1,
         least: int = 1,
         scaled: bool = True,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
             raise ValueError(f"{WHO}({least=}): expected blocks that each rank holds at least, an integer >= 1.")

@@ -6,7 +6,7 @@ the same choice at each of them.
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +143,7 @@ class Tokens:
         """The most tokens of a sample that a block has been tried with."""
         return max((longest for longest, _ in self._plans.values()), default=0)
 
-    def find(self, layers: str | None) -> BlockStack:
+    def find(self, layers: str | Sequence[str] | None) -> BlockStack:
         """Find the stack at the dotted path ``layers``, or the longest; in ``on_model``.
 
         Raises:

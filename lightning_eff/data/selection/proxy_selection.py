@@ -1,6 +1,6 @@
 """Choose among a batch's samples by the losses of the network's first blocks alone, which cost a part of a forward pass."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
@@ -86,7 +86,7 @@ class ProxySelection(Choosing):
         keep: float = 0.5,
         *,
         depth: float = 0.5,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         sample_loss: SampleLoss | None = None,
     ) -> None:
         check_keep("ProxySelection", keep)

@@ -1,6 +1,6 @@
 """MG-ViT: blocks run on the patches that Grad-CAM finds to matter, and the others bypass them (Chen et al. 2022)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -134,7 +134,7 @@ class MaskGuidedTokens(Technique):
         reuse: int = 0,
         full_first: int = 0,
         full_last: int = 1,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
             raise ValueError(

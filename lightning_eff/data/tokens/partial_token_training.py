@@ -1,7 +1,7 @@
 """Turbo: train on a part of each video's tokens, to classify it and to paint the tokens left out (Han et al. 2022)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -133,7 +133,7 @@ class PartialTokenTraining(Technique):
         decoder_lr: float = 1e-3,
         per_sample: bool = True,
         embedding: str | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         if not 0.0 < ratio <= 1.0:
             raise ValueError(

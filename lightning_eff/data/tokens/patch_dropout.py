@@ -1,6 +1,6 @@
 """PatchDropout: train on a random part of each image's patches (Liu et al. 2022; the saving of MAE's and FLIP's encoders)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -81,7 +81,12 @@ class PatchDropout(Technique):
     needs_budget: ClassVar[bool] = True
 
     def __init__(
-        self, ratio: float = 0.5, *, until: float = 1.0, per_image: bool = True, layers: str | None = None
+        self,
+        ratio: float = 0.5,
+        *,
+        until: float = 1.0,
+        per_image: bool = True,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         if not 0.0 <= ratio < 1.0:
             raise ValueError(

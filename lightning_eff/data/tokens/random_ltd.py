@@ -1,6 +1,6 @@
 """Random layerwise token dropping (random-LTD): each middle block runs on random tokens of its own (Yao et al. 2022)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -111,7 +111,7 @@ class RandomLTD(Technique):
         full_last: int = 1,
         always: int = 0,
         per_sample: bool = False,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         if not 0.0 < start <= 1.0:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Sequence packing: the blocks compute padded batches without their padding, several samples in a row (Krell et al. 2021)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -102,7 +102,7 @@ class SequencePacking(Technique):
         *,
         mask: str | int | None = None,
         pad_token_id: int | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         if max_tokens is not None and (
             isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 0

@@ -131,7 +131,7 @@ class TokenDropping(Technique):
         full_first: int | None = None,
         full_last: int = 1,
         labels: Sequence[str | int] | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         if not 0.0 < keep <= 1.0:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Token merging (ToMe): from block to block the most similar tokens of an image become one (Bolya et al. 2022)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -105,7 +105,7 @@ class TokenMerging(Technique):
         "RegionalCompilation": "compiled code hides the blocks' attention, into which the sizes of merged tokens must come",
     }
 
-    def __init__(self, r: int = 8, *, layers: str | None = None) -> None:
+    def __init__(self, r: int = 8, *, layers: str | Sequence[str] | None = None) -> None:
         if isinstance(r, bool) or not isinstance(r, int) or r < 0:
             raise ValueError(
                 f"{WHO}({r=}): expected an integer >= 0, how many tokens are merged between two blocks. 8 is the paper's for 24"

@@ -122,7 +122,7 @@ class VisualPromptTuning(Adapter):
         length: int = 10,
         *,
         deep: bool = True,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         also: Sequence[str] = (),
         save: Literal["adapter", "all"] = "adapter",
     ) -> None:
@@ -151,7 +151,7 @@ class VisualPromptTuning(Adapter):
         trained = self.begin(root)
         apart = functools.partial(side_by_side, root, always=True, batch=surgeon.batch)
         stack = find_stack(root, self.layers, who=WHO, without=apart, named=True)
-        blocks = [m for m in stack.container._modules.values() if m is not None]
+        blocks = stack.blocks
         if len({*map(id, blocks)}) < len(blocks):
             raise ValueError(f"{WHO}: {stack} has a block several times; expected as many as there are places.")
         with nowhere(root):
@@ -169,7 +169,7 @@ class VisualPromptTuning(Adapter):
         surgeon.swap(lambda path, m: id(m) in at, build, what="a block", numbers=True)
         with nowhere(root):
             self._try(surgeon, of, str(stack))
-        new = [m._parameters["prompts"] for m in stack.container.children() if "prompts" in m._parameters]
+        new = [p for name, p in root.named_parameters() if name in {f"{path}.prompts" for path in stack.named_blocks}]
         self._prompts = self.length * len(new)
         kind = f"in each of the {len(new)} blocks" if self.deep else "at the first of the blocks"
         self.freeze(surgeon, trained | {*map(id, new)}, f"{self.length} prompts of {d} numbers {kind} at {stack}")

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,7 +10,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core.blocks import Candidate, candidates, find_stack, refuse_compiled_around
+from lightning_eff._core._branches.side_by_side import seen_chains, side_by_side
+from lightning_eff._core.blocks import Candidate, find_stack, refuse_compiled_around
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -30,17 +31,18 @@ def _pointless(profile: RunProfile) -> str | None:
     return "there is no stack of blocks" if profile.num_blocks < 2 else None
 
 
-def stacks_of(module: nn.Module, layers: str | None) -> list[Candidate]:
+def stacks_of(module: nn.Module, layers: str | Sequence[str] | None) -> list[Candidate]:
     """The stack at the dotted path ``layers``; or every stack whose blocks are made of several modules, else the longest.
 
     Raises:
         ValueError: if there is none, with the candidates.
     """
     if layers is None:
-        found = [candidate for candidate in candidates(module) if candidate.composite]
+        found = [candidate for candidate in seen_chains(module) if candidate.composite]
         if found:
             return found
-    return [find_stack(module, layers, who=WHO, in_runs=True)]
+    without = functools.partial(side_by_side, module, by_name=True)
+    return [find_stack(module, layers, who=WHO, in_runs=True, without=without)]
 
 
 def check_stack(module: nn.Module, stack: Candidate) -> None:
@@ -141,7 +143,7 @@ class RegionalCompilation(Technique):
         self,
         mode: Mode | None = None,
         *,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         dynamic: bool | None = None,
         backend: str | None = "inductor",
         same_random: bool = True,

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
@@ -129,7 +129,7 @@ class AutoProg(Progressive):
         alpha: float | None = None,
         half_life: float = 0.014,
         inputs: Kind = "auto",
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         copy_optimizer_state: bool = True,
         multiple_of: int = 4,
         keys: list[str | int] | None = None,

@@ -153,7 +153,7 @@ class CompoundGrowth(Growing):
         depth: Sequence[tuple[float, float]] | None = _HALF,
         width: Sequence[tuple[float, float]] | None = _HALF,
         length: Sequence[tuple[float, float]] | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         ffn: Sequence[Sequence[str]] | None = None,
         copy_optimizer_state: bool = True,
         noise: float = 1e-3,

@@ -1,7 +1,7 @@
 """Gradual drop-in: new blocks come in unit by unit (DropIn, Smith et al. 2016)."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -105,7 +105,9 @@ class DropIn(Growing):
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
 
-    def __init__(self, *, first: int = 6, start: float = 0.1, end: float = 0.5, layers: str | None = None) -> None:
+    def __init__(
+        self, *, first: int = 6, start: float = 0.1, end: float = 0.5, layers: str | Sequence[str] | None = None
+    ) -> None:
         if isinstance(first, bool) or not isinstance(first, int) or first < 1:
             raise ValueError(
                 f"DropIn(first={first!r}): expected a number of blocks >= 1, those of the shallow network."

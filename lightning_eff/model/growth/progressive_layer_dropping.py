@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 from lightning.pytorch import Callback
@@ -89,7 +90,9 @@ class ProgressiveLayerDropping(Dropping):
     )
     needs_budget: ClassVar[bool] = True
 
-    def __init__(self, theta_min: float = 0.5, *, gamma: float = 100.0, layers: str | None = None) -> None:
+    def __init__(
+        self, theta_min: float = 0.5, *, gamma: float = 100.0, layers: str | Sequence[str] | None = None
+    ) -> None:
         if not 0.0 < theta_min <= 1.0:
             raise ValueError(
                 f"ProgressiveLayerDropping(theta_min={theta_min}): expected a probability in (0, 1], that with which"

@@ -99,7 +99,7 @@ class ProgressiveStacking(Stacking):
         self,
         stages: Sequence[tuple[float, int]] = ((0.0, 3), (0.25, 6), (0.5, 12)),
         *,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         copy_optimizer_state: bool = True,
         init: str = "stack",
         finish: str | None = None,

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -126,7 +126,7 @@ class ShallowToDeep(Stacking):
         until: float = 0.5,
         rate: str | None = "inverse_sqrt",
         warmup: float = 0.1,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         copy_optimizer_state: bool = False,
     ) -> None:
         if isinstance(group, bool) or not isinstance(group, int) or group < 1:

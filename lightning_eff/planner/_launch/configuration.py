@@ -34,7 +34,7 @@ class Section:
     precision: str | None
     batch_key: tuple[str, ...] | None
     batch_size: int
-    layers: str | None
+    layers: str | Sequence[str] | None
     configs: Sequence[str]
     package: str = "lightning.pytorch"
 
@@ -81,7 +81,7 @@ def strategy(layout: Layout, split: Sequence[range], section: Section) -> dict[s
     return {"class_path": "lightning_eff.HybridParallelStrategy", "init_args": arguments}
 
 
-def callbacks(layout: Layout, layers: str | None) -> list[dict[str, Any]]:
+def callbacks(layout: Layout, layers: str | Sequence[str] | None) -> list[dict[str, Any]]:
     """The techniques of the layout, with every argument."""
     found: list[dict[str, Any]] = []
     if layout.remat != "none":

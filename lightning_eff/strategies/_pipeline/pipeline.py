@@ -94,7 +94,7 @@ class Pipeline(Telling):
         self,
         module: nn.Module,
         *,
-        layers: str | None,
+        layers: str | Sequence[str] | None,
         group: ProcessGroup,
         schedule: str,
         num_microbatches: int | None,

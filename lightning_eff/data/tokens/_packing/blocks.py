@@ -7,7 +7,7 @@ entered the stack there.
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class PackedBlocks(Tokens):
         self._flags: list[tuple[str, Tensor]] = []
 
     @override
-    def find(self, layers: str | None) -> BlockStack:
+    def find(self, layers: str | Sequence[str] | None) -> BlockStack:
         stack = super().find(layers)
         for index, block in enumerate(stack.blocks):
             for path, m in block.named_modules():

@@ -13,7 +13,7 @@ from lightning_eff._core.optimizers import copy_state
 from lightning_eff._core.session import Session
 
 
-def blocks_of(session: Session, layers: str | None, *, who: str, copies: bool = True) -> BlockStack:
+def blocks_of(session: Session, layers: str | Sequence[str] | None, *, who: str, copies: bool = True) -> BlockStack:
     """The stack of blocks at ``layers``, or the longest, called one by one; ``copies`` if some are to be copies of others.
 
     Raises:
@@ -52,7 +52,12 @@ def check_copies(stack: BlockStack, pairs: Iterable[tuple[int, int]], *, who: st
 
 
 def show_trained(
-    session: Session, layers: str | None, learnt: Mapping[str, Any] | None, active: int | None, *, who: str
+    session: Session,
+    layers: str | Sequence[str] | None,
+    learnt: Mapping[str, Any] | None,
+    active: int | None,
+    *,
+    who: str,
 ) -> None:
     """Outside of a fit, run as many blocks as training has reached, here or in the checkpoint.
 
@@ -75,7 +80,7 @@ def show_trained(
     rank_zero_info(f"{who}: runs the first {stack.active} of {stack}, as many as were trained.")
 
 
-def check_length(session: Session, layers: str | None, state: Mapping[str, Any], *, who: str) -> None:
+def check_length(session: Session, layers: str | Sequence[str] | None, state: Mapping[str, Any], *, who: str) -> None:
     """Raise ``ValueError`` if a stack's ``state`` is of another depth than the module has."""
     stack = session.stack(layers, who=who)
     if state["length"] != len(stack):
