@@ -49,7 +49,7 @@ class Stacks:
         found = find_stack(
             self.module, layers, who=who, in_runs=True, copies=copies, without=without, ties=ties, named=named
         )
-        return self._stack(found, who, chain=chain or (found.by_name and layers is None))
+        return self._stack(found, who, chain=chain)
 
     def stages(self, layers: Layers, *, who: str) -> list[BlockStack]:
         """The stacks of blocks that ``layers`` names (or all of the class that most blocks are of), in their order."""

@@ -193,11 +193,11 @@ class Verifying:
                 f"{who}: block {second} of {self._found} is not fed by block {first}, so they are no stack."
                 f" {self._way_out(who)}"
             )
-        later = next((pair for pair in self._feeding.links if pair[1] < pair[0]), None) if self._found.by_name else None
-        if later is not None:
+        later = [(first, second) for (first, second), fed in self._feeding.links.items() if fed and second < first]
+        if later and self._found.by_name:
             return (
-                f"{who}: the module runs block {later[1]} of {self._found} after block {later[0]}, and {who} needs the order in"
-                f" which they run. Give their paths in that order, layers=[...], or remove {who}."
+                f"{who}: the module runs block {later[0][1]} of {self._found} after block {later[0][0]}, and {who} needs the"
+                f" order in which they run. Give their paths in that order, layers=[...], or remove {who}."
             )
         part = self._other_part()
         if part is not None:
