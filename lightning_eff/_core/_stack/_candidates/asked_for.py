@@ -12,7 +12,7 @@ from lightning_eff._core._stack._candidates.candidate import (
     listed,
     of_container,
 )
-from lightning_eff._core._stack._candidates.patterns import is_pattern, matching
+from lightning_eff._core._stack._candidates.patterns import is_pattern, is_run, matching
 
 Known = Callable[[], Sequence[Candidate]]
 
@@ -41,7 +41,8 @@ class AskedFor:
     def is_container(self) -> bool:
         """Whether it is the path of one module, or of a run of blocks, and no more."""
         (item, *others) = self.items
-        return not others and not is_pattern(item) and (isinstance(self._layers, str) or not self._is_block(item))
+        listed = item in self._named and not self._is_block(item)
+        return not others and not is_pattern(item) and (isinstance(self._layers, str) or listed)
 
     def paths(self, item: str) -> list[str]:
         """The submodules that one path or pattern means."""
@@ -55,7 +56,7 @@ class AskedFor:
     def containers(self, item: str) -> list[str]:
         """The paths that ``item`` means, if each is that of a list of blocks, or may be that of a run of them; else none."""
         if not is_pattern(item):
-            return [item] if self.is_container or not self._is_block(item) else []
+            return [item] if self.is_container or is_run(item) or not self._is_block(self.paths(item)[0]) else []
         paths = self.paths(item)
         modules = [self._named[path] for path in paths]
         lists = all(isinstance(m, nn.ModuleList | nn.ModuleDict) for m in modules)
@@ -64,11 +65,11 @@ class AskedFor:
 
     def _is_block(self, item: str) -> bool:
         """Whether a path of several is that of a block: of no list, and of no ``nn.Sequential`` of blocks."""
-        m = self._named.get(item)
+        m = self._named[item]
         if isinstance(m, nn.Sequential):
             classes = {class_of(child) for child in m.children()}
             return len(classes) > 1 and not any(is_composite(child) for child in m.children())
-        return m is not None and not isinstance(m, nn.ModuleList | nn.ModuleDict)
+        return not isinstance(m, nn.ModuleList | nn.ModuleDict)
 
     def stack(self, items: Sequence[str]) -> Candidate:
         """The blocks at ``items``, one after the other; the blocks of a list or a dict stand for it."""

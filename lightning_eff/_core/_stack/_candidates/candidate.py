@@ -148,8 +148,10 @@ def alike(blocks: Sequence[nn.Module]) -> bool:
 
 
 def in_order(paths: Iterable[str]) -> list[str]:
-    """Paths by the numbers in them: ``block_2`` before ``block_10``."""
-    return sorted(paths, key=lambda path: [int(p) if p.isdecimal() else p for p in re.split(r"(\d+)", path)])
+    """Paths by the numbers in them, ``block_2`` before ``block_10``, and where these are equal as they come."""
+    parts = {path: re.split(r"(\d+)", path) for path in paths}
+    words = {word: place for place, word in enumerate(dict.fromkeys(w for each in parts.values() for w in each[::2]))}
+    return sorted(parts, key=lambda path: [int(p) if i % 2 else words[p] for i, p in enumerate(parts[path])])
 
 
 def listed(found: Sequence[Candidate]) -> str:
