@@ -188,7 +188,7 @@ def profile_module(
         precision: what the recipe trains in.
         fake_mode: the mode that the module's parameters belong to; None runs the step really.
         state_bytes: of the optimizer, for each parameter.
-        layers: dotted path of the stack of blocks; None looks for it.
+        layers: the blocks, by a dotted path, a pattern or a list of paths; None looks for them.
         notes: what was assumed so far.
 
     Raises:
@@ -265,7 +265,7 @@ def _stack(
         for c in found:
             scope.enter_context(watched(c.named_blocks.values(), feeding[c.path].seen))
         _step(module)(batch)
-    apart = {path for path, one in feeding.items() if one.verdict is False}
+    apart = {c.path for c in found if (told := feeding[c.path].verdict) is False or (c.by_name and not told)}
     if not layers and apart.issuperset(feeding):
         return None
     return find_stack(module, layers, who="plan", without=lambda: apart, named=True)

@@ -22,7 +22,7 @@ class Numbered(nn.Module):
             self.add_module(f"layer{i + 1}", block)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter([*self._modules.values()])  # pyright: ignore[reportArgumentType]
+        return self.children()
 
     def __len__(self) -> int:
         return len(self._modules)

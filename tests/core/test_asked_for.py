@@ -162,8 +162,9 @@ def test_a_message_has_five_candidates_at_most() -> None:
 
 
 def test_blocks_within_what_is_compiled_are_refused_by_every_name() -> None:
-    net = Holds(body=Numbered(repeat(3)))
-    net.body.compile(backend="eager")
+    body = Numbered(repeat(3))
+    body.compile(backend="eager")
+    net = Holds(body=body)
     for layers in (None, "body.layer*", ["body.layer1", "body.layer2"]):
         with pytest.raises(ValueError, match="lie within 'body', which is compiled"):
             refuse_compiled_around(net, find_stack(net, layers, who="It").path, who="It")

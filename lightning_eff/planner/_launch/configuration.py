@@ -24,7 +24,7 @@ class Section:
         batch_key: where the config has the loader's batch size, such as ("data", "init_args", "batch_size"); None where
             it could not be found.
         batch_size: that it has.
-        layers: dotted path of the stack of blocks, or None.
+        layers: the blocks, by a dotted path, a pattern or a list of paths, or None.
         configs: paths of the configs.
         package: the name of Lightning that the module is written with.
     """
