@@ -79,7 +79,7 @@ class ActivationCompression(Technique):
             each group.
         stochastic_rounding: round up with the probability that makes the mean right; else to nearest, which is biased.
         budget: with "auto" alone, the average bits of an element, from 1 to 8; None is 3.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks whose tensors are compressed; None
+        layers: the blocks whose tensors are compressed, as a path, a pattern or a list of paths; None
             compresses those of the whole ``training_step``.
         convolutions_only: compress what convolutions save, and keep all else as it is.
         offload: hold the codes in host memory: copied there and back beside the computing, through pinned memory. Scales,

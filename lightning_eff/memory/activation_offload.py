@@ -121,7 +121,7 @@ class ActivationOffload(Technique):
 
     Args:
         min_bytes: the size from which on a saved tensor leaves, >= 1, in bytes; ``math.inf`` is plain training.
-        layers: dotted path of an ``nn.ModuleList`` or ``nn.Sequential`` of blocks: only what is saved inside them leaves.
+        layers: blocks, as a path, a pattern (``"block_*"``) or a list of paths: only what is saved inside them leaves.
             None takes all of ``training_step``.
         prefetch: how many copies begin their way back ahead of the one that is needed, >= 0; each holds its size on the
             device.

@@ -83,7 +83,7 @@ class Rematerialization(Technique):
         memory_budget: for ``"optimal"``, and only there: bytes as an int, ``"8GB"`` or ``"512MiB"``, or as a float in
             (0, 1] the fraction of what storing all blocks takes; where the network grows, all that it will have. 1.0 is
             plain training.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
         offload: for ``"optimal"``, and only there: let the plan use host memory.
 
     Raises:

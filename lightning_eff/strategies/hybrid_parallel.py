@@ -68,7 +68,7 @@ class HybridParallelStrategy(ReachedStrategy):
         pipeline_parallel_size: processes that share the stack of blocks, >= 1.
         schedule: "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
         num_microbatches: into how many a batch is divided; it must divide the batch. None takes twice the stages.
-        layers: dotted path of the stack of blocks; None takes the longest.
+        layers: the blocks, as a path, a pattern or a list of paths; None takes the longest.
         tensor_parallel_plan: "auto", or module path -> style.
         pipeline_split: "balanced" (by parameters), or the number of blocks of each stage.
         context_parallel_size: 1; see the error.

@@ -103,7 +103,7 @@ class ResIST(Apart):
         warmup_steps: steps of plain DDP at the start of the run, >= 1; ``math.inf`` is plain DDP for ever.
         least: blocks that each rank holds at least, >= 1; some then have several holders.
         scaled: whether branches count for the blocks that are passed over.
-        layers: the dotted path of the stack of blocks; None for the longest.
+        layers: the blocks, as a path, a pattern or a list of paths; None for the longest.
 
     Raises:
         ValueError: if an argument is out of range; at setup, without a stack of blocks, with a communication hook, a static

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_eff
 from lightning_eff import (
@@ -57,7 +58,7 @@ def on_names(name: str) -> Any:
     """The technique as in its case, on blocks, and with nothing drawn by the names of parameters."""
     if name == "CompoundGrowth":
         return CompoundGrowth(depth=[(0.0, 0.25), (0.4, 1.0)], width=[(0.0, 0.5), (0.6, 1.0)], noise=0.0)
-    technique = CASES[name].active()
+    technique: Any = CASES[name].active()
     if name in WHOLE_STEP:
         technique.layers = "blocks" if name == "ActivationOffload" else None
     return technique
@@ -120,7 +121,7 @@ def test_a_run_resumes_from_a_checkpoint_of_the_plain_module(
     _, whole = plain_and_elsewhere("tiny_gpt", layout)
     losses = run(whole, make(), "tiny_gpt")
     _, first = plain_and_elsewhere("tiny_gpt", layout)
-    saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
     assert run(first, [make(), saving], "tiny_gpt", enable_checkpointing=True) == losses
     path = tmp_path / "step=5.ckpt"
     plain = Elsewhere(layout)

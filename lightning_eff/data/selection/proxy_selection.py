@@ -57,7 +57,7 @@ class ProxySelection(Choosing):
     Args:
         keep: the share of each batch that is trained on, in (0, 1]. 1 is plain training and costs no pass.
         depth: the share of the blocks that score, in (0, 1]; at least one does.
-        layers: dotted path of the blocks, such as "model.layers"; None takes the longest stack.
+        layers: the blocks, as a path, a pattern or a list of paths; None takes the longest stack.
         sample_loss: for a loss that cannot be seen by sample: a function of (module, batch) that returns the losses of
             the batch's samples, shape (B,). It is used to choose alone.
 

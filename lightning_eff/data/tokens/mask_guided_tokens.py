@@ -86,7 +86,7 @@ class MaskGuidedTokens(Technique):
         reuse: in how many further epochs a sample's mask is used again, >= 0.
         full_first: blocks at the front that run on all patches, >= 0.
         full_last: blocks at the end that run on all patches, >= 0.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if there is no stack, none of its blocks would leave patches

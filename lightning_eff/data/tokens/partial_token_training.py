@@ -84,7 +84,7 @@ class PartialTokenTraining(Technique):
         per_sample: keep other tubes of each video; where False, the same ones in all of a micro-batch, which needs no tables
             and masks of each video's own.
         embedding: dotted path of the convolution; None finds it.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if there is no stack or no such convolution, or, with a

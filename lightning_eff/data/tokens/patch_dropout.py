@@ -51,7 +51,7 @@ class PatchDropout(Technique):
         until: the share of the budget in [0, 1] from which on all patches are seen; 0 is plain training.
         per_image: draw other patches of each image; where False, the same places in all images of a micro-batch, which
             needs no tables and masks of each image's own.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if there is no stack; at the first batch, before any weight

@@ -74,7 +74,7 @@ class RandomLTD(Technique):
         per_sample: draw other tokens for each sample, as the paper does; by default all samples of a micro-batch leave out
             the same places, which needs no masks and tables of each sample's own; blocks that hold their rotary tables
             themselves need that.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if there is no stack, or none of its blocks is in the

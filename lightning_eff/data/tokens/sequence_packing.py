@@ -64,7 +64,7 @@ class SequencePacking(Technique):
             name, one at padding; None for ``attention_mask``, or the only one by its name.
         pad_token_id: of padding at either end of a sample, where the batch has no mask; the ids are the first integer tensor
             (B, T), or the one that ``mask`` names.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if there is no stack, or blocks are compiled; at the first

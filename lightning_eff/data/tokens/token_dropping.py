@@ -91,7 +91,7 @@ class TokenDropping(Technique):
         full_first: blocks at the front that run on all tokens, >= 0; None for one less than half of them, at least 1.
         full_last: blocks at the end that run on all tokens, >= 0.
         labels: names or positions of the labels in the batch, where several tensors of it become targets.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if there is no stack, or none of its blocks is in the

@@ -76,7 +76,7 @@ class TokenMerging(Technique):
     Args:
         r: tokens that are merged into others between two blocks, >= 0; at most half of those that there are. 0 is plain
             training. The paper's are 8 for a ViT-L of 24 blocks and 16 for a ViT-B of 12, on 197 tokens.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
 
     Raises:
         ValueError: if ``r`` is out of its range; at setup, if there is no stack, or it holds a block several times; at the

@@ -77,7 +77,7 @@ class VisualPromptTuning(Adapter):
     Args:
         length: k, an integer; 0 is plain training. The paper has 1 to 200.
         deep: prompts in each block, not at the first alone; better in the paper.
-        layers: the dotted path of the stack of blocks; None looks for the longest.
+        layers: the blocks, as a path, a pattern or a list of paths; None looks for the longest.
         also: patterns of parameters, or modules, that train as a whole beside, such as a new head.
         save: "adapter" for checkpoints of what trains, "all" for whole ones.
 

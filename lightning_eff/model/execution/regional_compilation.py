@@ -106,7 +106,7 @@ class RegionalCompilation(Technique):
     Args:
         mode: ``torch.compile``'s, for ``inductor`` alone: "default", "reduce-overhead" (CUDA graphs), "max-autotune" or
             "max-autotune-no-cudagraphs"; None is "default".
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None takes every stack of repeated blocks.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None takes every stack of repeated blocks.
         dynamic: see above.
         backend: of ``torch.compile``, by name: "inductor"; "aot_eager" and "eager" compile nothing and find faults; None is
             plain training.

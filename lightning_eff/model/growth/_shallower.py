@@ -23,7 +23,7 @@ class Shallower(Technique):
 
     Args:
         kept: given ``L``, how many blocks to run, in (0, L]; it is rounded.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
         stages: take all stacks of the class that most blocks are of, or several ``layers``: each then runs its share, the
             first ``round(kept(L) / L * l)`` of its ``l`` blocks and at least 1, where ``L`` counts those of all.
 

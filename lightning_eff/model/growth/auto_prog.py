@@ -78,7 +78,7 @@ class AutoProg(Progressive):
             time, in logarithms; where less than three times are compared, it is that of the search before.
         half_life: of the moving average, a share of the budget > 0. The paper's 0.9996 a step is 0.014 of its runs.
         inputs: "auto", "images" or "sequences".
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
         copy_optimizer_state: new blocks get the optimizer state of the block that they come from; otherwise theirs begins anew.
         multiple_of: pixels, >= 1; sides below the full ones are multiples of it, and of patches.
         keys: names or positions of the tensors that are images or sequences, where shapes do not tell.

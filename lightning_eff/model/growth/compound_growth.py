@@ -95,7 +95,7 @@ class CompoundGrowth(Growing):
         depth: pairs (fraction of the budget in [0, 1), share of the blocks in (0, 1]), both growing, from fraction 0.
         width: likewise, of the hidden units; each share a multiple of the one before.
         length: likewise, of the tokens of a sequence.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
         ffn: feed-forward networks by name, each a list of its maps that ends with the one back to the stream; ``*`` stands for
             a block's number: ``[["blocks.*.mlp.0", "blocks.*.mlp.2"]]``. None finds them.
         copy_optimizer_state: new blocks and hidden units get the state of what they copy, as it would be had they been there

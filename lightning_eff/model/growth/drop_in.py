@@ -79,7 +79,7 @@ class DropIn(Growing):
         first: the blocks of the shallow network, >= 1.
         start: the share of the budget at which new blocks begin to come in, in [0, 1).
         end: that at which they are there, in (start, 1]; both 0 are plain training.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if the module has no more blocks than ``first`` or they lie

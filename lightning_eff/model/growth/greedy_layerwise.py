@@ -35,7 +35,7 @@ class GreedyLayerwise(Freezing):
 
     Args:
         until: the share of the budget in which blocks train one by one, in [0, 1]; 0 is plain training.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several, in the order in which they
+        layers: the blocks, as paths or patterns (``"block_*"``), of one stack or several, in the order in which they
             run; None takes all stacks of the class that most blocks are of.
 
     Raises:

@@ -37,7 +37,7 @@ class LayerFreezing(Freezing):
         start: the share of the budget before which all blocks train, in [0, 1).
         end: the share from which on no more are frozen, in (start, 1].
         depth: the share of the blocks that are frozen in the end, in [0, 1]; 0 is plain training.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several, in the order in which they
+        layers: the blocks, as paths or patterns (``"block_*"``), of one stack or several, in the order in which they
             run; None takes all stacks of the class that most blocks are of.
 
     Raises:

@@ -62,7 +62,7 @@ class ProgressiveLayerDropping(Dropping):
         theta_min: the limit of theta, in (0, 1]; the expected share of dropped blocks tends to
             ``(1 - theta_min)(L + 1) / 2L``. 1 is plain training.
         gamma: how fast theta falls, > 0, by the whole budget: at 100 it is down within a few percent of it.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if blocks are shared or the strategy is DDP with

@@ -54,7 +54,7 @@ class ProgressiveStacking(Stacking):
 
     Args:
         stages: pairs (fraction of the budget in [0, 1), number of blocks >= 1), both growing; the first fraction is 0.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
         copy_optimizer_state: give a new block the optimizer state of the block that it copies (Adam's moments and
             step); otherwise, and for what ``init="identity"`` zeroes, the state starts anew. Where it cannot be found
             out whether the optimizer keeps state by parameter (it wraps another, or needs a closure), what is there is

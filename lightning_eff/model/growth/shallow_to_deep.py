@@ -84,7 +84,7 @@ class ShallowToDeep(Stacking):
         rate: "inverse_sqrt", the paper's, "linear" or "cosine": how a stage's rate falls, after its warm-up; None leaves the
             rates to the module, as one long schedule.
         warmup: the share of a stage, in (0, 1), in which its rate rises.
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks; None finds the longest.
+        layers: the blocks, as a path, a pattern (``"block_*"``) or a list of paths; None finds the longest stack.
         copy_optimizer_state: give a new block the optimizer state of the one that it copies; otherwise it starts anew.
 
     Raises:

@@ -88,7 +88,7 @@ class StochasticDepth(Dropping):
     Args:
         drop: the probability with which the last block is dropped, in [0, 1); 0 is plain training.
         mode: "batch" or "sample".
-        layers: dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several; None finds them.
+        layers: the blocks, as paths or patterns (``"block_*"``), of one stack or several; None finds them.
 
     Raises:
         ValueError: if an argument is out of its range; at setup, if no blocks are found or they are shared, or, in "batch"

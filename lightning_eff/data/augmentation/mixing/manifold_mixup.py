@@ -63,7 +63,7 @@ class ManifoldMixup(Convex):
     Args:
         alpha: of the Beta distribution, >= 0: 2 in the paper; 0 is plain training.
         depths: of which ``k`` is drawn: 0 for the inputs, ``k`` for the output of the k-th block, 1 for the first.
-        layers: the dotted path of the stack of blocks, or a list of paths of modules; None takes the longest stack.
+        layers: the stack of blocks, as a path or a pattern, or a list of paths of modules; None takes the longest stack.
         prob: the chance of a micro-batch to be mixed, in [0, 1]; 0 is plain training.
         until: the share of the budget in [0, 1] from which on batches are left alone; 0 is plain training.
         per_sample: draw ``lambda`` for each sample instead of once for the micro-batch.
