@@ -141,6 +141,7 @@ ERRORS = [
     (["block_0", "norm"], r"several classes \(Block, LayerNorm\)"),
     ([], r"expected a path, a pattern, or a list of these"),
     ("block_0,", r"expected a path, a pattern, or a list of these"),
+    (3, r"expected a path, a pattern, or a list of these"),
     ([3], r"expected a path, a pattern, or a list of these"),
 ]
 

@@ -35,8 +35,8 @@ def side_by_side(
     """
     found = stacks(module)
     named = [c for c in found if c.by_name]
-    lists = [c for c in found if isinstance(c.container, nn.ModuleList) and c.in_list and not (by_name and named)]
-    looked_at = [*lists, *named] if not by_name else named
+    lists = [c for c in found if c.in_list and isinstance(c.container, nn.ModuleList)]
+    looked_at = named if by_name else [*lists, *named]
     if not looked_at or not (always or named or not found[0].composite or (len(found) > 1 and found[0] in lists)):
         return frozenset()
     told = verdicts(module, looked_at, batch=batch)

@@ -130,8 +130,8 @@ class VisualPromptTuning(Adapter):
             raise ValueError(f"{WHO}({length=}): expected how many prompts, an integer >= 0, such as 10.")
         if not isinstance(deep, bool):
             raise ValueError(f"{WHO}({deep=}): expected True, for prompts in each block, or False.")
-        if layers is not None and not (isinstance(layers, str) and layers):
-            raise ValueError(f"{WHO}({layers=}): expected the dotted path of a stack of blocks, or None.")
+        if layers is not None and not layers:
+            raise ValueError(f"{WHO}({layers=}): expected a path, a pattern or a list of paths of blocks, or None.")
         self.length, self.deep, self.layers = length, deep, layers
         if not deep:
             self.conflicts = {**type(self).conflicts, **SHALLOW}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone

@@ -75,7 +75,6 @@ class Shallower(Technique):
     def _find(self, session: Session) -> list[BlockStack]:
         if self.stages:
             return session.stages(self.layers, who="Shallower")
-        assert self.layers is None or isinstance(self.layers, str)
         return [session.stack(self.layers, who="Shallower")]
 
     def _counts(self, stacks: list[BlockStack]) -> list[int]:

@@ -117,4 +117,6 @@ class AskedFor:
 
 def as_items(layers: str | Sequence[str]) -> list[str]:
     """The paths and patterns in what the user gave; those in a text have commas between them."""
-    return [item.strip() for item in layers.split(",")] if isinstance(layers, str) else [*layers]
+    if isinstance(layers, str):
+        return [item.strip() for item in layers.split(",")]
+    return [*layers] if isinstance(layers, Sequence) else []

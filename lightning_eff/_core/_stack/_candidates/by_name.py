@@ -33,13 +33,13 @@ def by_name(module: nn.Module, lists: Sequence[Candidate]) -> list[Candidate]:
         lists: the stacks in lists. None of their blocks is looked into. Blocks that hold one must all be alike.
     """
     found: list[Candidate] = []
+    around = tuple(f"{c.path}." for c in lists if c.composite)
     for path, parent in module.named_modules():
-        if isinstance(parent, _LISTS):
+        if isinstance(parent, _LISTS) or f"{path}.".startswith(around):
             continue
-        around = (*(prefix for c in found for prefix in c.prefixes), *(f"{c.path}." for c in lists if c.composite))
-        if f"{path}.".startswith(around):
-            continue
-        found += [c for c in _within(path, parent) if _are_alike(c, lists)]
+        new = [c for c in _within(path, parent) if _are_alike(c, lists)]
+        around += tuple(prefix for c in new for prefix in c.prefixes)
+        found += new
     return found
 
 
