@@ -1,9 +1,9 @@
 """The stack of repeated blocks in any module: found, run in part, frozen and thawed.
 
 Blocks are never added or removed: parameters are allocated in full and named as in the plain module. While a step runs,
-the container (``nn.ModuleList`` or ``nn.Sequential``) shows the module's own code a prefix of its blocks, and some of
-them hand their input on; outside a step all is as it was. An ``nn.Sequential`` that has other modules beside the blocks
-shows them all: those that do not run hand their input on.
+a list of blocks (``nn.ModuleList`` or ``nn.Sequential``) shows the module's own code its first ones, and some of them
+hand their input on; outside a step all is as it was. An ``nn.Sequential`` that has other modules beside the blocks, an
+``nn.ModuleDict``, and modules whose blocks are attributes show them all: those that do not run hand their input on.
 """
 
 import functools
@@ -21,11 +21,14 @@ from lightning_eff._core._stack.calls import split_output as split_output
 from lightning_eff._core._stack.compiled import uncompiled as uncompiled
 from lightning_eff._core._stack.compiled import untraced_hooks as untraced_hooks
 from lightning_eff._core._stack.finding import Candidate as Candidate
+from lightning_eff._core._stack.finding import Layers as Layers
 from lightning_eff._core._stack.finding import candidates as candidates
 from lightning_eff._core._stack.finding import find_stack as find_stack
 from lightning_eff._core._stack.finding import find_stages as find_stages
 from lightning_eff._core._stack.finding import listed as listed
+from lightning_eff._core._stack.finding import outermost as outermost
 from lightning_eff._core._stack.finding import refuse_compiled_around as refuse_compiled_around
+from lightning_eff._core._stack.finding import repeated as repeated
 from lightning_eff._core._stack.finding import signature as signature
 from lightning_eff._core._stack.finding import stacks as stacks
 from lightning_eff._core._stack.made import Made, hooked_since, hooks_so_far
@@ -60,10 +63,12 @@ class BlockStack:
     def __init__(self, found: Candidate, root: nn.Module | None = None) -> None:
         """Args: root: the module around it, whose own caches of its blocks are looked after; None for nobody's."""
         self.path = found.path
-        self.container = found.container
-        self.blocks: list[nn.Module] = [*found.named_blocks.values()]
+        self.container, self.by_name = found.container, found.by_name
+        self.holder = found.blocks[-1] if found.by_name else found.container  # of the blocks, and of little else
+        self.blocks: list[nn.Module] = found.blocks
         self._names = [*found.named_blocks]
-        self._alone = found.start is None
+        self._alone = found.in_list
+        self._label = str(found)
         self.keep: list[float] = []
         self.dropped: frozenset[int] = frozenset()
         self.absent: frozenset[int] = frozenset()
@@ -113,7 +118,7 @@ class BlockStack:
         return len(self.blocks)
 
     def __str__(self) -> str:
-        return f"{self.path!r} ({len(self.blocks)} x {type(self.blocks[0]).__name__})"
+        return self._label
 
     # -- what a step sees
 
@@ -122,7 +127,7 @@ class BlockStack:
         """Show the active blocks, and in training pass over the dropped ones, until the context ends."""
         if training and self.verifying is not None and not self._shown:
             waiting = range(self._active, len(self.blocks))
-            self.verifying.begin(self.dropped | self.absent | frozenset(waiting))
+            self.verifying.begin(self.dropped | self.absent | frozenset(waiting), waits=bool(waiting))
         partly = self._active < len(self.blocks)
         absent = self.absent if training else self._without
         if self._shown or not (
@@ -226,11 +231,12 @@ class BlockStack:
     def is_still(self, block: nn.Module) -> bool:
         return any(block is other for other in self.blocks[: self.still])
 
-    def pass_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pass_on(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A passed block's hidden state as it came, and the rest as the last block that ran returned it."""
         hidden = hidden_of(args, kwargs)
         if self.verifying is not None and self._training:
             self.verifying.adds = self.verifying.skips = True
+            self.verifying.passed(block, args, kwargs, hidden)
         if self._opaque is not None:
             raise self._opaque
         if self._arity is None:

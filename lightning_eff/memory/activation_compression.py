@@ -6,7 +6,7 @@ network, bits by measured sensitivity. Mesa (Pan et al. 2021, arXiv:2111.11124):
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -87,7 +87,7 @@ class ActivationCompression(Technique):
         group_size: the number of elements that share a minimum and a scale, which take 64 bits. Not used by "mesa".
         stochastic_rounding: whether to round up or down at random, which is correct on average. Rounding to nearest is biased.
         budget: the average bits per element for ``bits="auto"``. None is 3.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks whose tensors are compressed. None
+        layers: the blocks whose tensors are compressed, as a dotted path, a pattern or a list of paths. None
             compresses the whole ``training_step``.
         convolutions_only: whether to compress only what convolutions save.
         offload: whether to store the codes in host memory. They are copied asynchronously through pinned memory. Scales,
@@ -132,7 +132,7 @@ class ActivationCompression(Technique):
         group_size: GroupSize = 256,
         stochastic_rounding: bool = True,
         budget: Annotated[float, Number(at_least=CHOICES[0], at_most=CHOICES[-1])] | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         convolutions_only: bool = False,
         offload: bool = False,
         interval: Annotated[int, Count()] = 1000,

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ class ActivationOffload(Technique):
 
     Args:
         min_bytes: the smallest size in bytes of a saved tensor that leaves the device. ``math.inf`` is plain training.
-        layers: the dotted path of an ``nn.ModuleList`` or ``nn.Sequential`` of blocks, to offload only what is saved inside
+        layers: the blocks, as a dotted path, a pattern or a list of paths, to offload only what is saved inside
             them. None covers the whole ``training_step``.
         prefetch: the number of copies that start back before they are needed. Each takes memory on the device, and 0 waits
             for each copy.
@@ -137,7 +137,7 @@ class ActivationOffload(Technique):
         self,
         *,
         min_bytes: Annotated[float, Either(Number(at_least=1), OneOf(math.inf))] = 2**20,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         prefetch: Annotated[int, Count(at_least=0)] = 1,
         pin_memory: bool = True,
     ) -> None:

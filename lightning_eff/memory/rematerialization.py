@@ -85,7 +85,7 @@ class Rematerialization(Technique):
         memory_budget: the memory for the blocks, required for ``"optimal"`` and only used there. It is bytes as an int,
             ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], the fraction of what storing all blocks takes, including blocks
             that are added later. 1.0 is plain training.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
         offload: whether the plan of ``"optimal"`` may use host memory.
 
     Raises:
@@ -129,7 +129,7 @@ class Rematerialization(Technique):
         policy: Policy = "full",
         *,
         memory_budget: int | float | str | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         offload: bool = False,
     ) -> None:
         if (memory_budget is None) == (policy == "optimal"):

@@ -5,7 +5,7 @@ profiled on any machine; every count is then a straight line in the number of sa
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_eff._core._stack.chains import Feeding, watched
 from lightning_eff._core.batches import num_samples, num_tokens
-from lightning_eff._core.blocks import BlockStack, Candidate, candidates, find_stack, hidden_of, split_output
+from lightning_eff._core.blocks import BlockStack, Candidate, find_stack, hidden_of, repeated, split_output
 from lightning_eff.planner._launch.abilities import carries_pairs, fp8_share, widths
 from lightning_eff.planner._launch.arguments import check_precision
 from lightning_eff.planner.counting import Counter, Work, storage_key
@@ -177,7 +177,7 @@ def profile_module(
     precision: Precision,
     fake_mode: FakeTensorMode | None,
     state_bytes: float = 8.0,
-    layers: str | None = None,
+    layers: str | Sequence[str] | None = None,
     notes: tuple[str, ...] = (),
 ) -> ModuleProfile:
     """Run a training step of ``module`` on shapes alone, and count.
@@ -188,7 +188,7 @@ def profile_module(
         precision: what the recipe trains in.
         fake_mode: the mode that the module's parameters belong to; None runs the step really.
         state_bytes: of the optimizer, for each parameter.
-        layers: dotted path of the stack of blocks; None looks for it.
+        layers: the blocks, by a dotted path, a pattern or a list of paths; None looks for them.
         notes: what was assumed so far.
 
     Raises:
@@ -256,16 +256,16 @@ def profile_module(
 
 
 def _stack(
-    module: LightningModule, layers: str | None, batch: Any, fake_mode: FakeTensorMode | None
+    module: LightningModule, layers: str | Sequence[str] | None, batch: Any, fake_mode: FakeTensorMode | None
 ) -> Candidate | None:
     """The stack that a plan divides; none where all lists of blocks run side by side, which a step on ``batch`` shows."""
-    found = candidates(module)
+    found = repeated(module)
     feeding = {c.path: Feeding() for c in found}
     with fake_mode or nullcontext(), ExitStack() as scope, suppress(Exception):  # what it raises, the count tells
         for c in found:
             scope.enter_context(watched(c.named_blocks.values(), feeding[c.path].seen))
         _step(module)(batch)
-    apart = {path for path, one in feeding.items() if one.verdict is False}
+    apart = {c.path for c in found if (told := feeding[c.path].verdict) is False or (c.by_name and not told)}
     if not layers and apart.issuperset(feeding):
         return None
     return find_stack(module, layers, who="plan", without=lambda: apart, named=True)

@@ -69,7 +69,7 @@ class HybridParallelStrategy(ReachedStrategy):
         pipeline_parallel_size: processes that share the stack of blocks, >= 1.
         schedule: "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
         num_microbatches: into how many a batch is divided; it must divide the batch. None takes twice the stages.
-        layers: dotted path of the stack of blocks; None takes the longest.
+        layers: the blocks, as a path, a pattern or a list of paths; None takes the longest.
         tensor_parallel_plan: "auto", or module path -> style.
         pipeline_split: "balanced" (by parameters), or the number of blocks of each stage.
         context_parallel_size: 1; see the error.
@@ -126,7 +126,7 @@ class HybridParallelStrategy(ReachedStrategy):
         pipeline_parallel_size: int = 1,
         schedule: str = "1F1B",
         num_microbatches: int | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         tensor_parallel_plan: Literal["auto"] | Mapping[str, str] = "auto",
         pipeline_split: Literal["balanced"] | Sequence[int] = "balanced",
         context_parallel_size: int = 1,

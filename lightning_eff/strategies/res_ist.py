@@ -1,7 +1,7 @@
 """ResIST: each rank trains some of the residual blocks for a while, and ranks meet block by block (Dun et al. 2021)."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -103,7 +103,7 @@ class ResIST(Apart):
         warmup_steps: steps of plain DDP at the start of the run, >= 1; ``math.inf`` is plain DDP for ever.
         least: blocks that each rank holds at least, >= 1; some then have several holders.
         scaled: whether branches count for the blocks that are passed over.
-        layers: the dotted path of the stack of blocks; None for the longest.
+        layers: the blocks, as a path, a pattern or a list of paths; None for the longest.
 
     Raises:
         ValueError: if an argument is out of range; at setup, without a stack of blocks, with a communication hook, a static
@@ -139,7 +139,7 @@ class ResIST(Apart):
         warmup_steps: int | float = 1,
         least: int = 1,
         scaled: bool = True,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
             raise ValueError(f"{WHO}({least=}): expected blocks that each rank holds at least, an integer >= 1.")

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_eff.planner import profiling
 from lightning_eff.planner.profiling import ModuleProfile, precision_of, profile_module
-from tests.models import hugging_face, make_batch
+from tests.core.elsewhere import Elsewhere
+from tests.models import TinyGPT, hugging_face, make_batch
 from tests.planner.models import GPT, Flat, Llama, deep
 
 
@@ -148,6 +149,21 @@ def test_lists_whose_blocks_run_side_by_side_are_no_stack(make: Any) -> None:
     assert make(Experts(5, layers=0), batch).stack is None
     with pytest.raises(ValueError, match=r"^plan\(layers='heads'\): .* side by side.*Stacks: 'stack' \(2 x Layer\)"):
         profiled(Experts(5), batch, layers="heads")
+
+
+def test_blocks_that_are_in_no_list_are_the_same_stack() -> None:
+    batch = make_batch("tiny_gpt")
+    plain = profiled(TinyGPT(), batch)
+    for layout, layers, path in (
+        ("attributes", None, "block_*"),
+        ("attributes", "block_[0-3]", "block_*"),
+        ("dict", None, "stages"),
+        ("two halves", ["lower", "upper"], "lower.0, lower.1, upper.0, upper.1"),
+        ("two halves", "lower, upper", "lower.0, lower.1, upper.0, upper.1"),
+    ):
+        other = profiled(Elsewhere(layout), batch, layers=layers)
+        assert other.stack == path and len(other.blocks) == len(plain.blocks) == 4
+        assert other.model_flops(1) == plain.model_flops(1) and other.parameters == plain.parameters
 
 
 class Peeking(GPT):

@@ -59,7 +59,7 @@ def hazard(cls: Any, schedule: str = "1F1B", *, batches: list[Any] | None = None
 
 
 EXACT = ("Noise", "Norms", "Conditioned", "Mixed", "InPlace", "Checkpointed", "Segmented", "Shrinking", "Shared")
-EXACT += ("Detached", "Acting", "Second", "Views", "Unused", "Between", "Spare")
+EXACT += ("Detached", "Acting", "Second", "Views", "Unused", "Between", "Spare", "Named")
 REFUSED = ("Skips", "Summed", "Hooked", "Regularised", "Twice", "Dropping", "TwoOutputs", "Manual", "OwnBackward")
 REFUSED += ("Beside", "Reentrant", "Quiet", "Noted", "Nothing", "Infinite")
 
@@ -101,6 +101,11 @@ def _setup(module: nn.Module, schedule: str = "1F1B", **kwargs: Any) -> Pipeline
 @case
 def longer_heads() -> Any:
     return hazard(hazards.Headed)
+
+
+@case
+def halves() -> Any:
+    return hazard(hazards.Halves, layers=["lower", "body.upper"])
 
 
 @case

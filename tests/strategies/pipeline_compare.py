@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def reference(
     num: int,
     *,
     seed: int = 0,
-    layers: str | None = None,
+    layers: str | Sequence[str] | None = None,
     first: int = 0,
     wrap: Wrap = lambda step: step,
 ) -> tuple[list[float], dict[str, Tensor], nn.Module]:

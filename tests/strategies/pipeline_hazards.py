@@ -70,6 +70,34 @@ class Headed(Plain):
         return self.leave(torch.stack([head(h) for head in self.heads]).mean(0).mean(1))
 
 
+class Named(Plain):
+    """Blocks that are attributes, found by their names."""
+
+    def __init__(self, num_layers: int = 4) -> None:
+        super().__init__(num_layers)
+        for i, block in enumerate(self.blocks):
+            setattr(self, f"block_{i}", block)
+        del self.blocks
+
+    def through(self, h: Tensor) -> Tensor:
+        return self.block_3(self.block_2(self.block_1(self.block_0(h))))
+
+
+class Halves(Plain):
+    """Blocks in two lists, one of which is in another module."""
+
+    def __init__(self, num_layers: int = 5) -> None:
+        super().__init__(num_layers)
+        self.lower, self.body = self.blocks[:2], nn.ModuleDict({"upper": self.blocks[2:]})
+        del self.blocks
+
+    def through(self, h: Tensor) -> Tensor:
+        upper: Any = self.body["upper"]
+        for block in (*self.lower, *upper):
+            h = block(h)
+        return h
+
+
 class Noise(Plain):
     """Draws outside the blocks, before and after them, by torch and by Python's and NumPy's generators."""
 

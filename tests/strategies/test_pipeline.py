@@ -90,6 +90,10 @@ def test_hazards_that_work(two: Results, name: str) -> None:
     close(result(two, name))
 
 
+def test_a_stack_may_be_two_lists_that_are_named(two: Results) -> None:
+    close(result(two, "halves"))
+
+
 def test_the_stack_is_the_longest_list_whose_blocks_feed_one_another(two: Results) -> None:
     close(result(two, "longer_heads"))
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_eff._core._branches.finding import Branch
 from lightning_eff._core._branches.graph import SHAPES, End, Graph, Node, kind
-from lightning_eff._core._stack.finding import candidates, signature
+from lightning_eff._core._stack.finding import repeated, signature
 
 
 def tensors_that_end(
@@ -42,7 +42,7 @@ def refuse_unequal(module: nn.Module, graph: Graph, every: list[Branch], *, who:
     """
     ran = {name for name, _ in graph.leaves.values()}
     ends = {end.weight for branch in every for end in branch.last}
-    for stack in candidates(module):
+    for stack in repeated(module):
         alike: dict[str, dict[str, set[str]]] = {}
         for path, block in stack.named_blocks.items():
             if any(name.startswith(f"{path}.") for name in ran):

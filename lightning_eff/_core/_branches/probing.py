@@ -20,7 +20,7 @@ from lightning_eff._core._branches.graph import Graph, Node, TooLarge, kind
 from lightning_eff._core._branches.guessing import Call, calls_of, hidden_states, step_batches
 from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core._stack.compiled import uncompiled
-from lightning_eff._core._stack.finding import candidates
+from lightning_eff._core._stack.finding import candidates, listed, repeated
 from lightning_eff._core.patches import hook_before
 from lightning_eff._core.steps import in_evaluation, silent, takes_index
 
@@ -99,7 +99,7 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
             f"{who}: {divided} is divided already (DTensor), so that {type(module).__name__} cannot run by itself to show what"
             f" it computes. Call lightning_eff.apply(self, {who}(...)) in configure_model before it divides the module."
         )
-    stacks = ", ".join(map(str, candidates(module))) or "none"
+    stacks = listed(repeated(module))
     ran = [one for one in tried if " ran, " in one]
     name = type(module).__name__
     if tried and not ran:
@@ -120,13 +120,7 @@ def _nothing(graph: Graph | None) -> str:
 
 def _blocks(module: nn.Module) -> list[str]:
     """The paths of the blocks of all stacks, with a dot behind; of those that lie in others, none."""
-    found = [
-        f"{stack.path}.{name}."
-        for stack in candidates(module)
-        if stack.composite
-        for name, m in stack.container._modules.items()
-        if m is not None
-    ]
+    found = [prefix for stack in repeated(module) if stack.composite for prefix in stack.prefixes]
     return [path for path in found if not any(path != other and path.startswith(other) for other in found)]
 
 
@@ -160,8 +154,8 @@ def attempts(module: nn.Module, batch: Any, *, blocks: bool = True) -> Iterator[
                 f"{path or 'the module'} ({type(part).__name__}) on {what}",
                 lambda part=part, call=call: _made(part, call),
             )
-    for stack in candidates(module)[:2] if blocks else ():
-        chain = [m for m in stack.container._modules.values() if m is not None]
+    for stack in repeated(module)[:2] if blocks else ():
+        chain = stack.blocks
         for what, hidden in hidden_states(chain[0]):
             yield f"the blocks at {stack} on {what}", lambda chain=chain, hidden=hidden: _through(chain, hidden)
     if is_a(module, LightningModule) and is_overridden("training_step", module) and module.automatic_optimization:
@@ -248,10 +242,9 @@ def _followed(module: nn.Module) -> Iterator[None]:
         return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
     with ExitStack() as scope:
-        for stack in candidates(module):
-            for block in stack.container._modules.values():
-                if block is not None:
-                    scope.callback(hook_before(block, give, with_kwargs=True).remove)
+        for stack in repeated(module):
+            for block in stack.blocks:
+                scope.callback(hook_before(block, give, with_kwargs=True).remove)
         yield
 
 

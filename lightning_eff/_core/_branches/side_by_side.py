@@ -1,4 +1,4 @@
-"""Which lists of modules are no stacks: their blocks run side by side, as heads, experts and towers do.
+"""Which lists, and modules of like names, are no stacks: their blocks run side by side, as heads, experts and towers do.
 
 It is looked at before a first batch is there, in passes over inputs that are made up. What these do not tell is looked at
 again in the first training step.
@@ -13,26 +13,46 @@ from torch import nn
 
 from lightning_eff._core._branches.probing import aside, attempts
 from lightning_eff._core._stack.chains import Feeding, watched
-from lightning_eff._core._stack.finding import Candidate, stacks
+from lightning_eff._core._stack.finding import Candidate, candidates, outermost, stacks
 
 _LARGEST = 2_000_000_000  # parameters; a pass of more takes longer than a first step tells
 _PASSES = 12
 _KNOWN: "WeakKeyDictionary[nn.Module, tuple[Any, dict[str, bool]]]" = WeakKeyDictionary()
 
 
-def side_by_side(module: nn.Module, *, always: bool = False, batch: Any = None) -> frozenset[str]:
-    """The paths of the lists whose blocks were seen to run side by side.
+def side_by_side(
+    module: nn.Module, *, always: bool = False, batch: Any = None, by_name: bool = False
+) -> frozenset[str]:
+    """The paths of the stacks whose blocks were seen to run side by side.
+
+    Blocks that only their names hold together also count as such where nothing was seen of them, and others could be meant.
 
     Args:
         module: the LightningModule, or any module.
         always: look even where only one list of composite blocks could be meant, which the first step tells soon enough.
         batch: of the module's own data; None to make some up.
+        by_name: answer for blocks alone that only their names hold together.
     """
     found = stacks(module)
-    lists = [c for c in found if isinstance(c.container, nn.ModuleList)]
-    if not lists or not (always or not found[0].composite or (len(found) > 1 and found[0] in lists)):
+    named = [c for c in found if c.by_name]
+    lists = [c for c in found if c.in_list and isinstance(c.container, nn.ModuleList)]
+    looked_at = named if by_name else [*lists, *named]
+    if not looked_at or not (always or named or not found[0].composite or (len(found) > 1 and found[0] in lists)):
         return frozenset()
-    return frozenset(path for path, chain in verdicts(module, lists, batch=batch).items() if not chain)
+    told = verdicts(module, looked_at, batch=batch)
+    others = any(c.composite and not c.by_name for c in outermost(found))
+    unknown = [c.path for c in named if others and c.path not in told]
+    return frozenset([*(path for path, chain in told.items() if not chain), *unknown])
+
+
+def seen_chains(module: nn.Module) -> list[Candidate]:
+    """The stacks in lists; where none is of composite blocks, also those by name whose blocks were seen to feed each other."""
+    lists = candidates(module)
+    named = [c for c in stacks(module) if c.by_name]
+    if not named or any(c.composite and not c.by_name for c in outermost([*named, *lists])):
+        return lists
+    told = verdicts(module, named)
+    return outermost([*(c for c in named if told.get(c.path)), *lists])
 
 
 def verdicts(module: nn.Module, found: Sequence[Candidate], *, batch: Any = None) -> dict[str, bool]:

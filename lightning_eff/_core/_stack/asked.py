@@ -2,7 +2,7 @@
 
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_eff._core import rng
 from lightning_eff._core._branches.side_by_side import side_by_side
-from lightning_eff._core._stack.running import running
 from lightning_eff._core._stack.verifying import Verifying
-from lightning_eff._core.blocks import BlockStack, Candidate, find_stack, find_stages
+from lightning_eff._core.blocks import BlockStack, Candidate, Layers, find_stack, find_stages
 from lightning_eff._core.steps import looking_on, silent
 
 _OURS = Path(__file__).parents[2]
@@ -30,12 +29,12 @@ class Stacks:
         self._askers: dict[str, list[str]] = {}
 
     def stack(
-        self, layers: str | None, *, who: str, chain: bool = True, parts: bool = False, copies: bool = False
+        self, layers: Layers, *, who: str, chain: bool = True, parts: bool = False, copies: bool = False
     ) -> BlockStack:
         """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it.
 
         Args:
-            layers: its dotted path; None looks for it.
+            layers: which blocks are meant, as of :func:`find_stack`; None looks for them.
             who: the technique's name, for messages.
             chain: each block must feed the next one, which the first training steps show. Otherwise any list will do.
             parts: the first steps may run a single block, and then do not show it, so it is looked at before.
@@ -45,19 +44,20 @@ class Stacks:
             ValueError: if there is no such stack, or its blocks run side by side.
         """
         ties = functools.partial(side_by_side, self.module, always=parts)
-        without = ties if chain else tuple
+        without = ties if chain else functools.partial(side_by_side, self.module, by_name=True)
         named = parts and self.fitting
         found = find_stack(
             self.module, layers, who=who, in_runs=True, copies=copies, without=without, ties=ties, named=named
         )
         return self._stack(found, who, chain=chain)
 
-    def stages(self, layers: str | Sequence[str] | None, *, who: str) -> list[BlockStack]:
-        """The stacks of blocks at the paths ``layers`` (or all of the class that most blocks are of), in their order."""
+    def stages(self, layers: Layers, *, who: str) -> list[BlockStack]:
+        """The stacks of blocks that ``layers`` names (or all of the class that most blocks are of), in their order."""
         without = functools.partial(side_by_side, self.module)
         return [self._stack(found, who) for found in find_stages(self.module, layers, who=who, without=without)]
 
     def _stack(self, found: Candidate, who: str, *, chain: bool = True) -> BlockStack:
+        self._refuse_shared(found, who)
         if found.path not in self._stacks:
             self._stacks[found.path] = BlockStack(found, self.module)
             rank_zero_info(f"{who}: blocks found at {found}")
@@ -66,6 +66,17 @@ class Stacks:
         if chain and self.fitting and stack.verifying is None:
             stack.verifying = Verifying(found, self.module, who=who, adds=stack.scales)
         return stack
+
+    def _refuse_shared(self, found: Candidate, who: str) -> None:
+        """Raise ``ValueError`` if blocks that were named one by one are also in a stack of another technique."""
+        ids = {id(block) for block in found.blocks}
+        for path, stack in self._stacks.items():
+            if path != found.path and (found.by_name or stack.by_name) and not ids.isdisjoint(map(id, stack.blocks)):
+                first = " and ".join(dict.fromkeys(self._askers[path]))
+                raise ValueError(
+                    f"{who}: some blocks of {found} are also in {stack}, which {first} uses. Give both techniques the same"
+                    f" layers=, such as layers={path!r}."
+                )
 
     def verify(self, output: Any) -> None:
         """Raise ``ValueError`` if a training step, which returned ``output``, showed that a stack is none."""
@@ -141,4 +152,11 @@ class Stacks:
         One entry for each stack that a technique has asked for, by path, and then of each of ``sizes``. Within
         ``training_step`` the blocks are those that this very step runs, without the dropped ones; elsewhere the active.
         """
-        return (*running(self._stacks), *((name, *size) for name, size in sorted(self.sizes.items())))
+        return (*_running(self._stacks), *((name, *size) for name, size in sorted(self.sizes.items())))
+
+
+def _running(stacks: dict[str, BlockStack]) -> Iterator[tuple[str, int, int]]:
+    """For each stack, by path: how many of its blocks run, and how many of those take gradients."""
+    for path, stack in sorted(stacks.items()):
+        run = stack.running()
+        yield path, len(run), sum(any(p.requires_grad for p in block.parameters()) for block in run)

@@ -1,79 +1,30 @@
 """Stacks of repeated blocks in any module: which there are, and which one is meant."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_eff._core._architecture.record import swap_of
-
-Apart = Callable[[], Collection[str]]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A container whose children are all of one class; or a run of such ones in an ``nn.Sequential`` with others.
-
-    Attributes:
-        path: of the container; of a run with its place in it, ``net[1:5]``.
-        container: which.
-        block: the blocks' class.
-        length: how many there are.
-        composite: they are made of several modules.
-        start: where in the container a run begins, None where it is the whole.
-    """
-
-    path: str
-    container: nn.Module
-    block: str
-    length: int
-    composite: bool
-    start: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.path!r} ({self.length} x {self.block})"
-
-    @property
-    def home(self) -> str:
-        """The container's path."""
-        return self.path if self.start is None else self.path.rpartition("[")[0]
-
-    @property
-    def named_blocks(self) -> dict[str, nn.Module]:
-        """The blocks by their dotted paths."""
-        children = [(f"{self.home}.{key}", m) for key, m in self.container._modules.items() if m is not None]
-        return dict(children if self.start is None else children[self.start : self.start + self.length])
-
-
-def signature(block: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a block's parameters and buffers: two blocks with the same can be copied onto one another."""
-    return [(name, tuple(tensor.shape)) for name, tensor in _named_tensors(block)]
-
-
-def _named_tensors(block: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)]
-
-
-def _of_one_width(blocks: list[nn.Module]) -> bool:
-    """Whether tensors of the same name have the same shape in all blocks: stages of several widths are no stack."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    return all(shapes.setdefault(name, shape) == shape for block in blocks for name, shape in signature(block))
-
-
-def _class_of(block: nn.Module) -> type[nn.Module]:
-    """The class that a block was written as: FSDP2 mixes its own into those that it divides, torch.compile wraps them.
-
-    Of a block that was swapped for one of a class derived from its own, it is its own: not all blocks need be swapped.
-    """
-    block = getattr(block, "_orig_mod", block)
-    swap = swap_of(block)
-    cls = type(swap.was) if swap is not None and isinstance(block, type(swap.was)) else type(block)
-    index = getattr(cls, "_orig_cls_mro_index", None)  # FSDP2's word for where the block's own is
-    return cls if index is None else cls.__mro__[index]
+from lightning_eff._core._stack._candidates.asked_for import AskedFor
+from lightning_eff._core._stack._candidates.by_name import by_name
+from lightning_eff._core._stack._candidates.by_name import outermost as outermost
+from lightning_eff._core._stack._candidates.candidate import (
+    Apart,
+    class_of,
+    has_parameters,
+    is_composite,
+    is_repeated,
+    of_container,
+    of_one_width,
+)
+from lightning_eff._core._stack._candidates.candidate import Candidate as Candidate
+from lightning_eff._core._stack._candidates.candidate import Layers as Layers
+from lightning_eff._core._stack._candidates.candidate import listed as listed
+from lightning_eff._core._stack._candidates.candidate import signature as signature
+from lightning_eff._core._stack._candidates.patterns import is_pattern
 
 
 def candidates(module: nn.Module) -> list[Candidate]:
-    """Every stack of blocks in ``module``, outermost only; those of composite blocks first, then the longest."""
+    """Every stack of blocks in a list of ``module``, outermost only; those of composite blocks first, then the longest."""
     found: list[Candidate] = []
     for path, container in module.named_modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential) or not path:
@@ -81,14 +32,12 @@ def candidates(module: nn.Module) -> list[Candidate]:
         if any(path.startswith(f"{outer.path}.") for outer in found if outer.composite):
             continue
         blocks = [child for child in container._modules.values() if child is not None]
-        classes = {_class_of(block) for block in blocks}
-        if len(blocks) < 2 or len(classes) > 1 or not any(True for _ in blocks[0].parameters()):
+        classes = {class_of(block) for block in blocks}
+        if len(blocks) < 2 or len(classes) > 1 or not has_parameters(blocks[0]):
             continue
-        (cls,) = classes
-        if not _is_repeated(blocks):
+        if not is_repeated(blocks):
             continue  # stages of different make
-        composite = any(True for _ in blocks[0].children())
-        found.append(Candidate(path, container, cls.__name__, len(blocks), composite))
+        found.append(of_container(path, container))
     return sorted(found, key=lambda c: (not c.composite, -c.length))
 
 
@@ -104,16 +53,16 @@ def runs(module: nn.Module) -> list[Candidate]:
         if not isinstance(container, nn.Sequential) or not path or path.startswith(inside):
             continue
         children = [child for child in container._modules.values() if child is not None]
-        if len({_class_of(child) for child in children}) < 2:
+        if len({class_of(child) for child in children}) < 2:
             continue
         start = 0
         while start < len(children):
             stop = start + 1
-            while stop < len(children) and _is_repeated(children[start : stop + 1]):
+            while stop < len(children) and is_repeated(children[start : stop + 1]):
                 stop += 1
-            if any(True for _ in children[start].children()) and any(True for _ in children[start].parameters()):
-                name, length = _class_of(children[start]).__name__, stop - start
-                run = Candidate(f"{path}[{start}:{stop}]", container, name, length, composite=True, start=start)
+            if is_composite(children[start]) and has_parameters(children[start]):
+                name, length, where = class_of(children[start]).__name__, stop - start, f"{path}[{start}:{stop}]"
+                run = Candidate(where, container, name, length, composite=True, start=start, home=path)
                 found.append(run)
                 inside += tuple(f"{block}." for block in run.named_blocks) if length > 1 else ()
             start = stop
@@ -121,19 +70,20 @@ def runs(module: nn.Module) -> list[Candidate]:
 
 
 def stacks(module: nn.Module) -> list[Candidate]:
-    """The stacks of repeated blocks in ``module``, the best first; runs where no container is of composite blocks alone."""
-    found = candidates(module)
-    return found if any(c.composite for c in found) else [*_long(runs(module)), *found]
+    """The stacks of repeated blocks in ``module``, the best first, as names and shapes show them.
+
+    Runs are among them where no list is of composite blocks alone, but for lists in the blocks of others.
+    """
+    lists = candidates(module)
+    named = by_name(module, lists)
+    in_lists = any(c.composite and not c.by_name for c in outermost([*named, *lists]))
+    found = [*lists, *named] if in_lists else [*_long(runs(module)), *lists, *named]
+    return sorted(found, key=lambda c: (not c.composite, -c.length, c.by_name))
 
 
-def _is_repeated(blocks: list[nn.Module]) -> bool:
-    """Whether blocks are of one class and one width."""
-    cls = _class_of(blocks[0])
-    if any(_class_of(block) is not cls for block in blocks):
-        return False
-    if issubclass(cls, nn.Sequential | nn.ModuleList):
-        return all(signature(block) == signature(blocks[0]) for block in blocks)
-    return _of_one_width(blocks)
+def repeated(module: nn.Module) -> list[Candidate]:
+    """As :func:`candidates`, and blocks by name where no list is of composite blocks; none of them has been seen to run."""
+    return outermost([c for c in stacks(module) if c.start is None])
 
 
 def _stages(module: nn.Module) -> dict[type[nn.Module], list[Candidate]]:
@@ -146,30 +96,27 @@ def _stages(module: nn.Module) -> dict[type[nn.Module], list[Candidate]]:
         if any(path.startswith(f"{outer}.") for outer in taken):
             continue
         blocks = [child for child in container._modules.values() if child is not None]
-        classes = {_class_of(block) for block in blocks}
-        if len(classes) != 1 or not any(True for _ in blocks[0].parameters()):
+        classes = {class_of(block) for block in blocks}
+        if len(classes) != 1 or not has_parameters(blocks[0]):
             continue
         (cls,) = classes
-        composite = any(True for _ in blocks[0].children())
-        if not composite or issubclass(cls, nn.Sequential | nn.ModuleList):
+        if not is_composite(blocks[0]) or issubclass(cls, nn.Sequential | nn.ModuleList):
             continue
-        if not _of_one_width(blocks) and any(c.composite for block in blocks for c in candidates(block)):
+        if not of_one_width(blocks) and any(c.composite for block in blocks for c in candidates(block)):
             continue  # stages, whose blocks come below
         taken.append(path)
-        found.setdefault(cls, []).append(Candidate(path, container, cls.__name__, len(blocks), composite))
+        found.setdefault(cls, []).append(of_container(path, container))
     return found
 
 
-def find_stages(
-    module: nn.Module, layers: str | Sequence[str] | None, *, who: str, without: Apart = tuple
-) -> list[Candidate]:
-    """The stacks at the dotted paths ``layers``; or all those in ``module`` of the class that most blocks are of.
+def find_stages(module: nn.Module, layers: Layers, *, who: str, without: Apart = tuple) -> list[Candidate]:
+    """The stacks that ``layers`` names; or all those in ``module`` of the class that most blocks are of.
 
     Blocks of a stage may be of several widths, and a stage may be of one block, as in residual networks of images.
 
     Args:
         module: the LightningModule, or any module.
-        layers: a dotted path or several, of ``nn.ModuleList`` or ``nn.Sequential``; None looks for them.
+        layers: dotted paths and patterns, of lists of blocks or of blocks; None looks for them.
         who: the technique's name, for the message.
         without: asked for the paths of lists that are no stacks, because their blocks run side by side.
 
@@ -177,14 +124,14 @@ def find_stages(
         ValueError: as :func:`find_stack`.
     """
     if layers is not None:
-        paths = [layers] if isinstance(layers, str) else layers
-        return [
-            c
-            for path in paths
-            for c in _most_of_a_class(runs(module), path) or [_named(module, path, who=who, without=without)]
-        ]
+        return _named_stages(module, layers, who=who, without=without)
     apart = without()
-    of_class = {cls: _no_copies([c for c in found if c.path not in apart]) for cls, found in _stages(module).items()}
+    lists = [c for found in _stages(module).values() for c in found if c.path not in apart]
+    named = _not_of_stages([c for c in by_name(module, candidates(module)) if c.path not in apart], lists)
+    of_class: dict[type[nn.Module], list[Candidate]] = {}
+    for c in outermost([*lists, *named]):
+        of_class.setdefault(class_of(c.blocks[0]), []).append(c)
+    of_class = {cls: _no_copies(found) for cls, found in of_class.items()}
     counts = {cls: sum(c.length for c in found) for cls, found in of_class.items()}
     most = max(counts.values(), default=0)
     best = [cls for cls, count in counts.items() if count == most]
@@ -204,11 +151,33 @@ def find_stages(
     return of_class[best[0]]
 
 
+def _not_of_stages(named: Sequence[Candidate], lists: Sequence[Candidate]) -> list[Candidate]:
+    """Those of the stacks by name that do not consist of lists of blocks: of ``layer1`` ... ``layer4`` those are meant."""
+
+    def size(found: Sequence[Candidate]) -> int:
+        return sum(p.numel() for c in found for block in c.blocks for p in block.parameters())
+
+    return [c for c in named if 2 * size([i for i in lists if f"{i.path}.".startswith(c.prefixes)]) < size([c])]
+
+
+def _named_stages(module: nn.Module, layers: str | Sequence[str], *, who: str, without: Apart) -> list[Candidate]:
+    """What :func:`find_stages` finds at the paths and patterns ``layers``: blocks that are named one by one are one stack."""
+    asked = _asked(module, layers, who=who, without=without)
+    found: list[Candidate] = []
+    single: list[str] = []
+    for item in asked.items:
+        paths = asked.containers(item)
+        for path in paths:
+            found += _most_of_a_class(runs(module), path) or [_at(module, path, who=who, without=without)]
+        single += [] if paths else [item]
+    return [*found, asked.stack(single)] if single else found
+
+
 def _no_copies(found: list[Candidate]) -> list[Candidate]:
     """Those that train, and those of whose class none trains: averages, targets and teachers stand still beside a network."""
 
     def trains(c: Candidate) -> bool:
-        return any(p.requires_grad for block in c.named_blocks.values() for p in block.parameters())
+        return any(p.requires_grad for block in c.blocks for p in block.parameters())
 
     training = {c.block for c in found if trains(c)}
     return [c for c in found if c.block not in training or trains(c)]
@@ -224,7 +193,7 @@ def _most_of_a_class(found: Sequence[Candidate], home: str | None) -> list[Candi
 
 def find_stack(
     module: nn.Module,
-    layers: str | None,
+    layers: Layers,
     *,
     who: str,
     in_runs: bool = False,
@@ -233,11 +202,11 @@ def find_stack(
     ties: Apart = tuple,
     named: bool = False,
 ) -> Candidate:
-    """The stack at the dotted path ``layers``, or the longest one in ``module``.
+    """The stack that ``layers`` names, or the longest one in ``module``.
 
     Args:
         module: the LightningModule, or any module.
-        layers: dotted path of an ``nn.ModuleList`` or ``nn.Sequential``; None looks for the longest.
+        layers: the dotted path of a list of blocks, a pattern, or a list of paths and patterns; None looks for the longest.
         who: the technique's name, for the message.
         in_runs: it may be a run of blocks in an ``nn.Sequential`` with others. Such a one is named by its container's path,
             or by its own, and looked for where no container is of composite blocks alone.
@@ -260,9 +229,9 @@ def find_stack(
             f"{who}(layers={layers!r}): the blocks of {found} run side by side, and {who} needs blocks that each feed"
             f" the next one. {way_out}. Stacks: {listed(chains)}."
         )
-    every = stacks(module) if in_runs else candidates(module)
+    every = [c for c in stacks(module) if in_runs or c.start is None]
     apart = without()
-    found = _no_copies([c for c in every if c.path not in apart])
+    found = _no_copies(outermost([c for c in every if c.path not in apart]))
     if every and not found:
         raise ValueError(side_by_side_only(module, every, who=who))
     if not found:
@@ -274,9 +243,9 @@ def find_stack(
                 f" the shapes of their parameters{f', so that none can be a copy. Remove {who}.' if copies else f'. {way_out}'}"
             )
         raise ValueError(
-            f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected an nn.ModuleList or"
-            f" nn.Sequential of at least two blocks of one class. Give its dotted path as layers=, {_OWN_CONTAINER}, or take"
-            " the technique out."
+            f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected at least two blocks of one class,"
+            f" in a list or with numbered names. Name them by a pattern or paths, {who}(layers='block_*'), {_OWN_CONTAINER},"
+            " or take the technique out."
         )
     return _only_longest(found, f"stacks of blocks in {type(module).__name__}", who=who, ties=ties)
 
@@ -287,12 +256,6 @@ def side_by_side_only(module: nn.Module, found: Sequence[Candidate], *, who: str
         f"{who}: found no stack of blocks in {type(module).__name__}. The blocks of {listed(found)} run side by side, and"
         f" {who} needs blocks that each feed the next one. Remove {who}."
     )
-
-
-def listed(found: Sequence[Candidate]) -> str:
-    """At most five candidates, in words."""
-    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    return (", ".join(map(str, found[:5])) or "none") + more
 
 
 _OWN_CONTAINER = "put the blocks into one of their own (self.blocks = nn.Sequential(*blocks))"
@@ -306,6 +269,7 @@ def _long(found: Sequence[Candidate]) -> list[Candidate]:
 def _only_longest(found: Sequence[Candidate], what: str, *, who: str, ties: Apart = tuple) -> Candidate:
     """The first, which none may equal in length; or the only one of the longest whose blocks follow one another."""
     best = [c for c in found if (c.composite, c.length) == (found[0].composite, found[0].length)]
+    best = [c for c in best if not c.by_name] or best
     if len(best) > 1:
         apart = ties()
         chains = [c for c in best if c.path not in apart]
@@ -324,34 +288,55 @@ def _only_longest(found: Sequence[Candidate], what: str, *, who: str, ties: Apar
     return found[0]
 
 
-def _named(module: nn.Module, layers: str, *, who: str, in_runs: bool = True, without: Apart = tuple) -> Candidate:
-    """What :func:`find_stack` finds at a path."""
+def _asked(
+    module: nn.Module, layers: str | Sequence[str], *, who: str, in_runs: bool = True, without: Apart = tuple
+) -> AskedFor:
+    def others() -> list[Candidate]:
+        apart = without()
+        return outermost([c for c in stacks(module) if c.path not in apart and (in_runs or c.start is None)])
+
+    return AskedFor(module, layers, who=who, known=lambda: by_name(module, candidates(module)), others=others)
+
+
+def _named(
+    module: nn.Module, layers: str | Sequence[str], *, who: str, in_runs: bool = True, without: Apart = tuple
+) -> Candidate:
+    """What :func:`find_stack` finds at paths and patterns."""
+    asked = _asked(module, layers, who=who, in_runs=in_runs, without=without)
+    if asked.is_container:
+        return _at(module, asked.items[0], who=who, in_runs=in_runs, without=without)
+    return asked.stack(asked.items)
+
+
+def _at(module: nn.Module, path: str, *, who: str, in_runs: bool = True, without: Apart = tuple) -> Candidate:
+    """The blocks in the container at a path."""
     there = runs(module) if in_runs else []
 
     def others() -> str:
         apart = without()
-        return listed([c for c in (*candidates(module), *_long(there)) if c.path not in apart])
+        named = by_name(module, candidates(module))
+        return listed([c for c in (*candidates(module), *_long(there), *named) if c.path not in apart])
 
     for run in there:
-        if layers == run.path:
+        if path == run.path:
             return run
-    container = dict(module.named_modules()).get(layers)
-    if not isinstance(container, nn.ModuleList | nn.Sequential) or not layers:
+    container = dict(module.named_modules()).get(path)
+    if not isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         what = "names no submodule" if container is None else f"is a {type(container).__name__}"
         raise ValueError(
-            f"{who}(layers={layers!r}): that path {what} of {type(module).__name__}; expected the dotted path of an"
-            f" nn.ModuleList or nn.Sequential of blocks. Candidates: {others()}."
+            f"{who}(layers={path!r}): that path {what} of {type(module).__name__}; expected the dotted path of an"
+            f" nn.ModuleList, nn.Sequential or nn.ModuleDict of blocks, or a pattern. Candidates: {others()}."
         )
     blocks = [child for child in container._modules.values() if child is not None]
-    classes = sorted({_class_of(block).__name__ for block in blocks})
+    classes = sorted({class_of(block).__name__ for block in blocks})
     if len(classes) != 1:
-        if within := _long([run for run in there if run.home == layers]):
-            return _only_longest(within, f"runs of blocks in {layers!r}", who=who)
+        if within := _long([run for run in there if run.home == path]):
+            return _only_longest(within, f"runs of blocks in {path!r}", who=who)
         raise ValueError(
-            f"{who}(layers={layers!r}): that container holds {classes or 'nothing'}; expected blocks of one class. Name"
+            f"{who}(layers={path!r}): that container holds {classes or 'nothing'}; expected blocks of one class. Name"
             f" another, or {_OWN_CONTAINER}. Candidates: {others()}."
         )
-    return Candidate(layers, container, classes[0], len(blocks), any(True for _ in blocks[0].children()))
+    return of_container(path, container)
 
 
 def refuse_compiled_around(
@@ -369,10 +354,7 @@ def refuse_compiled_around(
         who: the technique that must see them, for the message.
         way_out: what to do instead, for the message.
     """
-    home, run, _ = path.partition("[")
-    parts = home.split(".")
-    for depth in range(len(parts) + bool(run)):  # an nn.Sequential that has others beside them is called as a whole
-        outer = ".".join(parts[:depth])
+    for outer in _around(module, path):
         found = module.get_submodule(outer)
         if (
             "_orig_mod" in found._modules
@@ -384,3 +366,15 @@ def refuse_compiled_around(
                 f"{who}: the blocks at {path!r} lie within {outer or 'the LightningModule'!r}, which is compiled as a whole;"
                 f" expected blocks that are called one by one. {way_out}"
             )
+
+
+def _around(module: nn.Module, path: str) -> list[str]:
+    """The paths of the modules whose calls the stack at ``path`` runs in."""
+    if is_pattern(path) or ", " in path:
+        asked = _asked(module, path, who="")
+        blocks = [block.split(".") for item in asked.items for block in asked.paths(item)]
+        return list(dict.fromkeys(".".join(parts[:depth]) for parts in blocks for depth in range(len(parts))))
+    home, run, _ = path.partition("[")
+    parts = home.split(".")
+    # an nn.Sequential that has others beside its blocks is called as a whole
+    return [".".join(parts[:depth]) for depth in range(len(parts) + bool(run))]

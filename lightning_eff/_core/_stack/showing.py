@@ -34,7 +34,7 @@ class Shows(Protocol):
         """Whether the block is as if it were not there, rather than passed over in its place."""
         ...
 
-    def pass_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def pass_on(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a block that does not run returns."""
         ...
 
@@ -130,7 +130,7 @@ class Passing(_Worn):
         assert isinstance(self, nn.Module)
         if stack.is_still(self):
             args, kwargs = _cut(args), _cut(kwargs)
-        output = stack.pass_on(args, kwargs)
+        output = stack.pass_on(self, args, kwargs)
         if not stack.is_away(self):
             for key, hook in list(self._forward_hooks.items()):
                 more = (kwargs,) if key in self._forward_hooks_with_kwargs else ()
@@ -140,7 +140,8 @@ class Passing(_Worn):
 
     @property  # which goes before a forward that is set on the instance
     def forward(self) -> Any:
-        return functools.partial(_forward, self.__dict__[_BY])
+        assert isinstance(self, nn.Module)
+        return functools.partial(_forward, self.__dict__[_BY], self)
 
 
 class Still(_Worn):
@@ -153,8 +154,8 @@ class Still(_Worn):
         return super().__call__(*_cut(args), **_cut(kwargs))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _forward(stack: Shows, *args: Any, **kwargs: Any) -> Any:
-    return stack.pass_on(args, kwargs)
+def _forward(stack: Shows, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return stack.pass_on(block, args, kwargs)
 
 
 @functools.cache

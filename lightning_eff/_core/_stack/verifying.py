@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_eff._core._stack.calls import hidden_of, split_output, takes_none
 from lightning_eff._core._stack.chains import Feeding, Node, comes_of, nodes_of
 from lightning_eff._core._stack.compiled import compiled_around
-from lightning_eff._core._stack.finding import Candidate, listed, stacks
+from lightning_eff._core._stack.finding import Candidate, listed, outermost, stacks
 from lightning_eff._core._stack.hooked import Handle, adds_plainly, hooked
 from lightning_eff._core._stack.leaving import Leavings
 from lightning_eff._core._stack.residual import adds_to, is_subtracted
@@ -42,6 +42,7 @@ class Verifying:
         self._at_once = not getattr(root, "automatic_optimization", True)  # the step itself updates
         self._graph, self._away = False, frozenset[int]()
         self._feeding = Feeding()
+        self._waits, self._since, self._between = False, set[str](), set[str]()
         self._others: list[tuple[Candidate, Feeding, list[bool | None]]] = []
         self._adds: dict[int, bool | None] = {}
         self._minus = False
@@ -52,12 +53,12 @@ class Verifying:
         self._patches = Patches()
         self._handles: list[Handle] = []
 
-    def begin(self, dropped: frozenset[int]) -> None:
-        """A training step begins, in which some blocks are passed over."""
+    def begin(self, dropped: frozenset[int], *, waits: bool = False) -> None:
+        """A training step begins, in which some blocks are passed over; ``waits`` if the last ones do not run at all yet."""
         self.fresh = False
         if self._handles:
             self.end()
-        if compiled_around(self._root, [self._found.container]):
+        if compiled_around(self._root, self._found.parents):
             rank_zero_info(
                 f"{self._who}: {self._found} lies in a compiled module, so the first steps do not show whether its blocks feed"
                 " one another."
@@ -68,8 +69,11 @@ class Verifying:
             self._patches.set(self._root, "manual_backward", self._before_backward(self._root.manual_backward))
         self._begin_pass()
         self._graph, self._away = False, dropped
-        others = [c for c in stacks(self._root) if c.path != self._found.path]
-        self._others = [(c, Feeding(), []) for c in others if not compiled_around(self._root, [c.container])]
+        ours = {*map(id, self._at)} if self._found.by_name else set[int]()
+        others = [c for c in outermost(stacks(self._root)) if c.path != self._found.path]
+        others = [c for c in others if ours.isdisjoint(map(id, c.blocks))]
+        self._others = [(c, Feeding(), []) for c in others if not compiled_around(self._root, c.parents)]
+        self._waits, self._since, self._between = waits, set(), set()
         if self.skips and not dropped:
             self._leavings = Leavings(self._blocks)
         for index, block in enumerate(self._blocks.values()):
@@ -78,7 +82,7 @@ class Verifying:
             self._handles += hooked(block, self._leave(index), self._enter(index))
         for c, feeding, adds in self._others:
             for index, block in enumerate(c.named_blocks.values()):
-                self._handles += hooked(block, self._seen(feeding, adds, index))
+                self._handles += hooked(block, self._seen(c.path, feeding, adds, index))
 
     def _begin_pass(self) -> None:
         self._hidden, self._rest, self._order = {}, {}, []
@@ -114,7 +118,7 @@ class Verifying:
             if torch.is_grad_enabled() and not self._graph:  # a pass without a graph may come first, and tells less
                 self._graph = True
                 self._begin_pass()
-            self._feeding.seen(index, args, kwargs, output)
+            self._see(index, args, kwargs, output)
             if self._leavings is not None:
                 self._leavings.leave(index)
             try:
@@ -126,6 +130,16 @@ class Verifying:
                 self._adds[index] = adds_plainly(block, args, kwargs)
 
         return hook
+
+    def passed(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        """A block was called and passed over. In a stack by name, what fed it tells as much as of one that ran."""
+        if self._handles and self._found.by_name and torch.is_grad_enabled():
+            self._see(next(i for i, each in enumerate(self._at) if each is block), args, kwargs, output)
+
+    def _see(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._between |= self._since
+        self._since.clear()
+        self._feeding.seen(index, args, kwargs, output)
 
     def _note(self, index: int, entered: Tensor, left: Tensor, rest: tuple[Any, ...] | None) -> None:
         if self._order and self._order[-1] != index:
@@ -179,6 +193,12 @@ class Verifying:
                 f"{who}: block {second} of {self._found} is not fed by block {first}, so they are no stack."
                 f" {self._way_out(who)}"
             )
+        later = [(first, second) for (first, second), fed in self._feeding.links.items() if fed and second < first]
+        if later and self._found.by_name:
+            return (
+                f"{who}: the module runs block {later[0][1]} of {self._found} after block {later[0][0]}, and {who} needs the"
+                f" order in which they run. Give their paths in that order, layers=[...], or remove {who}."
+            )
         part = self._other_part()
         if part is not None:
             return (
@@ -216,7 +236,10 @@ class Verifying:
         return None
 
     def _other_part(self) -> Candidate | None:
-        """A list beside this one that the module ran just as far as the blocks that it was shown."""
+        """A stack beside this one that the module ran just as far as the blocks that it was shown, or in turn with all."""
+        if self._found.by_name:
+            beside = [c for c, _, _ in self._others if c.length == len(self._at) and c.path in self._between]
+            return next((c for c in beside if self._waits and _parent(c) == _parent(self._found)), None)
         runs = set(range(len(self._at))) - self._away
         beside = [
             c
@@ -249,11 +272,13 @@ class Verifying:
         handed_on = len(self._order) > 1 and comes_of(self._rest[last], nodes_of(self._rest[self._order[-2]]))
         return min(met - ({last} if handed_on else set()), default=None)
 
-    def _seen(self, feeding: Feeding, adds: list[bool | None], index: int) -> Any:
+    def _seen(self, path: str, feeding: Feeding, adds: list[bool | None], index: int) -> Any:
         """Look at a block of another stack, which a message may name."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             feeding.seen(index, args, kwargs, output)
+            if self._feeding.met:
+                self._since.add(path)
             if self.adds:
                 try:
                     adds.append(adds_to(hidden_of(args, kwargs), split_output(output)[0]))
@@ -270,7 +295,7 @@ class Verifying:
 
 
 def _parent(found: Candidate) -> str:
-    return found.home.rpartition(".")[0]
+    return found.home.rpartition(".")[0] if found.keys is None else found.home
 
 
 def _loss(output: Any) -> Tensor | None:

@@ -1,6 +1,6 @@
 """The way in for tokens that are merged from block to block, each counting in attention as many times as it stands for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -95,7 +95,7 @@ class MergingTokens(Tokens):
         self._now: Held | None = None  # while its block is called
 
     @override
-    def find(self, layers: str | None) -> BlockStack:
+    def find(self, layers: str | Sequence[str] | None) -> BlockStack:
         stack = super().find(layers)
         if len({id(block) for block in stack.blocks}) < len(stack):
             raise ValueError(

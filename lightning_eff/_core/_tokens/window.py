@@ -5,7 +5,7 @@ for bit as they were. The module's own code between the blocks never sees fewer.
 the same choice at each of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -142,7 +142,7 @@ class Tokens:
         """The most tokens of a sample that a block has been tried with."""
         return max((longest for longest, _ in self._plans.values()), default=0)
 
-    def find(self, layers: str | None) -> BlockStack:
+    def find(self, layers: str | Sequence[str] | None) -> BlockStack:
         """Find the stack at the dotted path ``layers``, or the longest; in ``on_model``.
 
         Raises:

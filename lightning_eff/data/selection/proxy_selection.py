@@ -1,6 +1,6 @@
 """Choose among a batch's samples by the losses of the network's first blocks alone, which cost a part of a forward pass."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
@@ -57,7 +57,7 @@ class ProxySelection(Choosing):
     Args:
         keep: the share of each batch that is trained on, in (0, 1]. 1 is plain training and costs no pass.
         depth: the share of the blocks that score, in (0, 1]; at least one does.
-        layers: dotted path of the blocks, such as "model.layers"; None takes the longest stack.
+        layers: the blocks, as a path, a pattern or a list of paths; None takes the longest stack.
         sample_loss: for a loss that cannot be seen by sample: a function of (module, batch) that returns the losses of
             the batch's samples, shape (B,). It is used to choose alone.
 
@@ -86,7 +86,7 @@ class ProxySelection(Choosing):
         keep: float = 0.5,
         *,
         depth: float = 0.5,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         sample_loss: SampleLoss | None = None,
     ) -> None:
         check_keep("ProxySelection", keep)

@@ -1,6 +1,6 @@
 """MG-ViT: most blocks compute only the patches that matter according to Grad-CAM (Chen et al. 2022)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Annotated, Any, ClassVar
 
@@ -82,7 +82,7 @@ class MaskGuidedTokens(ComputesFewerTokens):
         reuse: the number of further epochs in which a sample's mask is used again.
         full_first: the number of blocks at the front that compute all patches.
         full_last: the number of blocks at the end that compute all patches.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
 
     Raises:
         ValueError: for a value out of range. At setup, if there is no stack of blocks, no block would drop patches, or blocks
@@ -133,7 +133,7 @@ class MaskGuidedTokens(ComputesFewerTokens):
         reuse: Annotated[int, Count(at_least=0)] = 0,
         full_first: Annotated[int, Count(at_least=0)] = 0,
         full_last: Annotated[int, Count(at_least=0)] = 1,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         self.keep, self.reuse, self.full_first, self.full_last, self.layers = keep, reuse, full_first, full_last, layers
         self._reset()

@@ -1,6 +1,6 @@
 """Turbo: train on a part of each video's tokens, and reconstruct the dropped ones (Han et al. 2022)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -85,7 +85,7 @@ class PartialTokenTraining(ComputesFewerTokens):
         per_sample: whether each video of a micro-batch gets its own draw. False uses the same places in all videos, which
             needs no tables and masks per video.
         embedding: the dotted path of the convolution. None finds it.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
 
     Raises:
         ValueError: for a value out of range. At setup, if there is no stack of blocks or no such convolution. With a decoder,
@@ -137,7 +137,7 @@ class PartialTokenTraining(ComputesFewerTokens):
         decoder_lr: Annotated[float, Number(above=0)] = 1e-3,
         per_sample: bool = True,
         embedding: str | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         if decoder_width is not None and decoder_width % 2:
             raise ValueError(

@@ -1,6 +1,6 @@
 """PatchDropout: train on a random part of each image's patches (Liu et al. 2022)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from typing_extensions import override
@@ -51,7 +51,7 @@ class PatchDropout(ComputesFewerTokens):
         until: the fraction of the budget from which on all patches are used. 0 is plain training.
         per_image: whether each image of a micro-batch gets its own draw. False uses the same places in all images, which
             needs no tables and masks per image.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
 
     Raises:
         ValueError: for a value out of range. At setup, if no stack of blocks is found. At the first batch, before any weight
@@ -88,7 +88,7 @@ class PatchDropout(ComputesFewerTokens):
         *,
         until: Annotated[float, Fraction()] = 1.0,
         per_image: bool = True,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         self.ratio = ratio
         self.until = until

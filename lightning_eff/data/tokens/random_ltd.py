@@ -1,6 +1,6 @@
 """Random layerwise token dropping (random-LTD): each middle block computes random tokens (Yao et al. 2022)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from typing_extensions import override
@@ -75,7 +75,7 @@ class RandomLTD(ComputesFewerTokens):
         always: the number of tokens at the front of each sample that are always computed, such as a class token.
         per_sample: whether each sample gets its own draw, as in the paper. By default all samples of a micro-batch use the
             same places, which needs no masks and tables per sample. Blocks that store their rotary tables need the default.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
 
     Raises:
         ValueError: for a value out of range. At setup, if there is no stack of blocks, or no middle block. At the first
@@ -115,7 +115,7 @@ class RandomLTD(ComputesFewerTokens):
         full_last: Annotated[int, Count(at_least=0)] = 1,
         always: Annotated[int, Count(at_least=0)] = 0,
         per_sample: bool = False,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         self.start = start
         self.until = until

@@ -1,6 +1,6 @@
 """Sequence packing: blocks compute padded batches without their padding, several samples per row (Krell et al. 2021)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
@@ -62,7 +62,7 @@ class SequencePacking(Technique):
             1 at padding. None is ``attention_mask``, or the only mask by its name.
         pad_token_id: the id of padding at either end of a sample, for batches without a mask. The ids are the first integer
             tensor (B, T), or the one that ``mask`` names.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
 
     Raises:
         ValueError: for a value out of range. At setup, if there is no stack of blocks, or blocks are compiled. At the first
@@ -104,7 +104,7 @@ class SequencePacking(Technique):
         *,
         mask: str | int | None = None,
         pad_token_id: Annotated[int, AnyInteger()] | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self.mask = mask

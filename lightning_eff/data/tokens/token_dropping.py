@@ -1,6 +1,6 @@
 """Token dropping: middle blocks compute the tokens that the model still predicts poorly (Hou et al. 2022)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -95,7 +95,7 @@ class TokenDropping(Technique):
             least 1.
         full_last: the number of blocks at the end that compute all tokens.
         labels: the names or positions of the labels in the batch. Needed if several of its tensors are targets.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
 
     Raises:
         ValueError: for a value out of range. At setup, if there is no stack of blocks, or no middle block. At the first
@@ -138,7 +138,7 @@ class TokenDropping(Technique):
         full_first: Annotated[int, Count(at_least=0)] | None = None,
         full_last: Annotated[int, Count(at_least=0)] = 1,
         labels: Annotated[list[str | int], BatchKeys(hint="Write a list, such as ['labels'].")] | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         self.keep = keep
         self.beta = beta

@@ -1,6 +1,6 @@
 """Token merging (ToMe): the most similar tokens of an image merge from block to block (Bolya et al. 2022)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -78,7 +78,7 @@ class TokenMerging(ComputesFewerTokens):
     Args:
         r: the number of tokens that merge into others between two blocks, at most half of them. The paper uses 8 for a ViT-L
             of 24 blocks and 16 for a ViT-B of 12, on 197 tokens. 0 is plain training.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
 
     Raises:
         ValueError: for a value out of range. At setup, if there is no stack of blocks, or it holds a block several times. At
@@ -110,7 +110,7 @@ class TokenMerging(ComputesFewerTokens):
         "RegionalCompilation": "compiled code hides the blocks' attention, which must use the sizes of merged tokens",
     }
 
-    def __init__(self, r: Annotated[int, Count(at_least=0)] = 8, *, layers: str | None = None) -> None:
+    def __init__(self, r: Annotated[int, Count(at_least=0)] = 8, *, layers: str | Sequence[str] | None = None) -> None:
         self.r = r
         self.layers = layers
         self._reset()

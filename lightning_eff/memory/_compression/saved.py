@@ -5,7 +5,6 @@ operation. The purpose follows from the operation's arguments, the tensor's shap
 cannot be identified are kept exactly.
 """
 
-import re
 import sys
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_eff._core.blocks import candidates
+from lightning_eff._core._branches.side_by_side import seen_chains
 from lightning_eff.memory._compression.affine import OPERATIONS, AffineNotes
 from lightning_eff.memory._compression.attention import Call, OnResult
 from lightning_eff.memory._compression.derived import NORMS, Derivations
@@ -85,7 +84,6 @@ _VIEWS = (
     "Alias", "AsStrided", "Detach", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes",
     "Squeeze", "T", "ToCopy", "Transpose", "Unbind", "Unsqueeze", "UnsafeSplit", "UnsafeView", "View", "Chunk",
 )  # fmt: skip
-_INDEX = re.compile(r"^[^.:]+")
 _VIEW_NODES = frozenset(f"{name}Backward{number}" for name in _VIEWS for number in range(3))
 
 
@@ -122,7 +120,13 @@ class SavedTensors(TorchFunctionMode):
         super().__init__()
         self._module = module
         self._names = {id(m): path for path, m in module.named_modules()}
-        self._blocks = tuple(f"{found.path}." for found in candidates(module))
+        stacks = seen_chains(module)
+        self._blocks = tuple(prefix for found in stacks for prefix in found.prefixes)
+        self._families = [
+            (path, f"{c.path}.*" if c.in_list else c.path, (f"{path}.", f"{path}:"))
+            for c in stacks
+            for path in c.named_blocks
+        ]
         self._early = self._before_blocks()
         self._block_seen = False
         self._alive: frozenset[int] = frozenset()
@@ -288,7 +292,7 @@ class SavedTensors(TorchFunctionMode):
         return isinstance(exponent, int | float) and exponent >= 1 and float(exponent).is_integer()
 
     def _in_block(self) -> bool:
-        if not self._blocks or not self.path(sys._getframe(1)).startswith(self._blocks):
+        if not self._blocks or not f"{self.path(sys._getframe(1))}.".startswith(self._blocks):
             return False
         self._block_seen = True
         return True
@@ -297,7 +301,7 @@ class SavedTensors(TorchFunctionMode):
         """Return the paths of the modules that were registered before the first block."""
         paths: list[str] = []
         for path in self._names.values():
-            if self._blocks and path.startswith(self._blocks):
+            if self._blocks and f"{path}.".startswith(self._blocks):
                 return frozenset(paths)
             paths.append(path)
         return frozenset()
@@ -319,7 +323,7 @@ class SavedTensors(TorchFunctionMode):
 
     def family(self, key: str) -> str:
         """Return ``key``, which begins with a path, without the index of its block, the same for all blocks of a stack."""
-        for prefix in self._blocks:
-            if key.startswith(prefix):
-                return f"{prefix}*{_INDEX.sub('', key[len(prefix) :])}"
+        for block, family, starts in self._families:
+            if key.startswith(starts):
+                return f"{family}{key.removeprefix(block)}"
         return key

@@ -78,7 +78,7 @@ class VisualPromptTuning(Adapter):
     Args:
         length: k, an integer; 0 is plain training. The paper has 1 to 200.
         deep: prompts in each block, not at the first alone; better in the paper.
-        layers: the dotted path of the stack of blocks; None looks for the longest.
+        layers: the blocks, as a path, a pattern or a list of paths; None looks for the longest.
         also: patterns of parameters, or modules, that train as a whole beside, such as a new head.
         save: "adapter" for checkpoints of what trains, "all" for whole ones.
 
@@ -123,7 +123,7 @@ class VisualPromptTuning(Adapter):
         length: int = 10,
         *,
         deep: bool = True,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         also: Sequence[str] = (),
         save: Literal["adapter", "all"] = "adapter",
     ) -> None:
@@ -131,8 +131,8 @@ class VisualPromptTuning(Adapter):
             raise ValueError(f"{WHO}({length=}): expected how many prompts, an integer >= 0, such as 10.")
         if not isinstance(deep, bool):
             raise ValueError(f"{WHO}({deep=}): expected True, for prompts in each block, or False.")
-        if layers is not None and not (isinstance(layers, str) and layers):
-            raise ValueError(f"{WHO}({layers=}): expected the dotted path of a stack of blocks, or None.")
+        if layers is not None and not layers:
+            raise ValueError(f"{WHO}({layers=}): expected a path, a pattern or a list of paths of blocks, or None.")
         self.length, self.deep, self.layers = length, deep, layers
         if not deep:
             self.conflicts = {**type(self).conflicts, **SHALLOW}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
@@ -152,7 +152,7 @@ class VisualPromptTuning(Adapter):
         trained = self.begin(root)
         apart = functools.partial(side_by_side, root, always=True, batch=surgeon.batch)
         stack = find_stack(root, self.layers, who=WHO, without=apart, named=True)
-        blocks = [m for m in stack.container._modules.values() if m is not None]
+        blocks = stack.blocks
         if len({*map(id, blocks)}) < len(blocks):
             raise ValueError(f"{WHO}: {stack} has a block several times; expected as many as there are places.")
         with nowhere(root):
@@ -170,7 +170,7 @@ class VisualPromptTuning(Adapter):
         surgeon.swap(lambda path, m: id(m) in at, build, what="a block", numbers=True)
         with nowhere(root):
             self._try(surgeon, of, str(stack))
-        new = [m._parameters["prompts"] for m in stack.container.children() if "prompts" in m._parameters]
+        new = [p for name, p in root.named_parameters() if name in {f"{path}.prompts" for path in stack.named_blocks}]
         self._prompts = self.length * len(new)
         kind = f"in each of the {len(new)} blocks" if self.deep else "at the first of the blocks"
         self.freeze(surgeon, trained | {*map(id, new)}, f"{self.length} prompts of {d} numbers {kind} at {stack}")

@@ -4,7 +4,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Text
-from lightning_eff._core.blocks import Candidate, candidates, find_stack, refuse_compiled_around
+from lightning_eff._core._branches.side_by_side import seen_chains, side_by_side
+from lightning_eff._core.blocks import Candidate, find_stack, refuse_compiled_around
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
@@ -37,10 +38,11 @@ def stacks_of(module: nn.Module, layers: str | None) -> list[Candidate]:
         ValueError: if there is none, with the candidates.
     """
     if layers is None:
-        found = [candidate for candidate in candidates(module) if candidate.composite]
+        found = [candidate for candidate in seen_chains(module) if candidate.composite]
         if found:
             return found
-    return [find_stack(module, layers, who=WHO, in_runs=True)]
+    without = functools.partial(side_by_side, module, by_name=True)
+    return [find_stack(module, layers, who=WHO, in_runs=True, without=without)]
 
 
 def check_stack(module: nn.Module, stack: Candidate) -> None:
@@ -101,7 +103,7 @@ class RegionalCompilation(Technique):
     Args:
         mode: the mode of ``torch.compile``, only for ``inductor``. "reduce-overhead" uses CUDA graphs. None is
             "default".
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None takes every stack of
+        layers: the blocks, as a dotted path, a pattern or a list of paths. None takes every stack of
             repeated blocks.
         dynamic: whether one version serves all shapes, as described above.
         backend: the backend of ``torch.compile``. "aot_eager" and "eager" compile nothing and help to find faults. None
@@ -145,7 +147,7 @@ class RegionalCompilation(Technique):
         self,
         mode: Mode | None = None,
         *,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         dynamic: bool | None = None,
         backend: Annotated[str, Text("the name of a backend of torch.compile")] | None = "inductor",
         same_random: bool = True,

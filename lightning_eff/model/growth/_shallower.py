@@ -23,7 +23,7 @@ class Shallower(Technique):
 
     Args:
         kept: a function of ``L`` that returns the number of blocks to run, in (0, L]; it is rounded.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
         stages: whether to take all stacks of the most frequent block class, or several ``layers``. Each stack of ``l``
             blocks then runs the first ``round(kept(L) / L * l)``, at least 1, where ``L`` counts the blocks of all
             stacks.
@@ -76,7 +76,6 @@ class Shallower(Technique):
     def _find(self, session: Session) -> list[BlockStack]:
         if self.stages:
             return session.stages(self.layers, who="Shallower")
-        assert self.layers is None or isinstance(self.layers, str)
         return [session.stack(self.layers, who="Shallower")]
 
     def _counts(self, stacks: list[BlockStack]) -> list[int]:

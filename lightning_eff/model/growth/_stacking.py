@@ -1,6 +1,7 @@
 """The base of techniques that train the first blocks of a stack and add copies of them."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ class Stacking(Growing):
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
     stages: list[tuple[float, int]]
-    layers: str | None
+    layers: str | Sequence[str] | None
     copy_optimizer_state: bool
     init: str = "stack"
     finish: str | None = None

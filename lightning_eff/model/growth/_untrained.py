@@ -64,7 +64,7 @@ class Growing(Technique):
         if session.fitting and self._ran and short:
             warn_at_the_end(short, finish=self.finishes)
         if self._stack is not None and self._ran:
-            unfinished.note(self._stack.container, short)
+            unfinished.note(self._stack.holder, short)
         self.keep(session)
 
 

@@ -1,7 +1,7 @@
 """Automated progressive learning: depth and resolution grow in stages that a search chooses (AutoProg, Li et al. 2022)."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch import Callback
@@ -85,7 +85,7 @@ class AutoProg(Progressive):
         half_life: the half-life of the moving average, as a fraction of the budget. The paper's decay of 0.9996 per
             step is 0.014 of its runs.
         inputs: the kind of inputs whose resolution grows. "auto" takes images where there are any.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
         copy_optimizer_state: whether a new block copies the optimizer state of its source. Otherwise it starts empty.
         multiple_of: the number of pixels of which reduced sides are multiples. They are also multiples of the patch
             size.
@@ -143,7 +143,7 @@ class AutoProg(Progressive):
         alpha: Annotated[float, Number(at_least=0)] | None = None,
         half_life: Annotated[float, Number(above=0)] = 0.014,
         inputs: Kind = "auto",
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         copy_optimizer_state: bool = True,
         multiple_of: Annotated[int, Count()] = 4,
         keys: Keys | None = None,

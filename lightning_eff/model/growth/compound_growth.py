@@ -102,7 +102,7 @@ class CompoundGrowth(Growing):
         depth: the pairs (fraction of the budget, fraction of the blocks).
         width: the pairs (fraction of the budget, fraction of the hidden units), each a multiple of the one before.
         length: the pairs (fraction of the budget, fraction of a sequence's tokens).
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
         ffn: the feed-forward networks by name, each a list of its linear layers that ends with the output layer. ``*``
             stands for a block's number: ``[["blocks.*.mlp.0", "blocks.*.mlp.2"]]``. None finds them.
         copy_optimizer_state: whether new blocks and hidden units copy the state of their sources (Adam's moments,
@@ -166,7 +166,7 @@ class CompoundGrowth(Growing):
         depth: Annotated[Sequence[tuple[float, float]], Stages("fraction of the blocks")] | None = _HALF,
         width: Annotated[Sequence[tuple[float, float]], Stages("fraction of the hidden units")] | None = _HALF,
         length: Annotated[Sequence[tuple[float, float]], Stages("fraction of the tokens")] | None = None,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         ffn: Sequence[Sequence[str]] | None = None,
         copy_optimizer_state: bool = True,
         noise: Annotated[float, Fraction(below=1)] = 1e-3,

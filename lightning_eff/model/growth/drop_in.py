@@ -1,7 +1,7 @@
 """Gradual drop-in: add new blocks unit by unit (DropIn, Smith et al. 2016)."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -86,7 +86,7 @@ class DropIn(Growing):
         start: the fraction of the budget at which new blocks begin to be mixed in.
         end: the fraction of the budget at which the network is the plain one. It must be above ``start``; both 0 is
             plain training.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
 
     Raises:
         ValueError: for a value out of range. At setup, if the module has fewer than ``first`` blocks, or they lie
@@ -121,7 +121,7 @@ class DropIn(Growing):
         first: Annotated[int, Count()] = 6,
         start: Annotated[float, Fraction(below=1)] = 0.1,
         end: Annotated[float, Fraction()] = 0.5,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         if not (start < end or start == end == 0.0):
             raise ValueError(

@@ -39,8 +39,8 @@ class GreedyLayerwise(Freezing):
     Args:
         until: the fraction of the budget during which blocks train one by one. 0 is plain training, and 1 never trains
             them together.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several in the order in
-            which they run. None takes all stacks of the most frequent block class.
+        layers: the blocks, as dotted paths or patterns (``"block_*"``), of one stack or several, in the
+            order in which they run. None takes all stacks of the most frequent block class.
 
     Raises:
         ValueError: for a value out of range. At setup, if there are no blocks, they are shared, or checkpointed with

@@ -42,8 +42,8 @@ class LayerFreezing(Freezing):
             ``freeze_start``.
         end: the fraction of the budget at which freezing ends, above ``start``.
         depth: the fraction of the blocks that are frozen at the end. 0 is plain training. Also accepted as ``freeze_level``.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several in the order in
-            which they run. None takes all stacks of the most frequent block class.
+        layers: the blocks, as dotted paths or patterns (``"block_*"``), of one stack or several, in the
+            order in which they run. None takes all stacks of the most frequent block class.
 
     Raises:
         ValueError: for a value out of range. At setup, if there are no blocks, they are shared, or checkpointed with

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 from lightning.pytorch import Callback
@@ -69,7 +70,7 @@ class ProgressiveLayerDropping(Dropping):
             ``theta``.
         gamma: the speed at which theta falls, relative to the whole budget. At 100 it reaches its limit within a few
             percent of the budget.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
 
     Raises:
         ValueError: for a value out of range. At setup, if blocks are shared, or under DDP with ``static_graph=True`` or
@@ -106,7 +107,7 @@ class ProgressiveLayerDropping(Dropping):
         theta_min: Annotated[float, Fraction(above=0), Alias("theta")] = 0.5,
         *,
         gamma: Annotated[float, Number(above=0, hint="To drop nothing, use theta_min=1.")] = 100.0,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         self.theta_min = theta_min
         self.gamma = gamma

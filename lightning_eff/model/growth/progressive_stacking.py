@@ -58,7 +58,7 @@ class ProgressiveStacking(Stacking):
 
     Args:
         stages: the pairs (fraction of the budget, number of blocks that run from there on).
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
         copy_optimizer_state: whether a new block copies the optimizer state of its source (Adam's moments and step
             count). Otherwise, and for weights that ``init="identity"`` zeroes, the state starts empty. For an optimizer
             that wraps another one or needs a closure, whatever state is found is copied.
@@ -105,7 +105,7 @@ class ProgressiveStacking(Stacking):
         self,
         stages: Annotated[Sequence[tuple[float, int]], Stages("number of blocks", Count(), _HINT)] = _STAGES,
         *,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         copy_optimizer_state: bool = True,
         init: Literal["stack", "identity"] = "stack",
         finish: Literal["identity"] | None = None,

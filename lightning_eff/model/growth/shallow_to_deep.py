@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -88,7 +88,7 @@ class ShallowToDeep(Stacking):
         rate: the shape of a stage's learning rate after its warm-up. "inverse_sqrt" is the paper's. None leaves the
             learning rate to the module, as one long schedule.
         warmup: the fraction of a stage in which its learning rate rises.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks. None finds the longest.
+        layers: the blocks, as a dotted path, a pattern (``"block_*"``) or a list of paths. None finds the longest stack.
         copy_optimizer_state: whether a new block copies the optimizer state of its source. Otherwise it starts empty.
 
     Raises:
@@ -136,7 +136,7 @@ class ShallowToDeep(Stacking):
         until: Annotated[float, Fraction(below=1)] = 0.5,
         rate: Literal["inverse_sqrt", "linear", "cosine"] | None = "inverse_sqrt",
         warmup: Annotated[float, Fraction(above=0, below=1)] = 0.1,
-        layers: str | None = None,
+        layers: str | Sequence[str] | None = None,
         copy_optimizer_state: bool = False,
     ) -> None:
         self.group = group

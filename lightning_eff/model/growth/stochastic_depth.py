@@ -90,7 +90,7 @@ class StochasticDepth(Dropping):
         drop: the probability with which the last block is dropped. 0 is plain training. Also accepted as ``p``,
             ``drop_rate`` and ``drop_path_rate``.
         mode: what a draw holds for. "batch" drops a block for a whole step, and "sample" drops it for single samples.
-        layers: the dotted path of the ``nn.ModuleList`` or ``nn.Sequential`` of blocks, or several. None finds them.
+        layers: the blocks, as dotted paths or patterns (``"block_*"``), of one stack or several. None finds them.
 
     Raises:
         ValueError: for a value out of range. At setup, if no blocks are found or they are shared; in "batch" mode, also

@@ -90,7 +90,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--precision", help=f"in place of the recipe's: {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
     add("--fp8", action="store_true", help="linear layers multiply in FP8 (known of a recipe with such a plugin)")
-    add("--layers", metavar="PATH", help="dotted path of the stack of blocks, where it is not the longest")
+    add(
+        "--layers", metavar="PATH", help="path or pattern of the blocks, or several with commas; else the longest stack"
+    )
     add(
         "--efficiency",
         type=float,

@@ -24,7 +24,7 @@ class Section:
         batch_key: where the config has the loader's batch size, such as ("data", "init_args", "batch_size"); None where
             it could not be found.
         batch_size: that it has.
-        layers: dotted path of the stack of blocks, or None.
+        layers: the blocks, by a dotted path, a pattern or a list of paths, or None.
         configs: paths of the configs.
         package: the name of Lightning that the module is written with.
     """
@@ -34,7 +34,7 @@ class Section:
     precision: str | None
     batch_key: tuple[str, ...] | None
     batch_size: int
-    layers: str | None
+    layers: str | Sequence[str] | None
     configs: Sequence[str]
     package: str = "lightning.pytorch"
 
@@ -81,7 +81,7 @@ def strategy(layout: Layout, split: Sequence[range], section: Section) -> dict[s
     return {"class_path": "lightning_eff.HybridParallelStrategy", "init_args": arguments}
 
 
-def callbacks(layout: Layout, layers: str | None) -> list[dict[str, Any]]:
+def callbacks(layout: Layout, layers: str | Sequence[str] | None) -> list[dict[str, Any]]:
     """The techniques of the layout, with every argument."""
     found: list[dict[str, Any]] = []
     if layout.remat != "none":

@@ -25,7 +25,7 @@ class Settings:
     min_num_params: int
     schedule: str
     num_microbatches: int | None
-    layers: str | None
+    layers: str | Sequence[str] | None
     tensor_parallel_plan: Literal["auto"] | Mapping[str, str]
     pipeline_split: Literal["balanced"] | Sequence[int]
     sequence_parallel: bool

@@ -281,7 +281,7 @@ class Replica:
         if self.pipeline is None:
             yield
             return
-        stack, now = self.pipeline.stack, list(self.pipeline.stack.container._modules.values())
+        stack, now = self.pipeline.stack, self.pipeline.stack.shown()
         stack.show(stack.blocks)
         try:
             with self.plain.shown(self.device):

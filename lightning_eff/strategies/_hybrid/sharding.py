@@ -1,6 +1,6 @@
 """FSDP2 around a module that knows nothing of it: one group for each block, the rest with the root, and the way back."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_eff._core.blocks import candidates, find_stack
+from lightning_eff._core.blocks import find_stack, repeated
 from lightning_eff._core.steps import looking as beside
 from lightning_eff.strategies._hybrid.layout import PIPELINE, data_group
 from lightning_eff.strategies._inplace import Copies, Mark, differ, lost, mark
@@ -34,12 +34,12 @@ class Root(nn.Module):
             return self.module(*args, **kwargs)
 
 
-def blocks_of(module: nn.Module, layers: str | None, *, who: str) -> list[nn.Module]:
+def blocks_of(module: nn.Module, layers: str | Sequence[str] | None, *, who: str) -> list[nn.Module]:
     """The repeated blocks of ``module``: those of the stack ``layers``, or of every stack; none is legal."""
     found = (
-        [find_stack(module, layers, who=who)] if layers is not None else [c for c in candidates(module) if c.composite]
+        [find_stack(module, layers, who=who)] if layers is not None else [c for c in repeated(module) if c.composite]
     )
-    blocks = [block for c in found for block in c.container._modules.values() if block is not None]
+    blocks = [block for c in found for block in c.blocks]
     return list(dict.fromkeys(blocks))
 
 

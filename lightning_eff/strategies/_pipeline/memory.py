@@ -118,7 +118,7 @@ def owners(keys: Iterable[str], stack: Stack, where: Layout, whole: Holdings) ->
     last stage, which alone runs all the code outside the blocks.
     """
     first = {each: whole.ranks(name, where)[0] for name, names in whole.names.items() for each in names}
-    prefixes = {f"{stack.path}.{key}.": where.ranks[where.stage_of(i)] for i, key in enumerate(stack.keys)}
+    prefixes = {f"{name}.": where.ranks[where.stage_of(i)] for i, name in enumerate(stack.names)}
     owner: dict[str, int] = {}
     for key in keys:
         block = next((rank for start, rank in prefixes.items() if key.startswith(start)), None)

@@ -61,7 +61,7 @@ class Pipeline(Telling):
 
     Args:
         module: the LightningModule, or any module; the same weights on all ranks.
-        layers: dotted path of the stack of blocks; None looks for the longest.
+        layers: the blocks, as a path, a pattern or a list of paths; None looks for the longest.
         group: the pipeline ranks; stages lie on them in the order of the group.
         schedule: one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.
         num_microbatches: into which each batch is split, >= 1. None: for each batch, the largest number up to twice the
@@ -94,7 +94,7 @@ class Pipeline(Telling):
         self,
         module: nn.Module,
         *,
-        layers: str | None,
+        layers: str | Sequence[str] | None,
         group: ProcessGroup,
         schedule: str,
         num_microbatches: int | None,

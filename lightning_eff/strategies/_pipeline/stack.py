@@ -1,6 +1,6 @@
 """The stack of blocks that a pipeline cuts, and what is learnt of what its blocks take and return."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ class Stack:
 
     Attributes:
         blocks: the module's own blocks, in order.
+        names: their dotted paths.
+        slots: where each is registered: the module that holds it, and its name there.
         form: what a block returns beside the hidden state, in a tuple of one: None if it returns a tensor, else of each
             further item its shape and type, or None if it is no tensor; None until a block was seen to run.
         slot: the argument by which blocks take the hidden state, its position or its name, if a block was seen to take
@@ -30,9 +32,9 @@ class Stack:
     """
 
     def __init__(self, found: Candidate, *, who: str) -> None:
-        self.path, self.container, self.who = found.path, found.container, who
-        self.keys = [key for key, block in found.container._modules.items() if block is not None]
-        self.blocks = [block for block in found.container._modules.values() if block is not None]
+        self.path, self.who = found.path, who
+        self.slots, self.names = found.slots, [*found.named_blocks]
+        self.blocks = found.blocks
         self.form: tuple[Form] | None = None
         self.slot: int | str | None = None
         self.origins: dict[int, int] = {}
@@ -110,8 +112,12 @@ class Stack:
 
     def show(self, modules: list[nn.Module]) -> None:
         """Put ``modules`` in the blocks' places for good."""
-        for key, module in zip(self.keys, modules, strict=True):
-            self.container._modules[key] = module
+        for (parent, key), module in zip(self.slots, modules, strict=True):
+            parent._modules[key] = module
+
+    def shown(self) -> list[nn.Module]:
+        """What stands in the blocks' places."""
+        return [cast("nn.Module", parent._modules[key]) for parent, key in self.slots]
 
 
 def _plain(value: Any) -> bool:

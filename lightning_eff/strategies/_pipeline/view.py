@@ -60,9 +60,10 @@ class Run:
 
     def __init__(self, stack: Stack, stream: Stream) -> None:
         self.stack, self.stream, self.active = stack, stream, False
-        self._shown: dict[str, nn.Module | None] = dict(stack.container._modules)
-        for index, key in enumerate(stack.keys):
-            self._shown[key] = StandIn.of(self, index, stack.blocks[index])
+        self._shown: dict[int, tuple[dict[str, Any], dict[str, nn.Module | None]]] = {}
+        for index, (parent, key) in enumerate(stack.slots):
+            _, shown = self._shown.setdefault(id(parent), (parent.__dict__, dict(parent._modules)))
+            shown[key] = StandIn.of(self, index, stack.blocks[index])
 
     def runs(self, index: int) -> bool:
         """Whether that block runs here."""
@@ -86,13 +87,14 @@ class Run:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Show them to a backward pass, whose checkpoints run parts of the user's code once more."""
-        namespace = self.stack.container.__dict__
-        original = namespace["_modules"]
-        namespace["_modules"] = self._shown
+        original = [(namespace, namespace["_modules"]) for namespace, _ in self._shown.values()]
+        for namespace, shown in self._shown.values():
+            namespace["_modules"] = shown
         try:
             yield
         finally:
-            namespace["_modules"] = original
+            for namespace, modules in original:
+                namespace["_modules"] = modules
 
 
 class Pass(Run):

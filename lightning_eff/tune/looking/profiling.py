@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._core._branches.side_by_side import side_by_side
 from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core.batches import num_samples, tensors
-from lightning_eff._core.blocks import stacks
+from lightning_eff._core.blocks import outermost, stacks
 from lightning_eff._core.losses import LossNotVisible, ObserveLosses, check_visible, loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import RunProfile
@@ -144,8 +145,9 @@ class Look(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._since = time.monotonic()
-        found = stacks(pl_module)
-        why = f"the stack {found[0]}" if found else "no repeated blocks in a ModuleList or a Sequential"
+        apart = side_by_side(pl_module, by_name=True)
+        found = outermost([c for c in stacks(pl_module) if c.path not in apart])
+        why = f"the stack {found[0]}" if found else "no repeated blocks"
         self._set("num_blocks", found[0].length if found else 0, why)
         matrices = hidden_matrices(pl_module)
         self._set("num_matrices", len(matrices), f"such as {next(iter(matrices))}" if matrices else "no hidden matrix")

@@ -193,7 +193,7 @@ def test_in_a_config(tmp_path: Path) -> None:
     [
         ({"length": -1}, r"length=-1\): expected how many prompts, an integer >= 0"),
         ({"deep": 1}, r"deep=1\): expected True, for prompts in each block"),
-        ({"layers": ""}, r"layers=''\): expected the dotted path of a stack"),
+        ({"layers": ""}, r"layers=''\): expected a path, a pattern or a list"),
         ({"also": "head"}, r"also='head'\): expected a list of dotted paths"),
     ],
 )

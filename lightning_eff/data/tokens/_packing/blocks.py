@@ -6,7 +6,7 @@ and behind the blocks sees a padded batch, and so do embeddings, heads and losse
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class PackedBlocks(Tokens):
         self._flags: list[tuple[str, Tensor]] = []
 
     @override
-    def find(self, layers: str | None) -> BlockStack:
+    def find(self, layers: str | Sequence[str] | None) -> BlockStack:
         stack = super().find(layers)
         for index, block in enumerate(stack.blocks):
             for path, m in block.named_modules():

@@ -1,6 +1,7 @@
 """The course of a run that grows in stages, each begun with a search for depth and resolution."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -55,7 +56,7 @@ class Progressive(Growing):
     alpha: float | None
     half_life: float
     inputs: Kind
-    layers: str | None
+    layers: str | Sequence[str] | None
     copy_optimizer_state: bool
     multiple_of: int
     keys: list[str | int] | None

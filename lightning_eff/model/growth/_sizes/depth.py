@@ -69,7 +69,12 @@ def check_copies(stack: BlockStack, pairs: Iterable[tuple[int, int]], *, who: st
 
 
 def show_trained(
-    session: Session, layers: str | None, learnt: Mapping[str, Any] | None, active: int | None, *, who: str
+    session: Session,
+    layers: str | Sequence[str] | None,
+    learnt: Mapping[str, Any] | None,
+    active: int | None,
+    *,
+    who: str,
 ) -> None:
     """Outside of a fit, run as many blocks as training has reached, here or in the checkpoint.
 

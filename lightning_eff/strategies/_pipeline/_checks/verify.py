@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 from lightning_eff._core import rng
 from lightning_eff._core._stack.chains import Feeding
-from lightning_eff._core.blocks import candidates, listed
+from lightning_eff._core.blocks import listed, repeated
 from lightning_eff._core.steps import silent
 from lightning_eff.strategies._pipeline._checks.sideways import check_sideways
 from lightning_eff.strategies._pipeline._checks.splitting import splits
@@ -150,7 +150,7 @@ class Verification:
         feeding.end()
         apart = next((pair for pair, fed in feeding.links.items() if fed is False), None)
         if apart is not None:
-            others = listed([c for c in candidates(self.module) if c.path != self.stack.path])
+            others = listed([c for c in repeated(self.module) if c.path != self.stack.path])
             raise ValueError(
                 f"{self.who}: block {apart[1]} of {self.stack.path!r} is not fed by block {apart[0]}, and a pipeline needs"
                 f" blocks that each feed the next one. Name another stack by layers=, or use pipeline_parallel_size=1."
