@@ -75,13 +75,19 @@ def run(case: Settings, *callbacks: pl.Callback, resume: Path | None = None) -> 
     return net, t
 
 
+def _tensors(name: str, value: Any) -> dict[str, Tensor]:
+    """What a state holds, by name, in dicts too."""
+    if isinstance(value, dict):
+        return {key: t for inner, v in value.items() for key, t in _tensors(f"{name}/{inner}", v).items()}
+    return {name: local(torch.as_tensor(value)).detach().clone()}
+
+
 def left(net: pl.LightningModule, t: pl.Trainer) -> dict[str, Tensor]:
     """What a run leaves on this rank: weights, its optimizer state, what was logged, random state."""
     found = {f"weights/{name}": local(value).detach().clone() for name, value in net.state_dict().items()}
     for i, optimizer in enumerate(t.optimizers):
         for number, state in optimizer.state_dict()["state"].items():
-            for key, value in state.items():
-                found[f"optimizer{i}/{number}/{key}"] = local(torch.as_tensor(value)).detach().clone()
+            found |= _tensors(f"optimizer{i}/{number}", state)
     logged = {f"logged/{name}": value.detach() for name, value in t.callback_metrics.items()}
     found |= {name: value.nan_to_num(nan=NAN) for name, value in logged.items()}  # which equals itself, unlike NaN
     found["rng"] = torch.get_rng_state()
