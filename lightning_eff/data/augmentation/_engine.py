@@ -17,6 +17,9 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 
+#: The control of techniques without a cheaper variant.
+BASELINE = Control("the baseline without augmentation, trained for the same time")
+
 
 def replaced(batch: Any, by: dict[int, Tensor]) -> Any:
     """Return a batch of the same structure, with the tensors of these ids replaced."""
@@ -76,7 +79,6 @@ class Augmentation(Technique):
     """
 
     saves: ClassVar[str] = "no time per step: it regularises, for a better model after many epochs"
-    control: ClassVar[Control] = Control("the baseline without augmentation, trained for the same time")
     stage: ClassVar[Stage] = Stage.AUGMENT
     needs: ClassVar[Need] = Need.BATCH
     order: ClassVar[int] = 0

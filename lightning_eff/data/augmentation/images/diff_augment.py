@@ -21,7 +21,7 @@ from lightning_eff._core.steps import Proceed, Stage, Step, looking
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.augmentation._arguments import SomeOf, Until
 from lightning_eff.data.augmentation._boxes import inside
-from lightning_eff.data.augmentation._engine import check_until
+from lightning_eff.data.augmentation._engine import BASELINE, check_until
 
 WHO = "DiffAugment"
 _DISCRIMINATOR = re.compile(r"(.*_)?(discriminator|critic|disc|net_?d|d)", re.IGNORECASE)
@@ -175,7 +175,7 @@ class DiffAugment(Technique):
         {"policy": Choice((("color", "translation", "cutout"), ("translation", "cutout"), ("translation",)))},
         _pointless,
     )
-    control: ClassVar[Control] = Control("the baseline without augmentation, trained for the same time")
+    control: ClassVar[Control] = BASELINE
     needs_automatic_optimization: ClassVar[bool] = False
 
     def __init__(

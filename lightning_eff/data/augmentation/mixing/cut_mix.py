@@ -7,7 +7,9 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import Alpha, Keys, Probability, Until, no_mixing
+from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation._mixing import Mixing
 from lightning_eff.data.augmentation.mixing._pasting import cut_mix, own_share, pasted
 
@@ -60,6 +62,7 @@ class CutMix(Mixing):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"prob": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, no_mixing
     )
+    control: ClassVar[Control] = BASELINE
 
     def __init__(
         self,

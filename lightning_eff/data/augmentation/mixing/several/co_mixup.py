@@ -124,8 +124,8 @@ class CoMixup(ByGradients):
 
     A micro-batch is divided into parts of ``part`` images, and each part yields as many mixtures. A mixture has ``blocks`` x
     ``blocks`` blocks. Each block is taken from one image of the part, at the same position. The mixtures of a part are chosen
-    jointly, to minimise the energy ``sum_j [ sum_k c[z_jk, k] + beta / n #borders_j + gamma / n o_j . h(A sum_{i != j} o_i)
-    ]``:
+    jointly, to minimise the energy
+    ``sum_j [ sum_k c[z_jk, k] + beta / n #borders_j + gamma / n o_j . h(A sum_{i != j} o_i) ]``:
 
     - ``c`` is the negative saliency of a block, minus ``eta / n log(lambda)``. Saliency is the size of the loss's gradient in
       the pixels, normalised per image. ``lambda`` is drawn from a Dirichlet distribution, so that some images are favoured.
