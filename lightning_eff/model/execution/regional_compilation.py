@@ -31,7 +31,7 @@ def _pointless(profile: RunProfile) -> str | None:
     return "there is no stack of blocks" if profile.num_blocks < 2 else None
 
 
-def stacks_of(module: nn.Module, layers: str | None) -> list[Candidate]:
+def stacks_of(module: nn.Module, layers: str | Sequence[str] | None) -> list[Candidate]:
     """Return the stack at the dotted path ``layers``; for None every stack of composite blocks, or else the longest stack.
 
     Raises:

@@ -1,6 +1,7 @@
 """The base of techniques whose network grows, and the warnings about blocks that were never trained."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from lightning.fabric.utilities.warnings import PossibleUserWarning
@@ -22,7 +23,7 @@ class Growing(Technique):
     """
 
     finishes: ClassVar[bool] = False  # whether there is an argument ``finish``
-    layers: str | None
+    layers: str | Sequence[str] | None
     _stack: BlockStack | None = None
     _learnt: dict[str, Any] | None = None  # the stack's state after the run
     _ran = _told = False

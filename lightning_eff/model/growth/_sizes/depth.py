@@ -13,7 +13,7 @@ from lightning_eff._core.optimizers import copy_state
 from lightning_eff._core.session import Session
 
 
-def blocks_of(session: Session, layers: str | None, *, who: str, copies: bool = True) -> BlockStack:
+def blocks_of(session: Session, layers: str | Sequence[str] | None, *, who: str, copies: bool = True) -> BlockStack:
     """Return the stack of blocks at ``layers``, or the longest one.
 
     Args:
@@ -97,7 +97,7 @@ def show_trained(
     rank_zero_info(f"{who}: running the first {stack.active} of {stack}, those that were trained.")
 
 
-def check_length(session: Session, layers: str | None, state: Mapping[str, Any], *, who: str) -> None:
+def check_length(session: Session, layers: str | Sequence[str] | None, state: Mapping[str, Any], *, who: str) -> None:
     """Raise ``ValueError`` if a stack's ``state`` is of another depth than the module's."""
     stack = session.stack(layers, who=who)
     if state["length"] != len(stack):
