@@ -164,7 +164,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name in ("esm", "squeezebert"):  # whose loss leaves a pooler, or another head, unused
         begun |= dict.fromkeys(("SNIP", "GraSP"), "1 weights have no gradient on the 1 batches")
     if kind != "image":
-        begun["LowRankConv"] = "has no convolution to factor"
+        begun["LowRankConv"] = "found no convolution in"
     if name in _OWN_ATTENTION.split():
         begun["QKNorm"] = _NOT_NORMED
     if (kind == "causal" and name not in _BIASED) or name in ("roformer", "modernbert", "squeezebert", "t5"):
@@ -312,8 +312,8 @@ _NO_LINEAR = dict.fromkeys(
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
 _SQUEEZEBERT |= {"RegionalCompilation": "called none of the blocks", **_NO_FFN}
-_SQUEEZEBERT |= {"ButterflyLinear": "has no linear map to make factors of"}
-_SQUEEZEBERT |= {"LowRankLinear": "has no linear map to factor", "LoRA": "has no linear map to put factors beside"}
+_SQUEEZEBERT |= {"ButterflyLinear": "found no linear layer in"}
+_SQUEEZEBERT |= {"LowRankLinear": "found no linear layer in", "LoRA": "has no linear map to put factors beside"}
 _SQUEEZEBERT |= {"VeRA": "has no linear map to put factors beside"}
 _SQUEEZEBERT |= {"HoulsbyAdapters": _NOT_BEHIND}
 _NO_TOKENS = dict.fromkeys(
@@ -384,8 +384,8 @@ FAMILIES: dict[str, Family] = {
         | dict.fromkeys(("LoRA", "VeRA"), "has no linear map to put factors beside")
         | {"QuantizedBase": _NO_NAMED}
         | {"HoulsbyAdapters": _NOT_BEHIND}
-        | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}
-        | {"ButterflyLinear": "has no linear map to make factors of", "FusedNorms": "has no LayerNorm or RMSNorm"}
+        | {"LowRankLinear": "found no linear layer in", "RMSNormalization": "has no LayerNorm"}
+        | {"ButterflyLinear": "found no linear layer in", "FusedNorms": "has no LayerNorm or RMSNorm"}
         | {"QKNorm": _NOT_NORMED, "RemoveQKVBias": _NO_BIAS}
         | attention_of("resnet", "own"),
         by_batch=True,
