@@ -239,10 +239,10 @@ _OWN_ATTENTION = (
     "qwen3 gemma2 bloom mpt olmo2 persimmon exaone4 openai-gpt olmoe qwen3_moe mamba rwkv deberta-v2 mpnet roformer"
 )
 _OWN_ATTENTION += " rembert squeezebert"
-_NOT_NORMED = "a norm stands behind|are handed queries and keys of one length|found no attention|cannot be told"
+_NOT_NORMED = "a norm follows|receive normalised queries and keys|found no attention"
 # Biases of keys and values, and no rotary embeddings.
 _BIASED = ("gpt2", "bloom", "biogpt", "openai-gpt")
-_NO_BIAS = "have no bias to take out|cannot go to|would put out|are 16, and|found no attention|no nn.Linear"
+_NO_BIAS = "have no bias to remove|cannot move to|would compute|are 16, but|found no attention|no nn.Linear"
 # No bias anywhere.
 _WITHOUT_BIASES = (
     "llama mistral qwen3 gemma gemma2 phi3 mpt olmo2 cohere granite helium smollm3 ernie4_5 exaone4 arcee olmo"

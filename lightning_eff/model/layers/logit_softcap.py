@@ -16,13 +16,13 @@ from lightning_eff._core._architecture.linear_maps import LinearMap, linear_maps
 from lightning_eff._core._architecture.naming import check_met
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
-from lightning_eff._core._arguments.kinds import Alias
+from lightning_eff._core._arguments.kinds import Alias, Either, Number, OneOf
 from lightning_eff._core._branches.probing import Divided, probed
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._marks import Marked
-from lightning_eff.model.layers._shared.arguments import OrInfinite, Paths
+from lightning_eff.model.layers._shared.arguments import Paths
 from lightning_eff.model.layers._shared.choosing import is_named
 
 WHO = "LogitSoftcap"
@@ -105,7 +105,7 @@ class LogitSoftcap(Architecture):
 
     def __init__(
         self,
-        cap: Annotated[float, OrInfinite(above=0), Alias("final_logit_softcapping")] = 30.0,
+        cap: Annotated[float, Either(Number(above=0), OneOf(math.inf)), Alias("final_logit_softcapping")] = 30.0,
         *,
         names: Paths = None,
     ) -> None:

@@ -15,7 +15,7 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._low_rank.factored import FactoredConv2d, conv_matrix
 from lightning_eff.model.layers._low_rank.technique import Energy, LowRank, Place
-from lightning_eff.model.layers._shared.arguments import CountOrFraction, Paths
+from lightning_eff.model.layers._shared.arguments import COUNT_OR_FRACTION, Paths
 from lightning_eff.model.layers._shared.choosing import is_named, select
 
 WHO = "LowRankConv"
@@ -74,7 +74,7 @@ class LowRankConv(LowRank):
 
     def __init__(
         self,
-        rank: Annotated[int | float | None, CountOrFraction(), Alias("latent_channels")] = None,
+        rank: Annotated[int | float | None, COUNT_OR_FRACTION, Alias("latent_channels")] = None,
         *,
         energy: Energy = None,
         names: Paths = None,

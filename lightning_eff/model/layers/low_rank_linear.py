@@ -16,7 +16,7 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._low_rank.factored import FactoredLinear
 from lightning_eff.model.layers._low_rank.technique import Energy, LowRank, Place
-from lightning_eff.model.layers._shared.arguments import CountOrFraction, Paths
+from lightning_eff.model.layers._shared.arguments import COUNT_OR_FRACTION, Paths
 from lightning_eff.model.layers._shared.choosing import is_named
 
 WHO = "LowRankLinear"
@@ -82,7 +82,7 @@ class LowRankLinear(LowRank):
 
     def __init__(
         self,
-        rank: Annotated[int | float | None, CountOrFraction(), Alias("latent_features")] = None,
+        rank: Annotated[int | float | None, COUNT_OR_FRACTION, Alias("latent_features")] = None,
         *,
         energy: Energy = None,
         names: Paths = None,

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
-from lightning_eff._core._arguments.kinds import Count, Number
+from lightning_eff._core._arguments.kinds import Count, Each, Either, Names, Number, Text
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.joined import join
 from lightning_eff._core._optim.scheduled import schedulers_of
@@ -32,7 +32,6 @@ from lightning_eff.model.layers._ngrams.gradients import dense_for
 from lightning_eff.model.layers._ngrams.order import check_order, check_untransposed
 from lightning_eff.model.layers._ngrams.row_adam import RowAdam
 from lightning_eff.model.layers._ngrams.table import PRIME, Ngrams, NgramTable, beside
-from lightning_eff.model.layers._shared.arguments import CountOrCounts, PathOrPaths
 
 WHO = "NgramEmbedding"
 RATE = 0.02
@@ -131,14 +130,20 @@ class NgramEmbedding(Architecture):
 
     def __init__(
         self,
-        n: Annotated[int | Sequence[int], CountOrCounts()] = 2,
+        n: Annotated[int | Sequence[int], Either(Count(), Each(Count()))] = 2,
         buckets: Annotated[int | None, Count(at_least=0, below=PRIME)] = None,
         *,
         lr: Annotated[float | None, Number(above=0)] = None,
         optimizer: Literal["rows", "module"] = "rows",
-        embeddings: Annotated[str | Sequence[str] | None, PathOrPaths()] = None,
+        embeddings: Annotated[
+            str | Sequence[str] | None, Either(Text("a dotted path"), Names("dotted paths", empty=False))
+        ] = None,
         batch_first: bool | None = None,
     ) -> None:
+        if len(set(_orders(n))) < len(_orders(n)):
+            raise ValueError(
+                f"{WHO}({n=}): the same number of tokens is given twice. Give each once, such as n=[2, 3]."
+            )
         if lr is not None and optimizer == "module":
             raise ValueError(
                 f"{WHO}({lr=}, optimizer='module'): the module's optimizer has its own learning rate. Leave lr out."

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control

@@ -100,7 +100,7 @@ def run(size: int, batch: int, momentum: float | None = 0.1, **settings: Any) ->
 
 
 def test_one_group_is_plain_training_to_the_bit_and_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"size=12\): saw the batch as one group.*plain training"):
+    with pytest.warns(UserWarning, match=r"size=12\): each BatchNorm saw the batch as one group.*plain training"):
         net, technique = run(12, 12)
     plain, _ = run(12, 12, names=[])
     assert torch.equal(flat(net), flat(plain)) and technique.report() == {"norms": 2, "groups": 1}

@@ -261,10 +261,10 @@ def test_two_processes_take_the_first_ones_ranks(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 0}, r"rank=0\): expected an integer >= 1 or a fraction"),
+        ({"rank": 0}, r"rank=0\): expected an integer >= 1 or a number in"),
         (
             {"rank": 1.5},
-            r"rank=1.5\): expected an integer >= 1 or a fraction in \(0, 1\], or None: the rank of each layer",
+            r"rank=1.5\): expected an integer >= 1 or a number in \(0, 1\], or None: the rank of each layer",
         ),
         ({"rank": True}, "rank=True"),
         (

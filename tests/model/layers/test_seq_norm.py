@@ -75,7 +75,7 @@ def test_a_residual_network_of_images() -> None:
     assert {key for key in net.state_dict() if "mark" not in key} == plain.keys()
     with pytest.raises(RuntimeError, match="lightning_eff_mark"):
         families.module("resnet").load_state_dict(net.state_dict())
-    with pytest.raises(ValueError, match=r"norm of the checkpoint is not a norm that starts with 8 groups of channels"):
+    with pytest.raises(ValueError, match=r"of the checkpoint is not a norm that starts with 8 groups of channels"):
         eff.apply(families.module("resnet"), SeqNorm(channel_groups=8)).load_state_dict(net.state_dict())
 
 
