@@ -179,7 +179,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         begun["SwapActivation"] = "has no activation module to act on"
     masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
     if name in ("mamba", "squeezebert"):
-        begun["EarlyBird"] = "found no BatchNorm that trains, no attention's heads"
+        begun["EarlyBird"] = "found no units to prune"
     if name == "mamba":
         begun["VeRA"] = "uses .*dt_proj.base_layer.weight itself .* and does not call"
     if kind != "image":
@@ -251,19 +251,19 @@ _WITHOUT_BIASES += " mixtral olmoe qwen3_moe t5"
 # No map that the pattern of QuantizedBase's case means.
 _NO_MLP = "mpt mixtral olmoe qwen3_moe biogpt opt rwkv albert squeezebert bart mbart marian pegasus m2m_100 t5 wav2vec2"
 _NO_MLP += " hubert unispeech"
-_NO_NAMED = "means none of the .* linear maps"
+_NO_NAMED = "means none of the .* linear layers"
 # Norms of their own.
 _RMS = "llama mistral qwen2 qwen3 gemma gemma2 phi3 olmo olmo2 cohere granite glm4 helium nemotron smollm3 mamba t5"
 _RMS += " ernie4_5 exaone4 arcee seed_oss mixtral olmoe qwen3_moe"
 # Squared ReLU by themselves, or activations that are functions.
 _RELU2 = ("nemotron", "persimmon", "arcee", "bloom", "rwkv", "esm")
-_NOT_BEHIND = "ends in a linear map that an adapter could stand behind"
+_NOT_BEHIND = "ends in nn.Linear or Conv1D"
 _NO_DECODER = "holds no encoder-decoder"
 _NO_ATTENTION = "saw no self-attention in training_step"
 _NOT_FEWER = "cannot be given fewer of its tokens"
 _ON_IMAGES = ("ProgressiveResizing", "EfficientTrain", "FixRes")
 _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
-_NOT_OF_IMAGES = "were not seen to be run on tokens|found no stack of repeated blocks"
+_NOT_OF_IMAGES = "did not each get tokens|found no stack of repeated blocks"
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
 _NO_PATCHES = "does not attend to the patches of an image"
 _NO_LOOK_UP = "has no token embedding"
@@ -313,8 +313,8 @@ _NO_LINEAR = dict.fromkeys(
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
 _SQUEEZEBERT |= {"RegionalCompilation": "called none of the blocks", **_NO_FFN}
 _SQUEEZEBERT |= {"ButterflyLinear": "found no linear layer in"}
-_SQUEEZEBERT |= {"LowRankLinear": "found no linear layer in", "LoRA": "has no linear map to put factors beside"}
-_SQUEEZEBERT |= {"VeRA": "has no linear map to put factors beside"}
+_SQUEEZEBERT |= {"LowRankLinear": "found no linear layer in", "LoRA": "to adapt"}
+_SQUEEZEBERT |= {"VeRA": "to adapt"}
 _SQUEEZEBERT |= {"HoulsbyAdapters": _NOT_BEHIND}
 _NO_TOKENS = dict.fromkeys(
     ("RandomLTD", "MaskGuidedTokens", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER
@@ -380,8 +380,8 @@ FAMILIES: dict[str, Family] = {
             "GatedPositionalAttention": _NO_PATCHES,
             "TokenMix": "holds no nn.Conv2d of 1 channels whose stride is its kernel",
         }
-        | {"LoRA": "has no linear map to put factors beside", "QuantizedBase": _NO_NAMED}
-        | dict.fromkeys(("LoRA", "VeRA"), "has no linear map to put factors beside")
+        | {"LoRA": "to adapt", "QuantizedBase": _NO_NAMED}
+        | dict.fromkeys(("LoRA", "VeRA"), "to adapt")
         | {"QuantizedBase": _NO_NAMED}
         | {"HoulsbyAdapters": _NOT_BEHIND}
         | {"LowRankLinear": "found no linear layer in", "RMSNormalization": "has no LayerNorm"}

@@ -160,13 +160,13 @@ REFUSED: dict[str, tuple[Any, str, Any, str]] = {
         LoRA,
         "tiny_gpt",
         lambda: jobs._fsdp2(save_distributed_checkpoint=True),
-        r"LoRA\(save='adapter'\).*holds the whole module; expected one file.*save_distributed_checkpoint=False, or LoRA",
+        r"LoRA\(save='adapter'\).*saves a folder that holds the whole module.*save_distributed_checkpoint=False .*or use LoRA",
     ),
     "tensor": (
         LoRA,
         "tiny_gpt",
         lambda: jobs._fsdp2(tensor_parallel_size=2),
-        "in whose place others stand by then; expected tensor_parallel_size=1, or HybridParallelStrategy",
+        "needs a plan in configure_model, .*Use tensor_parallel_size=1, or HybridParallelStrategy",
     ),
     "prompts": (
         PromptTuning,
@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[Any, str, Any, str]] = {
         lambda: QuantizedBase(names=["blocks.*"]),
         "tiny_gpt",
         lambda: HYBRID(init_on="rank0"),
-        "rounded where the module is made.*expected init_on='all'",
+        "rounded where the module is made.*Use init_on='all'",
     ),
 }
 

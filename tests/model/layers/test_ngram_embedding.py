@@ -30,7 +30,7 @@ CASES = {
         active=lambda: NgramEmbedding(buckets=128),
         neutral=lambda: NgramEmbedding(buckets=0),
         architecture=True,
-        stays="NgramEmbedding put NgramEmbedding in the place of embed: what it gives goes by 2 tokens",
+        stays="NgramEmbedding put NgramEmbedding in the place of embed: its output depends on 2 tokens",
         own_optimizer=True,
         outside_surveys=True,
         refuses={"vit": "HuggingFace has no token embedding"},

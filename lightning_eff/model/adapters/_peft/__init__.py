@@ -1,1 +1,1 @@
-"""What is made by peft; imported where peft is there."""
+"""Code that needs peft; imported only if it is used."""
