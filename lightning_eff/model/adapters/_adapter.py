@@ -60,6 +60,7 @@ class Adapter(Architecture):
     Attributes:
         save: what checkpoints hold.
         also: patterns of parameters or modules that train in addition.
+        names: patterns of the modules to act on; None looks for them, and an empty list is plain training.
     """
 
     change_at: ClassVar[Change] = Change.ADAPT
@@ -72,10 +73,16 @@ class Adapter(Architecture):
     _trained = 0
     _frozen = 0
 
-    def _take(self, save: Save, also: Sequence[str]) -> None:
-        """Keep the arguments that all have."""
+    def _take(self, save: Save, also: Sequence[str], names: Sequence[str] | None = None) -> None:
+        """Keep the arguments that adapters share."""
         self.save: Save = save
         self.also = list(also)
+        self.names = None if names is None else list(names)
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.names == []
 
     def begin(self, root: nn.Module) -> set[int]:
         """The ids of parameters that train in addition, in a module before the adapter is applied.

@@ -78,13 +78,7 @@ class BitFit(Adapter):
     }
 
     def __init__(self, names: Paths = None, *, also: Also = (), save: Save = "adapter") -> None:
-        self.names = None if names is None else list(names)
-        self._take(save, also)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self._take(save, also, names)
 
     @override
     def change(self, surgeon: Surgeon) -> None:

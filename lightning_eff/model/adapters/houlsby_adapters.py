@@ -149,13 +149,7 @@ class HoulsbyAdapters(Adapter):
         save: Save = "adapter",
     ) -> None:
         self.bottleneck = bottleneck
-        self.names = None if names is None else list(names)
-        self._take(save, also)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self._take(save, also, names)
 
     # -- the change
 

@@ -7,30 +7,29 @@ peft's ``lora.Linear``. The function is the plain module's until the first step,
 import copy
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._architecture.linear_maps import LinearMap
 from lightning_eff._core._arguments.kinds import Alias, Number
 from lightning_eff._core._optim.faster import hasten
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
-from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter, blockwise, folded
+from lightning_eff.model.adapters._adapter import DEAD, RIVALS, blockwise
 from lightning_eff.model.adapters._arguments import Also, Dropout, Rank, Save, Targets
-from lightning_eff.model.adapters._optional import imported
-from lightning_eff.model.adapters._peft.places import places, pointless
-from lightning_eff.model.adapters._reading import read
+from lightning_eff.model.adapters._peft.places import pointless
+from lightning_eff.model.adapters._peft.technique import Maker, OnLinearLayers
 
 WHO = "LoRA"
 
 
-class LoRA(Adapter):
+class LoRA(OnLinearLayers):
     """Fine-tune a pretrained module by training low-rank factors on its linear layers; everything else is frozen.
 
     The layers are peft's, with peft's names, in any module: a hand-written LightningModule or one around a Hugging Face
@@ -101,7 +100,8 @@ class LoRA(Adapter):
         "BitFit": RIVALS,
         "Fixup": "it adds scalars before and after each linear layer, and such a layer cannot be adapted",
     }
-    _maps = 0
+    trains: ClassVar[str] = "factors"
+    bounded: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -119,25 +119,17 @@ class LoRA(Adapter):
     ) -> None:
         self.rank, self.alpha, self.dropout, self.b_rate = rank, alpha, dropout, b_rate
         self.dora, self.pissa, self.rslora = dora, pissa, rslora
-        self.names = None if names is None else list(names)
-        self._take(save, also)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self.starts_alone = not dora and not pissa
+        self._take(save, also, names)
 
     # -- the change
 
     @override
-    def change(self, surgeon: Surgeon) -> None:
-        imported("peft", extra="peft", who=WHO)
+    def maker(self, maps: Sequence[LinearMap]) -> Maker:
         from peft import LoraConfig
 
         from lightning_eff.model.adapters._peft.layers import lora_layer
 
-        root = surgeon.root
-        maps, left = places(root, self.names, rank=self.rank, bounded=True, who=WHO)
         config = LoraConfig(
             r=self.rank,
             lora_alpha=2 * self.rank if self.alpha is None else self.alpha,  # pyright: ignore[reportArgumentType]
@@ -146,27 +138,11 @@ class LoRA(Adapter):
             use_dora=self.dora,
             init_lora_weights="pissa" if self.pissa else True,
         )
-        trained = self.begin(root)
-        chosen = {id(m.module): m for m in maps}
-        inside = {id(p) for m in maps for p in m.module.parameters()}
-        made: list[nn.Module] = []
-        in_readers = read(root)
 
-        def build(plain: nn.Module) -> nn.Module:
-            base = _own_weight(plain) if self.pissa else plain
-            transposed = chosen[id(plain)].transposed
-            made.append(new := lora_layer(base, config, transposed=transposed, read=id(plain) in in_readers))
-            return new
+        def make(base: nn.Module, *, transposed: bool, read: bool) -> nn.Module:
+            return lora_layer(_own_weight(base) if self.pissa else base, config, transposed=transposed, read=read)
 
-        surgeon.leave(left)
-        surgeon.swap(
-            lambda path, m: id(m) in chosen, build, what="a linear layer", numbers=not self.dora and not self.pissa
-        )
-        bases = {id(p) for m in made for p in m.base_layer.parameters()} | inside  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-        trained = (trained - bases) | {id(p) for m in made for p in m.parameters() if id(p) not in bases}
-        self._maps = len(made)
-        where = folded([m.path for m in maps])
-        self.freeze(surgeon, trained, f"factors of rank {self.rank} on {len(maps)} linear layers: {where}")
+        return make
 
     # -- LoRA+
 
@@ -199,12 +175,6 @@ class LoRA(Adapter):
 
         configure_optimizers.__wrapped__ = inspect.unwrap(original)  # pyright: ignore[reportAttributeAccessIssue]
         session.patches.set(module, "configure_optimizers", configure_optimizers)
-
-    # -- reports
-
-    @override
-    def report(self) -> "dict[str, float | int | Tensor]":
-        return {**super().report(), "maps": self._maps}
 
 
 def _own_weight(plain: nn.Module) -> nn.Module:

@@ -5,25 +5,24 @@ layers, which use as many of their columns and rows as they need. Only b of (N,)
 small, are trained.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._architecture.linear_maps import LinearMap
 from lightning_eff._core._arguments.kinds import Alias, Count, Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, Adapter, blockwise, folded
+from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, blockwise
 from lightning_eff.model.adapters._arguments import Also, Dropout, Rank, Save, Targets
-from lightning_eff.model.adapters._optional import imported
-from lightning_eff.model.adapters._peft.places import places, pointless
-from lightning_eff.model.adapters._reading import read
+from lightning_eff.model.adapters._peft.places import pointless
+from lightning_eff.model.adapters._peft.technique import Maker, OnLinearLayers
 
 WHO = "VeRA"
 
 
-class VeRA(Adapter):
+class VeRA(OnLinearLayers):
     """Fine-tune a pretrained module by training r + N numbers on each linear layer of N outputs; everything else is frozen.
 
     The layers are peft's, with peft's names. VeRA adapts all linear layers in the stacks of repeated blocks, or in the whole
@@ -85,7 +84,8 @@ class VeRA(Adapter):
         "ButterflyLinear": "this adapts linear layers, and it replaces all of them with factors",
         "ApproximateRandomDropout": "this adds projections to linear layers, which hides feed-forward networks",
     }
-    _maps = 0
+    trains: ClassVar[str] = "vectors"
+    bounded: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -101,50 +101,21 @@ class VeRA(Adapter):
         if d_initial == 0:
             raise ValueError(f"{WHO}({d_initial=}): from 0, b gets no gradient. Give another number, such as 0.1.")
         self.rank, self.d_initial, self.dropout, self.key = rank, d_initial, dropout, key
-        self.names = None if names is None else list(names)
-        self._take(save, also)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self._take(save, also, names)
 
     @override
-    def change(self, surgeon: Surgeon) -> None:
-        imported("peft", extra="peft", who=WHO)
+    def maker(self, maps: Sequence[LinearMap]) -> Maker:
         from peft import VeraConfig
 
         from lightning_eff.model.adapters._peft.vera import projections, vera_layer
 
-        root = surgeon.root
-        maps, left = places(root, self.names, rank=self.rank, bounded=False, who=WHO)
         config = VeraConfig(
             r=self.rank, d_initial=self.d_initial, vera_dropout=self.dropout, projection_prng_key=self.key
         )
-        trained = self.begin(root)
-        chosen = {id(m.module): m for m in maps}
-        inside = {id(p) for m in maps for p in m.module.parameters()}
-        made: list[nn.Module] = []
-        in_readers = read(root)
         largest = max(m.in_features for m in maps), max(m.out_features for m in maps)
         shared = projections(self.rank, *largest, self.key)
 
-        def build(plain: nn.Module) -> nn.Module:
-            of = chosen[id(plain)]
-            made.append(
-                new := vera_layer(plain, shared, config, transposed=of.transposed, read=id(plain) in in_readers)
-            )
-            return new
+        def make(base: nn.Module, *, transposed: bool, read: bool) -> nn.Module:
+            return vera_layer(base, shared, config, transposed=transposed, read=read)
 
-        surgeon.leave(left)
-        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear layer", numbers=True)
-        trained = (trained - inside) | {id(p) for m in made for p in m.parameters() if id(p) not in inside}
-        self._maps = len(made)
-        where = folded([m.path for m in maps])
-        self.freeze(surgeon, trained, f"vectors of rank {self.rank} on {len(maps)} linear layers: {where}")
-
-    # -- reports
-
-    @override
-    def report(self) -> "dict[str, float | int | Tensor]":
-        return {**super().report(), "maps": self._maps}
+        return make

@@ -22,7 +22,7 @@ from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._monarch.factors import num_weights
 from lightning_eff.model.layers._monarch.module import MonarchLinear
 from lightning_eff.model.layers._shared.arguments import Paths
-from lightning_eff.model.layers._shared.choosing import is_named
+from lightning_eff.model.layers._shared.choosing import ByName, is_named
 
 WHO = "ButterflyLinear"
 
@@ -31,7 +31,7 @@ def _pointless(profile: RunProfile) -> str | None:
     return None if profile.num_matrices else "the module has no hidden linear layer"
 
 
-class ButterflyLinear(Architecture):
+class ButterflyLinear(ByName, Architecture):
     """Replace large linear layers with two block-diagonal ones: ``Q L P R x + b`` instead of ``W x + b``.
 
     P and Q are fixed permutations. The weight (N, K) is divided into ``blocks`` runs of inputs times ``blocks`` classes of
@@ -109,12 +109,7 @@ class ButterflyLinear(Architecture):
         min_features: Annotated[int, Count()] = 512,
     ) -> None:
         self.blocks, self.rank, self.min_features = blocks, rank, min_features
-        self.names = None if names is None else list(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self._take_names(names)
 
     # -- the change
 

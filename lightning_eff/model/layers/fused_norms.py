@@ -20,7 +20,7 @@ from lightning_eff._core.technique import Control, Technique
 from lightning_eff.kernels import _launch
 from lightning_eff.model.layers._fused_norms.finding import Kind, norms
 from lightning_eff.model.layers._shared.arguments import Paths
-from lightning_eff.model.layers._shared.choosing import select
+from lightning_eff.model.layers._shared.choosing import ByName, select
 from lightning_eff.model.layers._shared.wearing import worn
 
 WHO = "FusedNorms"
@@ -44,7 +44,7 @@ def _pointless(profile: RunProfile) -> str | None:
     return None if profile.num_blocks >= 1 else "found no repeated blocks, where norms could take time"
 
 
-class FusedNorms(Technique):
+class FusedNorms(ByName, Technique):
     """Compute LayerNorm and RMSNorm in training with fused kernels: one forward and one backward, in float32.
 
     RMSNorm in Hugging Face models is six operations, each of which reads and writes the whole hidden state. Here it is one
@@ -92,17 +92,12 @@ class FusedNorms(Technique):
     sparse_gradients: ClassVar[bool] = True
 
     def __init__(self, names: Paths = None) -> None:
-        self.names = None if names is None else list(names)
+        self._take_names(names)
         self._reset()
 
     def _reset(self) -> None:
         self._kinds: list[tuple[nn.Module, Kind]] = []
         self._count = 0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
 
     @override
     def check(self, session: Session) -> None:

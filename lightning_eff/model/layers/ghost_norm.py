@@ -21,6 +21,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.model.layers._ghosts.groups import GhostSize, chosen, normed, refuse_synchronized
 from lightning_eff.model.layers._shared.arguments import Paths
+from lightning_eff.model.layers._shared.choosing import ByName
 from lightning_eff.model.layers._shared.wearing import worn
 
 WHO = "GhostNorm"
@@ -54,7 +55,7 @@ def _pointless(profile: RunProfile) -> str | None:
     return None if profile.batch_size >= 32 else f"a batch of {profile.batch_size} is no larger than a ghost batch"
 
 
-class GhostNorm(Technique):
+class GhostNorm(ByName, Technique):
     """Compute BatchNorm's statistics over small groups of a batch, as if each group were a batch.
 
     Networks trained with the statistics of large batches generalise worse, because these statistics are less noisy. In
@@ -108,7 +109,7 @@ class GhostNorm(Technique):
 
     def __init__(self, size: GhostSize = 32, *, names: Paths = None) -> None:
         self.size = size
-        self.names = None if names is None else list(names)
+        self._take_names(names)
         self._reset()
 
     def _reset(self) -> None:
@@ -116,11 +117,6 @@ class GhostNorm(Technique):
         self._groups = Groups(self.size)
         self._count = 0
         self._warned = False
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
 
     @override
     def check(self, session: Session) -> None:

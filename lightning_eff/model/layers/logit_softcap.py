@@ -23,7 +23,7 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._marks import Marked
 from lightning_eff.model.layers._shared.arguments import Paths
-from lightning_eff.model.layers._shared.choosing import is_named
+from lightning_eff.model.layers._shared.choosing import ByName, is_named
 
 WHO = "LogitSoftcap"
 
@@ -62,7 +62,7 @@ def _pointless(profile: RunProfile) -> str | None:
     return None if profile.num_matrices else "the module has no hidden linear layer before a head"
 
 
-class LogitSoftcap(Architecture):
+class LogitSoftcap(ByName, Architecture):
     """Cap the logits of the module's head smoothly: ``c tanh(z / c)``.
 
     Logits near the cap and above have small gradients. This keeps them from diverging, as they may with high learning rates
@@ -110,12 +110,12 @@ class LogitSoftcap(Architecture):
         names: Paths = None,
     ) -> None:
         self.cap = float(cap)
-        self.names = None if names is None else list(names)
+        self._take_names(names)
 
     @property
     @override
     def neutral(self) -> bool:
-        return math.isinf(self.cap) or self.names == []
+        return math.isinf(self.cap) or super().neutral
 
     # -- the change
 

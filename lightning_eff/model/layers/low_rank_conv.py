@@ -43,7 +43,7 @@ class LowRankConv(LowRank):
     the number of convolutions, and ``weights``, the number of their weights.
 
     Args:
-        rank: the rank of each convolution, as an integer or as a fraction of its full rank. 1 is a rank of one, and 1.0 is
+        rank: the rank of each convolution. A fraction refers to its full rank: 1 is a rank of one, and 1.0 is
             the full rank. None is a quarter, unless ``energy`` is given. Also accepted as ``latent_channels``.
         energy: the fraction of the sum of squared singular values that each convolution keeps, instead of ``rank``.
         names: dotted paths of the convolutions to replace, their last parts, or patterns, such as ``["layer*.conv1"]``. None

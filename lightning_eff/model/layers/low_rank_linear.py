@@ -46,7 +46,7 @@ class LowRankLinear(LowRank):
     the number of layers, and ``weights``, the number of their weights.
 
     Args:
-        rank: the rank of each layer, as an integer or as a fraction of its smaller side. 1 is a rank of one, and 1.0 is the
+        rank: the rank of each layer. A fraction refers to its smaller side: 1 is a rank of one, and 1.0 is the
             full rank. None is a quarter, unless ``energy`` is given. Also accepted as ``latent_features``.
         energy: the fraction of the sum of squared singular values that each layer keeps, instead of ``rank``. Random weights
             have similar singular values, so 0.9 keeps more than half of the full rank.

@@ -85,7 +85,7 @@ class NgramEmbedding(Architecture):
     (1 or 0).
 
     Args:
-        n: the number of tokens in an n-gram, or several such numbers: [2, 3] adds the rows of bigrams and trigrams.
+        n: the number of tokens in an n-gram. Several numbers add their rows: [2, 3] is bigrams and trigrams.
         buckets: the largest number of rows per order. None is five rows per token, and at least 65,536. 0 is plain training.
         lr: the learning rate of the table's optimizer, before the module's schedule. None is 0.02, which is good for a
             byte-level GPT.

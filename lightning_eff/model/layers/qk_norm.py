@@ -21,6 +21,7 @@ from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._attention.normed import EPS, NormedHeads, runs
 from lightning_eff.model.layers._attention.parts import attended, handed, is_meant
 from lightning_eff.model.layers._shared.arguments import Paths
+from lightning_eff.model.layers._shared.choosing import ByName
 
 WHO = "QKNorm"
 #: How far the mean squares of normalised queries may differ.
@@ -35,7 +36,7 @@ def _pointless(profile: RunProfile) -> str | None:
     )
 
 
-class QKNorm(Architecture):
+class QKNorm(ByName, Architecture):
     """Normalise each head's queries and keys by their root mean square before attention, with a learned gain.
 
     For heads of D features, attention logits start at no more than sqrt(D), so that attention does not collapse onto single
@@ -83,12 +84,7 @@ class QKNorm(Architecture):
     _count = 0
 
     def __init__(self, names: Paths = None) -> None:
-        self.names = None if names is None else list(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self._take_names(names)
 
     # -- the change
 

@@ -24,6 +24,7 @@ from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._attention.parts import attended, is_meant, maps_by_weight, problem
 from lightning_eff.model.layers._attention.rebiased import moved, rebiased
 from lightning_eff.model.layers._shared.arguments import Paths, Subset
+from lightning_eff.model.layers._shared.choosing import ByName
 
 WHO = "RemoveQKVBias"
 KINDS = ("key", "value")
@@ -37,7 +38,7 @@ def _pointless(profile: RunProfile) -> str | None:
     )
 
 
-class RemoveQKVBias(Architecture):
+class RemoveQKVBias(ByName, Architecture):
     """Remove the biases of attention's keys and values if the module computes the same without them.
 
     A key's bias changes no output: it shifts all logits of a query equally. A value's bias is moved into the bias of the
@@ -56,7 +57,7 @@ class RemoveQKVBias(Architecture):
     number of parameters.
 
     Args:
-        of: the biases to remove: "key", "value" or both. ``[]`` is plain training.
+        of: the biases to remove. ``[]`` is plain training.
         names: dotted paths of the linear layers that compute keys or values, their last parts, or patterns, such as
             ``["layers.3.*"]``. None takes all, ``[]`` is plain training.
 
@@ -90,12 +91,12 @@ class RemoveQKVBias(Architecture):
         names: Paths = None,
     ) -> None:
         self.of = list(of)
-        self.names = None if names is None else list(names)
+        self._take_names(names)
 
     @property
     @override
     def neutral(self) -> bool:
-        return not self.of or self.names == []
+        return not self.of or super().neutral
 
     # -- the change
 

@@ -19,7 +19,7 @@ from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._fast_paths import REASON, read_in_evaluation
 from lightning_eff.model.layers._marks import Marked, device_of
 from lightning_eff.model.layers._shared.arguments import Paths
-from lightning_eff.model.layers._shared.choosing import check_any, select
+from lightning_eff.model.layers._shared.choosing import ByName, check_any, select
 
 WHO = "RMSNormalization"
 
@@ -62,7 +62,7 @@ def _pointless(profile: RunProfile) -> str | None:
     return None if profile.num_matrices else "the module has no hidden linear layer with a LayerNorm before it"
 
 
-class RMSNormalization(Architecture):
+class RMSNormalization(ByName, Architecture):
     """Replace LayerNorm with RMSNorm, which subtracts no mean and adds no bias.
 
     Each ``nn.LayerNorm`` that is called as a module becomes a norm by the root mean square with the same gain and epsilon,
@@ -103,12 +103,7 @@ class RMSNormalization(Architecture):
     _count = 0
 
     def __init__(self, names: Paths = None) -> None:
-        self.names = None if names is None else list(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self._take_names(names)
 
     @override
     def change(self, surgeon: Surgeon) -> None:

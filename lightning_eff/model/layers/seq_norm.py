@@ -22,6 +22,7 @@ from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._ghosts.groups import GhostSize, chosen, normed, refuse_synchronized
 from lightning_eff.model.layers._marks import Marked, device_of
 from lightning_eff.model.layers._shared.arguments import Paths
+from lightning_eff.model.layers._shared.choosing import ByName
 
 WHO = "SeqNorm"
 
@@ -72,7 +73,7 @@ def _pointless(profile: RunProfile) -> str | None:
     return None if profile.image_side is not None else "the samples are not images, whose networks have BatchNorm"
 
 
-class SeqNorm(Architecture):
+class SeqNorm(ByName, Architecture):
     """Replace BatchNorm with two norms in sequence: over groups of each sample's channels, then over groups of samples.
 
     The first norm divides each sample's channels into ``channel_groups`` groups, and gives each group mean 0 and variance 1
@@ -125,12 +126,7 @@ class SeqNorm(Architecture):
         self, size: GhostSize = 32, *, channel_groups: Annotated[int | None, Count()] = 4, names: Paths = None
     ) -> None:
         self.size, self.channel_groups = size, channel_groups
-        self.names = None if names is None else list(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self._take_names(names)
 
     @override
     def check(self, session: Session) -> None:

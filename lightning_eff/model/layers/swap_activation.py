@@ -23,7 +23,7 @@ from lightning_eff.model.layers._activations.gated import Activation, gating
 from lightning_eff.model.layers._fast_paths import REASON, read_in_evaluation
 from lightning_eff.model.layers._marks import device_of
 from lightning_eff.model.layers._shared.arguments import Paths
-from lightning_eff.model.layers._shared.choosing import select
+from lightning_eff.model.layers._shared.choosing import ByName, select
 
 WHO = "SwapActivation"
 
@@ -32,7 +32,7 @@ def _pointless(profile: RunProfile) -> str | None:
     return None if profile.num_matrices else "the module has no hidden linear layers with an activation between them"
 
 
-class SwapActivation(Architecture):
+class SwapActivation(ByName, Architecture):
     """Replace the activation functions of a module with another one.
 
     It replaces modules that are rectifier-like activations of torch or transformers: ReLU, GELU, SiLU and similar ones. It
@@ -95,12 +95,7 @@ class SwapActivation(Architecture):
         multiple: Annotated[int, Count()] = 8,
     ) -> None:
         self.to, self.multiple = to, multiple
-        self.names = None if names is None else list(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self._take_names(names)
 
     # -- the change
 

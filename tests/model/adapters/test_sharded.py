@@ -82,8 +82,10 @@ def test_first_values_are_those_of_one_process_wherever_weights_are_made(two: di
             if (where, name) == ("meta", "DoRA"):
                 assert len(found) == 2
                 for said in found:
-                    assert "has no first numbers, since weights that it is made by lie nowhere" in said
-                    assert "expected a module with its weights" in said and "init_on='rank0'" in said
+                    assert (
+                        "has no initial values, because the weights that it depends on are on the meta device" in said
+                    )
+                    assert "Build the module with its weights" in said and "init_on='rank0'" in said
             else:
                 assert found == 0.0, (where, name)
 
@@ -96,9 +98,9 @@ def test_what_stands_around_training(layout: str, two: dict[str, Any]) -> None:
     assert len(found[f"other weights, {layout}"]) == 2
     assert len(found[f"lost, {layout}"]) == 2
     for said in found[f"lost, {layout}"]:
-        assert "missing keys ['" in said and "expected those of LoRA's module, but for what is frozen" in said
+        assert "missing keys ['" in said and "with LoRA" in said and "Load a checkpoint of this module" in said
     for said in found[f"other weights, {layout}"]:
-        assert "holds what was trained and not the frozen weights beside it" in said
+        assert "are not those of the checkpoint's run" in said
 
 
 def test_files_are_put_together_of_what_trains_and_hold_what_was_moved(two: dict[str, Any]) -> None:

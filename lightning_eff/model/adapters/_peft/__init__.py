@@ -1,1 +1,1 @@
-"""Code that needs peft; imported only if it is used."""
+"""Layers of peft in any module. Files that import peft are imported only if they are used."""

@@ -15,6 +15,7 @@ from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff.model.layers._low_rank.factored import Factored
 from lightning_eff.model.layers._low_rank.factors import decomposition, energy_of_rank, factors, rank_of_energy
+from lightning_eff.model.layers._shared.choosing import ByName
 
 #: The fraction of the full rank where neither a rank nor an energy is given.
 DEFAULT = 0.25
@@ -48,7 +49,7 @@ class Place:
     named: bool
 
 
-class LowRank(Architecture):
+class LowRank(ByName, Architecture):
     """Replace modules with two factors each.
 
     Attributes:
@@ -61,7 +62,6 @@ class LowRank(Architecture):
     what: ClassVar[str]
     rank: int | float | None
     energy: float | None
-    names: list[str] | None
     _floor: tuple[str, int] | None = None  # an argument, and the highest value at which it would take another module
     _count = 0
     _before = 0
@@ -72,12 +72,7 @@ class LowRank(Architecture):
         if rank is not None and energy is not None:
             raise ValueError(f"{type(self).__name__}({rank=}, {energy=}): both set the rank. Give one of them.")
         self.rank, self.energy = rank, energy
-        self.names = None if names is None else list(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self._take_names(names)
 
     @abstractmethod
     def _places(self, root: nn.Module) -> tuple[list[Place], dict[str, str]]:

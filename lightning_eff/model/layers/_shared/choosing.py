@@ -10,6 +10,24 @@ from lightning_eff._core._architecture.naming import by_reason, check_met, meets
 M = TypeVar("M", bound=nn.Module)
 
 
+class ByName:
+    """A mixin, first among the bases, for techniques that act on modules that the user may name.
+
+    Attributes:
+        names: patterns of paths; None looks for modules, and an empty list is plain training.
+    """
+
+    names: list[str] | None
+
+    def _take_names(self, names: Sequence[str] | None) -> None:
+        self.names = None if names is None else list(names)
+
+    @property
+    def neutral(self) -> bool:
+        """Whether no module is meant."""
+        return self.names == []
+
+
 def is_named(path: str, names: Sequence[str] | None) -> bool:
     """Whether one of ``names`` means the module at ``path``; False where there are no names."""
     return names is not None and any(meets(path, name) for name in names)
