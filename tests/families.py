@@ -164,7 +164,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name in ("esm", "squeezebert"):  # whose loss leaves a pooler, or another head, unused
         begun |= dict.fromkeys(("SNIP", "GraSP"), "1 weights have no gradient on the 1 batches")
     if kind != "image":
-        begun["LowRankConv"] = "has no convolution to factor"
+        begun["LowRankConv"] = "found no convolution in"
     if name in _OWN_ATTENTION.split():
         begun["QKNorm"] = _NOT_NORMED
     if (kind == "causal" and name not in _BIASED) or name in ("roformer", "modernbert", "squeezebert", "t5"):
@@ -179,7 +179,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         begun["SwapActivation"] = "has no activation module to act on"
     masks = {"SequencePacking": _NO_MASK, "MaskRateSchedule": _NO_IDS if kind in ("image", "speech") else _NOT_MASKED}
     if name in ("mamba", "squeezebert"):
-        begun["EarlyBird"] = "found no BatchNorm that trains, no attention's heads"
+        begun["EarlyBird"] = "found no units to prune"
     if name == "mamba":
         begun["VeRA"] = "uses .*dt_proj.base_layer.weight itself .* and does not call"
     if kind != "image":
@@ -239,10 +239,10 @@ _OWN_ATTENTION = (
     "qwen3 gemma2 bloom mpt olmo2 persimmon exaone4 openai-gpt olmoe qwen3_moe mamba rwkv deberta-v2 mpnet roformer"
 )
 _OWN_ATTENTION += " rembert squeezebert"
-_NOT_NORMED = "a norm stands behind|are handed queries and keys of one length|found no attention|cannot be told"
+_NOT_NORMED = "a norm follows|receive normalised queries and keys|found no attention"
 # Biases of keys and values, and no rotary embeddings.
 _BIASED = ("gpt2", "bloom", "biogpt", "openai-gpt")
-_NO_BIAS = "have no bias to take out|cannot go to|would put out|are 16, and|found no attention|no nn.Linear"
+_NO_BIAS = "have no bias to remove|cannot move to|would compute|are 16, but|found no attention|no nn.Linear"
 # No bias anywhere.
 _WITHOUT_BIASES = (
     "llama mistral qwen3 gemma gemma2 phi3 mpt olmo2 cohere granite helium smollm3 ernie4_5 exaone4 arcee olmo"
@@ -251,19 +251,19 @@ _WITHOUT_BIASES += " mixtral olmoe qwen3_moe t5"
 # No map that the pattern of QuantizedBase's case means.
 _NO_MLP = "mpt mixtral olmoe qwen3_moe biogpt opt rwkv albert squeezebert bart mbart marian pegasus m2m_100 t5 wav2vec2"
 _NO_MLP += " hubert unispeech"
-_NO_NAMED = "means none of the .* linear maps"
+_NO_NAMED = "means none of the .* linear layers"
 # Norms of their own.
 _RMS = "llama mistral qwen2 qwen3 gemma gemma2 phi3 olmo olmo2 cohere granite glm4 helium nemotron smollm3 mamba t5"
 _RMS += " ernie4_5 exaone4 arcee seed_oss mixtral olmoe qwen3_moe"
 # Squared ReLU by themselves, or activations that are functions.
 _RELU2 = ("nemotron", "persimmon", "arcee", "bloom", "rwkv", "esm")
-_NOT_BEHIND = "ends in a linear map that an adapter could stand behind"
+_NOT_BEHIND = "ends in nn.Linear or Conv1D"
 _NO_DECODER = "holds no encoder-decoder"
 _NO_ATTENTION = "saw no self-attention in training_step"
 _NOT_FEWER = "cannot be given fewer of its tokens"
 _ON_IMAGES = ("ProgressiveResizing", "EfficientTrain", "FixRes")
 _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
-_NOT_OF_IMAGES = "were not seen to be run on tokens|found no stack of repeated blocks"
+_NOT_OF_IMAGES = "did not each get tokens|found no stack of repeated blocks"
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
 _NO_PATCHES = "does not attend to the patches of an image"
 _NO_LOOK_UP = "has no token embedding"
@@ -312,9 +312,9 @@ _NO_LINEAR = dict.fromkeys(
 )
 _SQUEEZEBERT = {"pp2": "A block returned dict", "Rematerialization": r"in the order \[\]; expected each", **_NO_LINEAR}
 _SQUEEZEBERT |= {"RegionalCompilation": "called none of the blocks", **_NO_FFN}
-_SQUEEZEBERT |= {"ButterflyLinear": "has no linear map to make factors of"}
-_SQUEEZEBERT |= {"LowRankLinear": "has no linear map to factor", "LoRA": "has no linear map to put factors beside"}
-_SQUEEZEBERT |= {"VeRA": "has no linear map to put factors beside"}
+_SQUEEZEBERT |= {"ButterflyLinear": "found no linear layer in"}
+_SQUEEZEBERT |= {"LowRankLinear": "found no linear layer in", "LoRA": "to adapt"}
+_SQUEEZEBERT |= {"VeRA": "to adapt"}
 _SQUEEZEBERT |= {"HoulsbyAdapters": _NOT_BEHIND}
 _NO_TOKENS = dict.fromkeys(
     ("RandomLTD", "MaskGuidedTokens", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER
@@ -380,12 +380,12 @@ FAMILIES: dict[str, Family] = {
             "GatedPositionalAttention": _NO_PATCHES,
             "TokenMix": "holds no nn.Conv2d of 1 channels whose stride is its kernel",
         }
-        | {"LoRA": "has no linear map to put factors beside", "QuantizedBase": _NO_NAMED}
-        | dict.fromkeys(("LoRA", "VeRA"), "has no linear map to put factors beside")
+        | {"LoRA": "to adapt", "QuantizedBase": _NO_NAMED}
+        | dict.fromkeys(("LoRA", "VeRA"), "to adapt")
         | {"QuantizedBase": _NO_NAMED}
         | {"HoulsbyAdapters": _NOT_BEHIND}
-        | {"LowRankLinear": "has no linear map to factor", "RMSNormalization": "has no LayerNorm"}
-        | {"ButterflyLinear": "has no linear map to make factors of", "FusedNorms": "has no LayerNorm or RMSNorm"}
+        | {"LowRankLinear": "found no linear layer in", "RMSNormalization": "has no LayerNorm"}
+        | {"ButterflyLinear": "found no linear layer in", "FusedNorms": "has no LayerNorm or RMSNorm"}
         | {"QKNorm": _NOT_NORMED, "RemoveQKVBias": _NO_BIAS}
         | attention_of("resnet", "own"),
         by_batch=True,

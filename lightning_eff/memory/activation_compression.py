@@ -6,7 +6,7 @@ network, bits by measured sensitivity. Mesa (Pan et al. 2021, arXiv:2111.11124):
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core import rng
-from lightning_eff._core._arguments.kinds import Count, Number
+from lightning_eff._core._arguments.kinds import Count, Layers, Number
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
@@ -132,7 +132,7 @@ class ActivationCompression(Technique):
         group_size: GroupSize = 256,
         stochastic_rounding: bool = True,
         budget: Annotated[float, Number(at_least=CHOICES[0], at_most=CHOICES[-1])] | None = None,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
         convolutions_only: bool = False,
         offload: bool = False,
         interval: Annotated[int, Count()] = 1000,

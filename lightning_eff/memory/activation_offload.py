@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Either, Number, OneOf
+from lightning_eff._core._arguments.kinds import Count, Either, Layers, Number, OneOf
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.blocks import refuse_compiled_around, untraced_hooks
@@ -137,7 +137,7 @@ class ActivationOffload(Technique):
         self,
         *,
         min_bytes: Annotated[float, Either(Number(at_least=1), OneOf(math.inf))] = 2**20,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
         prefetch: Annotated[int, Count(at_least=0)] = 1,
         pin_memory: bool = True,
     ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Layers
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._needs.offers import is_plain
@@ -129,7 +130,7 @@ class Rematerialization(Technique):
         policy: Policy = "full",
         *,
         memory_budget: int | float | str | None = None,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
         offload: bool = False,
     ) -> None:
         if (memory_budget is None) == (policy == "optimal"):

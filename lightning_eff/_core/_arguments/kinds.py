@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -347,6 +347,10 @@ class Function(Kind):
         if not callable(value):
             raise ValueError
         return value
+
+
+#: the blocks that a technique acts on; None, where it is accepted, finds them
+Layers = Annotated[str | Sequence[str], Either(Text("a dotted path, a pattern"), Names("dotted paths", empty=False))]
 
 
 def _plain(value: Any) -> Any:

@@ -1,11 +1,12 @@
 """Choose among a batch's samples by the losses of the network's first blocks alone, which cost a part of a forward pass."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Layers
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores
@@ -86,7 +87,7 @@ class ProxySelection(Choosing):
         keep: float = 0.5,
         *,
         depth: float = 0.5,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
         sample_loss: SampleLoss | None = None,
     ) -> None:
         check_keep("ProxySelection", keep)

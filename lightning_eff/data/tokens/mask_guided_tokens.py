@@ -1,6 +1,6 @@
 """MG-ViT: most blocks compute only the patches that matter according to Grad-CAM (Chen et al. 2022)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Annotated, Any, ClassVar
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Fraction
+from lightning_eff._core._arguments.kinds import Count, Fraction, Layers
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._tokens.checking import CannotTake, token_dim
 from lightning_eff._core._tokens.inputs import Kept, mapped
@@ -133,7 +133,7 @@ class MaskGuidedTokens(ComputesFewerTokens):
         reuse: Annotated[int, Count(at_least=0)] = 0,
         full_first: Annotated[int, Count(at_least=0)] = 0,
         full_last: Annotated[int, Count(at_least=0)] = 1,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
     ) -> None:
         self.keep, self.reuse, self.full_first, self.full_last, self.layers = keep, reuse, full_first, full_last, layers
         self._reset()

@@ -1,6 +1,6 @@
 """Turbo: train on a part of each video's tokens, and reconstruct the dropped ones (Han et al. 2022)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Fraction, Number
+from lightning_eff._core._arguments.kinds import Count, Fraction, Layers, Number
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._tokens.entering import EnteringTokens
 from lightning_eff._core._tokens.inputs import Kept
@@ -137,7 +137,7 @@ class PartialTokenTraining(ComputesFewerTokens):
         decoder_lr: Annotated[float, Number(above=0)] = 1e-3,
         per_sample: bool = True,
         embedding: str | None = None,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
     ) -> None:
         if decoder_width is not None and decoder_width % 2:
             raise ValueError(

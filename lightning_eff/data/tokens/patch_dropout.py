@@ -1,11 +1,11 @@
 """PatchDropout: train on a random part of each image's patches (Liu et al. 2022)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Alias, Fraction
+from lightning_eff._core._arguments.kinds import Alias, Fraction, Layers
 from lightning_eff._core._tokens.entering import EnteringTokens
 from lightning_eff._core._tokens.inputs import Kept
 from lightning_eff._core._tokens.window import At
@@ -88,7 +88,7 @@ class PatchDropout(ComputesFewerTokens):
         *,
         until: Annotated[float, Fraction()] = 1.0,
         per_image: bool = True,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
     ) -> None:
         self.ratio = ratio
         self.until = until

@@ -1,11 +1,11 @@
 """Random layerwise token dropping (random-LTD): each middle block computes random tokens (Yao et al. 2022)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Fraction
+from lightning_eff._core._arguments.kinds import Count, Fraction, Layers
 from lightning_eff._core._tokens.inputs import Kept
 from lightning_eff._core._tokens.window import At, Tokens
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
@@ -115,7 +115,7 @@ class RandomLTD(ComputesFewerTokens):
         full_last: Annotated[int, Count(at_least=0)] = 1,
         always: Annotated[int, Count(at_least=0)] = 0,
         per_sample: bool = False,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
     ) -> None:
         self.start = start
         self.until = until

@@ -1,12 +1,12 @@
 """Sequence packing: blocks compute padded batches without their padding, several samples per row (Krell et al. 2021)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count
+from lightning_eff._core._arguments.kinds import Count, Layers
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -104,7 +104,7 @@ class SequencePacking(Technique):
         *,
         mask: str | int | None = None,
         pad_token_id: Annotated[int, AnyInteger()] | None = None,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
     ) -> None:
         self.max_tokens = max_tokens
         self.mask = mask

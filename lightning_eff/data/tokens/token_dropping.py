@@ -1,6 +1,6 @@
 """Token dropping: middle blocks compute the tokens that the model still predicts poorly (Hou et al. 2022)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import BatchKeys, Count, Fraction
+from lightning_eff._core._arguments.kinds import BatchKeys, Count, Fraction, Layers
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core._targets.window import Targets
@@ -138,7 +138,7 @@ class TokenDropping(Technique):
         full_first: Annotated[int, Count(at_least=0)] | None = None,
         full_last: Annotated[int, Count(at_least=0)] = 1,
         labels: Annotated[list[str | int], BatchKeys(hint="Write a list, such as ['labels'].")] | None = None,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
     ) -> None:
         self.keep = keep
         self.beta = beta

@@ -1,13 +1,13 @@
 """Token merging (ToMe): the most similar tokens of an image merge from block to block (Bolya et al. 2022)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count
+from lightning_eff._core._arguments.kinds import Count, Layers
 from lightning_eff._core._tokens.merging import MergingTokens
 from lightning_eff._core.search_space import Integer, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
@@ -110,7 +110,7 @@ class TokenMerging(ComputesFewerTokens):
         "RegionalCompilation": "compiled code hides the blocks' attention, which must use the sizes of merged tokens",
     }
 
-    def __init__(self, r: Annotated[int, Count(at_least=0)] = 8, *, layers: str | Sequence[str] | None = None) -> None:
+    def __init__(self, r: Annotated[int, Count(at_least=0)] = 8, *, layers: Layers | None = None) -> None:
         self.r = r
         self.layers = layers
         self._reset()

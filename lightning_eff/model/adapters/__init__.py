@@ -1,1 +1,1 @@
-"""Few parameters that are trained, beside many that stay as they are."""
+"""Techniques that fine-tune a frozen module with few trained parameters."""

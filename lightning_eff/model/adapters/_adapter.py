@@ -1,8 +1,8 @@
-"""What adapters share: what trains and what is frozen, what checkpoints hold, and what is told."""
+"""The base of adapters: what trains and what is frozen, what checkpoints hold, and reports."""
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -14,55 +14,78 @@ from lightning_eff._core._architecture.record import swapped
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._needs.needs import Part, Reasons
+from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control
+from lightning_eff.model.adapters._arguments import Save
 from lightning_eff.model.adapters._partial import Partial
 from lightning_eff.model.adapters._pieces import check_numbers, check_strategy
 
-#: Why two of them do not stand together.
-RIVALS = "each freezes what the other trains; give one of them what it shall train beside by also=[...]"
-
-
-#: What begins with weights of zero, which would stay so.
-_ZERO = "it begins with weights of zero, which are frozen here and would stay so"
+#: For ``conflicts``: why two adapters cannot train together.
+RIVALS = "each freezes what the other trains; use one, and name other weights to train in also=[...]"
+_ZERO = "its initial weights of zero would be frozen"
+#: For ``conflicts``: techniques that start with weights of zero.
 DEAD = {"ZeroProjections": _ZERO, "ZerO": _ZERO, "Fixup": _ZERO}
+#: For ``conflicts``: techniques that act on weights of linear layers, if all of these are frozen.
+FROZEN = {
+    "GradientCentralization": "it centres gradients of weights that are frozen here",
+    "ReplaceOptimizer": "it updates hidden matrices, which are frozen here",
+    "KFAC": "it preconditions weights that are frozen here",
+}
+
+
+def blockwise(what: str) -> dict[str, str]:
+    """``conflicts`` with techniques that train blocks or other parts in turn; ``what`` is what trains in each block."""
+    return {
+        "FixRes": "it ends by training only the classifier and norms, which are frozen here",
+        "GreedyLayerwise": f"it trains some blocks at a time, and only their {what} train here",
+        "LayerFreezing": f"it freezes blocks, and only their {what} train here",
+    }
+
+
+def unless_memory_bound(profile: RunProfile) -> str | None:
+    """Why a search for a faster recipe need not try an adapter, or None."""
+    return (
+        None
+        if profile.memory_bound
+        else "memory does not limit the batch or the model, so training all weights is better"
+    )
 
 
 class Adapter(Architecture):
-    """A technique that trains few parameters, and freezes all others.
+    """A technique that trains few parameters and freezes all others.
 
-    What other techniques put into the module trains too, since its first values are no trained ones.
+    Parameters that other techniques add to the module train as well, because their initial values are not pretrained.
 
     Attributes:
         save: what checkpoints hold.
-        also: patterns of parameters, or of modules, that train beside.
+        also: patterns of parameters or modules that train in addition.
+        names: patterns of the modules to act on; None looks for them, and an empty list is plain training.
     """
 
     change_at: ClassVar[Change] = Change.ADAPT
     refuses: ClassVar[Reasons] = {
         **Architecture.refuses,
-        Part.FLAT: "the technique's own parameters are not told from frozen ones there",
+        Part.FLAT: "it cannot distinguish trained parameters from frozen ones there",
     }
+    control: ClassVar[Control] = Control("the baseline, which trains all weights, for the same time")
     _partial: Partial | None = None
     _trained = 0
     _frozen = 0
 
-    def _take(self, save: str, also: Sequence[str]) -> None:
-        """Check and keep the arguments that all have."""
-        who = type(self).__name__
-        if save not in ("adapter", "all"):
-            raise ValueError(
-                f"{who}({save=}): expected 'adapter', for checkpoints of what trains alone, or 'all', for whole ones."
-            )
-        if isinstance(also, str) or not isinstance(also, Sequence) or not all(isinstance(a, str) and a for a in also):
-            raise ValueError(
-                f"{who}({also=}): expected a list of dotted paths of parameters or modules that train beside, their last parts"
-                " or patterns, such as ['head']."
-            )
-        self.save: Literal["adapter", "all"] = save
+    def _take(self, save: Save, also: Sequence[str], names: Sequence[str] | None = None) -> None:
+        """Keep the arguments that adapters share."""
+        self.save: Save = save
         self.also = list(also)
+        self.names = None if names is None else list(names)
+
+    @property
+    @override
+    def neutral(self) -> bool:
+        return self.names == []
 
     def begin(self, root: nn.Module) -> set[int]:
-        """The ids of parameters that are to train beside, in a module to which the adapter was not applied yet.
+        """The ids of parameters that train in addition, in a module before the adapter is applied.
 
         Raises:
             ValueError: for a pattern of ``also`` that means no parameter.
@@ -78,12 +101,12 @@ class Adapter(Architecture):
         return found
 
     def freeze(self, surgeon: Surgeon, trained: set[int], what: str) -> None:
-        """Freeze all but ``trained``, by id, and tell what is left.
+        """Freeze all parameters except ``trained``, and log what trains.
 
         Args:
-            surgeon: of the change.
-            trained: see above.
-            what: was done, for the line that is printed.
+            surgeon: the change.
+            trained: the ids of parameters that train.
+            what: what was added, for the log line.
 
         Raises:
             ValueError: if nothing is left to train.
@@ -95,11 +118,11 @@ class Adapter(Architecture):
         self._frozen = numbers - self._trained
         if not self._trained:
             raise ValueError(
-                f"{who}: nothing of {type(root).__name__} is left to train: what it would train is frozen (requires_grad="
-                "False) by the module itself. Expected parameters that take gradients. Let them, or name others in also=."
+                f"{who}: nothing of {type(root).__name__} is left to train, because the module itself has frozen it"
+                " (requires_grad=False). Set requires_grad=True, or name other parameters in also=[...]."
             )
         share = 100 * self._trained / max(1, self._trained + self._frozen)
-        rank_zero_info(f"{who}: {what}; {self._trained:,} numbers train, which is {share:.3g} %.")
+        rank_zero_info(f"{who}: {what}; trains {self._trained:,} parameters ({share:.3g} %).")
 
     # -- in a run
 
@@ -110,8 +133,8 @@ class Adapter(Architecture):
         for other in session.techniques:
             if isinstance(other, Adapter) and not other.neutral and other.save != self.save:
                 raise ValueError(
-                    f"{type(self).__name__}(save={self.save!r}) beside {type(other).__name__}(save={other.save!r}): a"
-                    " checkpoint holds one or the other; expected the same of both."
+                    f"{type(self).__name__}(save={self.save!r}): {type(other).__name__} has save={other.save!r}, and a"
+                    " checkpoint holds one or the other. Give both the same."
                 )
 
     @override
@@ -135,7 +158,7 @@ class Adapter(Architecture):
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if self._partial is not None:  # after the run too, when nothing is patched any more
+        if self._partial is not None:  # also after the run, when nothing is patched any more
             checkpoint["state_dict"] = self._partial.without(checkpoint["state_dict"])
 
     @override
@@ -146,7 +169,7 @@ class Adapter(Architecture):
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key != "_partial"}
 
-    # -- what is told
+    # -- reports
 
     @override
     def report(self) -> "dict[str, float | int | Tensor]":
@@ -155,21 +178,21 @@ class Adapter(Architecture):
     @override
     def summary(self) -> str:
         if not self._trained:
-            return "the module was adapted already"
-        return f"{self._trained:,} numbers train beside {self._frozen:,} that are frozen"
+            return "the module was already adapted"
+        return f"trained {self._trained:,} parameters, with {self._frozen:,} frozen"
 
 
 def _above(name: str) -> Iterator[str]:
-    """A parameter's name, and the paths of the modules that it lies in."""
+    """A parameter's name, and the paths of the modules that contain it."""
     parts = name.split(".")
     yield from (".".join(parts[:i]) for i in range(len(parts), 0, -1))
 
 
 def folded(paths: Sequence[str], most: int = 8) -> str:
-    """Paths with their numbers left out, each once: ``blocks.*.qkv (4), ...``."""
+    """Paths without their numbers, each once: ``blocks.*.qkv (4), ...``."""
     counts: dict[str, int] = {}
     for path in paths:
         key = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", path)
         counts[key] = counts.get(key, 0) + 1
-    told = [name if count == 1 else f"{name} ({count})" for name, count in counts.items()]
-    return ", ".join(told[:most]) + (f" and {len(told) - most} more" if len(told) > most else "")
+    listed = [name if count == 1 else f"{name} ({count})" for name, count in counts.items()]
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

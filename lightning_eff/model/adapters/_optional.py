@@ -10,7 +10,7 @@ def imported(name: str, *, extra: str, who: str) -> Any:
     """The module ``name``.
 
     Raises:
-        ImportError: where it is not installed, with what to install.
+        ImportError: if it is not installed, with what to install.
     """
     try:
         return importlib.import_module(name)
@@ -21,7 +21,7 @@ def imported(name: str, *, extra: str, who: str) -> Any:
 
 
 def needed(name: str, *, extra: str, who: str) -> None:
-    """Raise ``ImportError`` as :func:`imported` does, without the time that importing takes, where it is installed."""
+    """Raise ``ImportError`` as :func:`imported` does, without the import time if it is installed."""
     there = sys.modules[name] is not None if name in sys.modules else importlib.util.find_spec(name) is not None
     if not there:
         imported(name, extra=extra, who=who)

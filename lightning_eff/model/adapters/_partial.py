@@ -1,4 +1,4 @@
-"""Checkpoints that hold what trains alone: what is left out, what it is filled up with, and whether that is the same base."""
+"""Checkpoints that hold only what trains: what is left out, how the rest is filled in, and whether the base is the same."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,12 +11,12 @@ from lightning_eff._core._architecture.record import check_checkpoint
 from lightning_eff._core.session import Session
 from lightning_eff.model.adapters._pieces import Pieces, local, sketch
 
-#: Under which name a module lists buffers that are frozen weights in another form.
+#: The attribute in which a module lists buffers that are frozen weights in another form.
 STILL = "_lightning_eff_still"
 
 
 def still(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that do not train, and buffers that stand for such, by name."""
+    """The frozen parameters, and buffers that represent such, by name."""
     found: dict[str, Tensor] = {n: p for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     for path, m in module.named_modules(remove_duplicate=False):
         for name in m.__dict__.get(STILL, ()):
@@ -25,14 +25,14 @@ def still(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Partial:
-    """In one run: what its checkpoints hold, and how they are loaded.
+    """What the checkpoints of one run hold, and how they are loaded.
 
-    They hold each parameter that trains, all buffers, and those frozen ones that some technique moved meanwhile. The rest is
-    that of the module, as its own code makes or loads it.
+    They hold each trained parameter, all buffers, and frozen parameters that a technique has changed since. The rest is what
+    the module's own code makes or loads.
 
     Args:
         session: the run.
-        key: of the technique's state in a checkpoint.
+        key: the key of the technique's state in a checkpoint.
         who: the technique, for messages.
     """
 
@@ -47,7 +47,7 @@ class Partial:
         module, strategy = session.module, session.trainer.strategy
         configure = module.configure_model
 
-        def configure_model() -> None:  # plain: Lightning looks through wrappers
+        def configure_model() -> None:  # a plain function: Lightning inspects wrappers
             configure()
             self._look(module)
 
@@ -64,10 +64,10 @@ class Partial:
         self.base = torch.stack(looked) if looked else torch.zeros(0, 2, device="cpu")
 
     def begin(self) -> None:
-        """Training begins with what the module has now."""
+        """Record the weights with which training starts."""
         module = self._session.module
         named = {**dict(module.named_parameters(remove_duplicate=False)), **still(module)}
-        here = {name: named[name] for name in self._frozen if name in named}  # a stage of a pipeline has some
+        here = {name: named[name] for name in self._frozen if name in named}  # a pipeline stage has only some of them
         whole = not self._pieces.divided
         self._begun = {name: (p._version, sketch(local(p)), p.detach() if whole else None) for name, p in here.items()}
         if not self._pieces.divided:
@@ -77,7 +77,7 @@ class Partial:
         self.base = self._pieces.agreed(self.base, self._frozen)
 
     def without(self, states: dict[str, Any]) -> dict[str, Any]:
-        """``states`` without the frozen parameters, and what is saved beside one of them, unless they were moved."""
+        """``states`` without frozen parameters that were not changed, and without values stored with them."""
         out = self._out()
         return {key: value for key, value in states.items() if not _of(key, out)}
 
@@ -97,13 +97,13 @@ class Partial:
         if name not in self._begun:
             return False
         version, was, at = self._begun[name]
-        put = at is not None and at.data_ptr() != p.data_ptr()  # by p.data = ..., of which the version tells nothing
+        put = at is not None and at.data_ptr() != p.data_ptr()  # by p.data = ..., which leaves the version unchanged
         return put or p._version != version or not torch.equal(sketch(local(p)), was)
 
     def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
         def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
             saved = checkpoint["state_dict"]
-            if self._pieces.divided and not saved:  # of a folder, whose pieces are taken up by now
+            if self._pieces.divided and not saved:  # of a folder, whose pieces are loaded by now
                 load(checkpoint, strict=strict)
                 return
             left_out = self._left_out(checkpoint)
@@ -119,7 +119,7 @@ class Partial:
         return load_model_state_dict
 
     def _loading_file(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Of strategies that take up a file's weights as they read it."""
+        """The same for strategies that load weights as they read a file."""
 
         def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
             module = self._session.module
@@ -141,16 +141,16 @@ class Partial:
         return load_checkpoint
 
     def _left_out(self, checkpoint: Mapping[str, Any]) -> set[str]:
-        """The frozen parameters that a checkpoint rightly does without; the module has them.
+        """The frozen parameters that a checkpoint may leave out, because the module has them.
 
         Raises:
-            ValueError: where the module has others than the checkpoint was trained beside.
+            ValueError: if the module's frozen weights are not those of the checkpoint's run.
         """
         saved = checkpoint["state_dict"]
         self._held = {name for name in self._frozen if name in saved}
         left_out = self._frozen.keys() - saved.keys()
         state = checkpoint.get("callbacks", {}).get(self._key)
-        alone = left_out == self._frozen.keys()  # of weights alone, which tell no more
+        alone = left_out == self._frozen.keys()  # a checkpoint of weights alone has no sketches
         if not left_out or (state is None and not alone):
             return set()
         if state is not None:
@@ -163,13 +163,12 @@ class Partial:
         unexpected = [key for key in saved if key not in self._keys]
         if strict and (missing or unexpected):
             raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(self._session.module).__name__}: missing keys {missing}, unexpected"
-                f" keys {unexpected}; expected those of {self._who}'s module, but for what is frozen. Load a checkpoint of this"
-                " module, or set strict_loading=False on it."
+                f"Error(s) in loading state_dict for {type(self._session.module).__name__} with {self._who}: missing keys"
+                f" {missing}, unexpected keys {unexpected}. Load a checkpoint of this module, or set strict_loading=False."
             )
 
     def _check(self, base: Tensor, left_out: set[str]) -> None:
-        """Raise ``ValueError`` where the checkpoint was trained beside other frozen weights than the module has."""
+        """Raise ``ValueError`` if the module's frozen weights are not those of the checkpoint's run."""
         names = list(self._frozen)
         wrong = [] if base.shape == self.base.shape else names
         for name, was, now in zip(names, base, self.base, strict=False):
@@ -182,15 +181,14 @@ class Partial:
                 wrong.append(name)
         if wrong:
             raise ValueError(
-                f"{self._who}: the checkpoint holds what was trained and not the frozen weights beside it, and this"
-                f" {type(self._session.module).__name__} has others: {', '.join(wrong[:3])}"
-                f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}. Expected the weights that the run began with."
-                f" Build the module with those; or train with {self._who}(save='all'), whose checkpoints hold them."
+                f"{self._who}: the frozen weights of this {type(self._session.module).__name__} are not those of the"
+                f" checkpoint's run: {', '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}. Load the"
+                f" weights that the run started with, or train with {self._who}(save='all')."
             )
 
 
 def _of(key: str, names: set[str]) -> bool:
-    """Whether ``key`` of a state dict is one of ``names``, or lies below it as a quantised weight's scales do."""
+    """Whether ``key`` of a state dict is one of ``names`` or is below one, as the scales of a quantised weight."""
     while key:
         if key in names:
             return True

@@ -1,4 +1,4 @@
-"""What strategies that divide parameters ask of adapters: which are refused, and how pieces are looked at and read."""
+"""What adapters need from strategies that divide parameters: which are refused, and how pieces are inspected and read."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from lightning_eff._core._architecture.record import swapped
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core.session import Session
 
-#: Numbers of a tensor that are looked at.
+#: The number of elements of a tensor in its sketch.
 LOOKS = 256
 
 
 def sketch(t: Tensor) -> Tensor:
-    """Two numbers that tell one tensor from another, (2,): a sum over few of its elements, and that of their sizes."""
+    """Two numbers that identify a tensor, (2,): a weighted sum of some elements, and the sum of their absolute values."""
     if t.is_meta or not t.numel():
         return torch.zeros(2, device="cpu")
     flat = t.detach().reshape(-1)
@@ -30,25 +30,25 @@ def sketch(t: Tensor) -> Tensor:
 
 
 def local(t: Tensor) -> Tensor:
-    """This rank's piece of ``t``, or ``t`` itself where it is not divided."""
+    """This rank's piece of ``t``, or ``t`` itself if it is not divided."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 def divides(session: Session) -> bool:
-    """Whether the strategy is one that may divide parameters."""
+    """Whether the strategy may divide parameters."""
     return is_a(session.trainer.strategy, ModelParallelStrategy)
 
 
 def plans(session: Session) -> bool:
-    """Whether that is the hybrid strategy, which divides the module by itself, and after it was changed."""
+    """Whether it is the hybrid strategy, which divides the module after it was changed."""
     return divides(session) and hasattr(session.trainer.strategy, "pipeline_parallel_size")
 
 
 def check_strategy(session: Session, *, who: str, save: str) -> None:
-    """Raise ``ValueError`` where checkpoints would be other than asked for, or a plan is of maps that are not there.
+    """Raise ``ValueError`` if checkpoints would differ from ``save``, or a parallel plan names layers that are replaced.
 
     Args:
-        session: the run, before anything is touched.
+        session: the run, before any change.
         who: the technique, for messages.
         save: what its checkpoints hold.
     """
@@ -56,24 +56,22 @@ def check_strategy(session: Session, *, who: str, save: str) -> None:
     name = type(strategy).__name__
     if save == "adapter" and getattr(strategy, "_save_distributed_checkpoint", False):
         raise ValueError(
-            f"{who}(save='adapter') under {name}(save_distributed_checkpoint=True): a folder of every process's pieces holds"
-            " the whole module; expected one file for what trains alone. Give the strategy save_distributed_checkpoint=False,"
-            f" or {who}(save='all')."
+            f"{who}(save='adapter'): {name}(save_distributed_checkpoint=True) saves a folder that holds the whole module. Set"
+            f" save_distributed_checkpoint=False on the strategy, or use {who}(save='all')."
         )
     tensor = getattr(strategy, "_tensor_parallel_size", 1)
     if divides(session) and not plans(session) and tensor != 1:
         raise ValueError(
-            f"{who} under {name}(tensor_parallel_size={tensor}): the plan in configure_model is of maps in whose place"
-            " others stand by then; expected tensor_parallel_size=1, or HybridParallelStrategy, which finds a plan of the"
-            " maps that there are. Use one of these."
+            f"{who}: {name}(tensor_parallel_size={tensor}) needs a plan in configure_model, whose layers {who} has replaced by"
+            " then. Use tensor_parallel_size=1, or HybridParallelStrategy, which makes the plan itself."
         )
 
 
 def check_numbers(session: Session, *, who: str) -> None:
-    """Raise ``ValueError``, on all ranks, where what was put in would have no first numbers, or lose them.
+    """Raise ``ValueError`` on all ranks if new parameters have no initial values, or would lose them.
 
     Args:
-        session: the run, whose module is complete, and was not divided by the strategy.
+        session: the run, whose module is complete and not divided by the strategy yet.
         who: the technique, for messages.
     """
     if not divides(session):
@@ -84,25 +82,25 @@ def check_numbers(session: Session, *, who: str) -> None:
         for name, p in m.named_parameters()
         if p.requires_grad and name.removeprefix("base_layer.") not in swap.tensors
     }
-    if plans(session):  # rank 0's numbers are all ranks'
+    if plans(session):  # all ranks take the values of rank 0
         lost = session.replicas.everyone(next((name for name, p in new.items() if p.is_meta), None))[0]
-        why = "has no first numbers, since weights that it is made by lie nowhere (meta device)"
-        mend = "init_on='rank0', with numbers there"
+        why = "has no initial values, because the weights that it depends on are on the meta device"
+        fix = "init_on='rank0' with weights on rank 0"
     else:
         lies = any(t.is_meta for t in (*session.module.parameters(), *session.module.buffers()))
         lost = next((name for name in session.replicas.everyone(next(iter(new), None) if lies else None) if name), None)
-        why = "would be made anew with the weights that lie nowhere (meta device), by Lightning"
-        mend = "HybridParallelStrategy(init_on='rank0'), with numbers there"
+        why = "would lose its initial values when Lightning materialises the weights on the meta device"
+        fix = "HybridParallelStrategy(init_on='rank0') with weights on rank 0"
     if lost:
         raise ValueError(
-            f"{who} under {type(session.trainer.strategy).__name__}: {lost} {why}; expected a module with its weights, which"
-            f" is what one fine-tunes. Build it with numbers (without init_module(empty_init=True)), or use {mend}."
+            f"{who} under {type(session.trainer.strategy).__name__}: {lost} {why}. Build the module with its weights (without"
+            f" init_module(empty_init=True)), or use {fix}."
         )
 
 
 @contextmanager
 def nowhere(root: nn.Module) -> Iterator[None]:
-    """A module of which a part lies on the meta device lies there as a whole, so that it can be run for its shapes."""
+    """Move a module that is partly on the meta device there as a whole, so that it can run for its shapes."""
     owners = [(m, kind) for m in root.modules() for kind in ("_parameters", "_buffers")]
     tensors = [t for m, kind in owners for t in getattr(m, kind).values() if t is not None]
     twins: dict[int, Tensor] = {}
@@ -124,11 +122,11 @@ def nowhere(root: nn.Module) -> Iterator[None]:
 
 
 class Pieces:
-    """One run's module in pieces, or whole where nothing divides it.
+    """One run's module in pieces, or whole if nothing divides it.
 
     Attributes:
         divided: whether a strategy may divide it.
-        loads_at_once: whether the strategy takes up weights as it reads a file.
+        loads_at_once: whether the strategy loads weights as it reads a file.
 
     Args:
         session: the run.
@@ -140,13 +138,13 @@ class Pieces:
         self.loads_at_once = self.divided and not plans(session)
 
     def whole_sketch(self, t: Tensor) -> Tensor:
-        """The sketch of ``t``; not numbers of what is divided by now or lies nowhere."""
+        """The sketch of ``t``; NaN for a tensor that is divided by now or on the meta device."""
         if self.divided and (t.is_meta or isinstance(t, DTensor)):
             return torch.full((2,), torch.nan, device="cpu")
         return sketch(t)
 
     def agreed(self, base: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
-        """Sketches of the whole tensors: rank 0's, whose first weights all take, or of what is put together; collective."""
+        """Sketches of the whole tensors, the same on all ranks; a collective operation."""
         if not self.divided or self._agreed:
             return base
         self._agreed = True
@@ -159,7 +157,7 @@ class Pieces:
         return found
 
     def put_together(self, states: Callable[[], dict[str, Any]], without: frozenset[str]) -> dict[str, Any]:
-        """The module's state, of which some keys are not needed, and their tensors not brought from other processes."""
+        """The module's state; tensors of the keys in ``without`` are not gathered from other processes."""
         if not self.divided:
             return states()
         strategy: Any = self._session.trainer.strategy
@@ -170,19 +168,19 @@ class Pieces:
             finally:
                 del strategy.leaves_out
         frozen = {name for name, p in strategy.model.named_parameters() if not p.requires_grad}
-        if frozen - without:  # some of them were moved meanwhile
+        if frozen - without:  # some of them were changed since
             return states()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         return get_model_state_dict(strategy.model, options=options)
 
     def anywhere(self, names: set[str]) -> set[str]:
-        """What some rank names; collective where the module is divided."""
+        """The names that any rank gives; a collective operation if the module is divided."""
         if not self.divided:
             return names
         return {name for one in self._session.replicas.everyone(sorted(names)) for name in one}
 
     def read(self, path: Any, weights_only: bool | None) -> dict[str, Any] | None:
-        """A checkpoint of one file, its tensors not in memory; None where there is none."""
+        """A checkpoint in one file, with its tensors not in memory; None if it is not one file."""
         path = Path(self._session.trainer.strategy.broadcast(path))
         if not path.is_file():
             return None

@@ -1,26 +1,26 @@
-"""BitFit: train the biases alone, and freeze every other weight (Ben Zaken et al. 2022).
+"""BitFit: train only the biases, and freeze every other weight (Ben Zaken et al. 2022).
 
-The rule is ``theta_t+1 = theta_t - gamma g`` for ``theta`` a bias, and ``theta_t+1 = theta_t`` for all others.
+The rule is ``theta_t+1 = theta_t - gamma g`` for biases ``theta``, and ``theta_t+1 = theta_t`` for all other weights.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture.naming import check_met, check_names, meets
+from lightning_eff._core._architecture.naming import check_met, meets
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Change
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
-from lightning_eff._core.technique import Control
-from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter, folded
+from lightning_eff._core.search_space import SearchSpace, Survey
+from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, Adapter, folded, unless_memory_bound
+from lightning_eff.model.adapters._arguments import Also, Paths, Save
 
 WHO = "BitFit"
 
 
 def biases(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The bias terms of ``module`` by name: vectors called ``bias``, or by a name that ends so, as ``in_proj_bias``."""
+    """The biases of ``module`` by name: vectors with a name that ends in ``bias``, such as ``in_proj_bias``."""
     return {
         name: p
         for name, p in module.named_parameters()
@@ -28,70 +28,57 @@ def biases(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.memory_bound else "memory limits neither batch nor model, and all weights end better"
-
-
 class BitFit(Adapter):
-    """Fine-tune a pretrained module by its biases alone: a thousandth of its numbers.
+    """Fine-tune a pretrained module by training only its biases, about a thousandth of its parameters.
 
-    All bias terms of maps, convolutions and norms train; everything else is frozen, is in no optimizer and, by default, in no
-    checkpoint. Name the head in ``also`` where it is new, as the paper does.
+    All biases of linear layers, convolutions and norms train. Everything else is frozen, is in no optimizer and, by default,
+    in no checkpoint. If the head is new, name it in ``also``, as in the paper.
 
-    Checkpoints hold what trains, and all buffers, which is some kilobytes: a run resumes from one where the module's own code
-    makes or loads the weights that the run began with, which is looked at. Without a Trainer load one with
-    ``lightning_eff.apply(plain, BitFit(...)).load_state_dict(checkpoint["state_dict"], strict=False)``.
+    Use it to fine-tune if memory is scarce and the module has biases; most recent language models have none. It saves the
+    memory of most gradients and of the optimizer's state.
 
-    Strategies that divide parameters by FSDP2 train it too: ``HybridParallelStrategy``, and Lightning's
-    ``ModelParallelStrategy`` with ``save_distributed_checkpoint=False``, or with ``save="all"``.
+    Checkpoints hold the trained weights and all buffers, usually some kilobytes. To resume from one, the module's own code
+    must make or load the same frozen weights; this is verified. Without a Trainer, load one with ``lightning_eff.apply(plain,
+    BitFit(...)).load_state_dict(checkpoint["state_dict"], strict=False)``.
 
-    Logged: ``trained`` and ``frozen``, how many numbers.
+    It trains under strategies that divide parameters with FSDP2: ``HybridParallelStrategy``, and Lightning's
+    ``ModelParallelStrategy`` with ``save_distributed_checkpoint=False`` or with ``save="all"`` here. It logs ``trained`` and
+    ``frozen``, the numbers of parameters.
 
     Args:
-        names: patterns of biases, or of modules whose biases train, such as ``["layers.*"]``; None takes all, ``[]`` is plain
+        names: patterns of biases, or of modules whose biases train, such as ``["layers.*"]``. None takes all, ``[]`` is plain
             training.
-        also: patterns of other parameters, or modules, that train as a whole, such as ``["head"]``.
-        save: "adapter" for checkpoints of what trains, "all" for whole ones.
+        also: patterns of parameters or modules that train as a whole in addition, such as a new head. Also accepted as
+            ``modules_to_save``.
+        save: what checkpoints hold. "adapter" is only what trains, "all" the whole module.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where the module has no biases, as most recent language
-            models do, or all of them are frozen; for a name that means none, with the nearest ones; under strategies that
-            divide parameters otherwise; from a checkpoint without the frozen weights, where the module has others than its
-            run began with.
+        ValueError: for a wrong value. At setup or in ``apply``, if the module has no biases that can train, a name matches
+            none, or the strategy divides parameters in another way than FSDP2. On resume, if the module's frozen weights are
+            not those of the run.
 
-    Sources:
-        Ben Zaken et al. 2022, arXiv:2106.10199.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=3, callbacks=[BitFit(also=["head"])])
+
+    References:
+        Ben Zaken et al. 2022, "BitFit: Simple Parameter-efficient Fine-tuning for Transformer-based Masked Language-models",
+        arXiv:2106.10199.
     """
 
     saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Ben Zaken et al. 2022, arXiv:2106.10199"
     constraints: ClassVar[str] = "fine-tuning of modules that have biases"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (BitFit)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, unless_memory_bound)
     change_at: ClassVar[Change] = Change.FREEZE
     conflicts: ClassVar[Mapping[str, str]] = {
         "LoRA": RIVALS,
-        "GradientCentralization": "it centres the gradients of maps' weights, which are frozen here",
-        "ReplaceOptimizer": "it steps hidden matrices, which are frozen here",
-        "KFAC": "it preconditions the weights of maps, which are frozen here",
+        **FROZEN,
         **DEAD,
     }
 
-    def __init__(
-        self,
-        names: Sequence[str] | None = None,
-        *,
-        also: Sequence[str] = (),
-        save: Literal["adapter", "all"] = "adapter",
-    ) -> None:
-        self.names = check_names(names, who=WHO, what="biases", example="layers.*")
-        self._take(save, also)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+    def __init__(self, names: Paths = None, *, also: Also = (), save: Save = "adapter") -> None:
+        self._take(save, also, names)
 
     @override
     def change(self, surgeon: Surgeon) -> None:
@@ -99,8 +86,8 @@ class BitFit(Adapter):
         found, beside = biases(root), self.begin(root)
         if not found:
             raise ValueError(
-                f"{WHO}: {type(root).__name__} has no bias to train, among {len(list(root.parameters()))} parameters; expected"
-                " vectors whose names end in 'bias'. Take the technique out, or train something else, as LoRA does."
+                f"{WHO}: {type(root).__name__} has no bias to train: none of its parameters is a vector whose name ends in"
+                " 'bias'. Use LoRA instead, or remove the callback."
             )
         if self.names is not None:
             owners = {path: name for name in found for path in (name, name.rpartition(".")[0])}

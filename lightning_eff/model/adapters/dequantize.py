@@ -1,4 +1,4 @@
-"""``lightning_eff.dequantize``: maps that were kept in few bits as plain ones again, with the rounded weights."""
+"""``lightning_eff.dequantize``: turn quantised linear layers into plain ones with the rounded weights."""
 
 import copy
 from typing import TypeVar, cast
@@ -13,26 +13,26 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def dequantize(module: M) -> M:
-    """A copy of ``module`` in which the maps that :class:`QuantizedBase` rounded are plain ones with the rounded weights.
+    """Return a copy of ``module`` with plain linear layers, which hold the rounded weights of :class:`QuantizedBase`.
 
-    It computes what ``module`` does, to rounding of the arithmetic, and takes the memory of the plain module again. What
-    LoRA learnt beside a rounded weight was learnt beside it: so ``lightning_eff.export(lightning_eff.dequantize(module))``
-    merges into those weights, and not into the ones that the module had before.
+    The copy computes the same as ``module``, up to rounding, and needs the memory of the plain module. LoRA's factors were
+    trained with the rounded weights. ``lightning_eff.export(lightning_eff.dequantize(module))`` therefore merges them into
+    those, and not into the original weights.
 
     Args:
-        module: after a fit, or after ``lightning_eff.apply`` and the loading of a checkpoint; or a part of it.
+        module: a module after a fit, or after ``lightning_eff.apply`` and the loading of a checkpoint, or a part of it.
 
     Raises:
-        ValueError: if nothing in ``module`` was rounded by :class:`QuantizedBase`.
-        ImportError: where bitsandbytes is not installed.
+        ValueError: if :class:`QuantizedBase` has rounded nothing in ``module``.
+        ImportError: if bitsandbytes is not installed.
     """
     imported("bitsandbytes", extra="bitsandbytes", who=WHO)
     from lightning_eff.model.adapters._quantized.layers import QuantizedLinear, plain_tensors
 
     if not any(isinstance(m, QuantizedLinear) for m in module.modules()):
         raise ValueError(
-            f"{WHO}: no map of {type(module).__name__} is kept in few bits; expected a module that was trained with"
-            " QuantizedBase, or the part of it that holds those maps."
+            f"{WHO}: no linear layer of {type(module).__name__} is quantised. Give a module that was trained with"
+            " QuantizedBase, or the part of it with these layers."
         )
     holder = nn.Sequential(copy.deepcopy(module))
     made: dict[int, nn.Module] = {}

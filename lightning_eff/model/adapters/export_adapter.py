@@ -1,4 +1,4 @@
-"""``lightning_eff.export_adapter``: the folder that ``peft.PeftModel.from_pretrained`` reads."""
+"""``lightning_eff.export_adapter``: write the folder that ``peft.PeftModel.from_pretrained`` reads."""
 
 import re
 from pathlib import Path
@@ -12,23 +12,23 @@ WHO = "lightning_eff.export_adapter"
 
 
 def export_adapter(module: nn.Module, folder: str | Path) -> Path:
-    """Write what :class:`LoRA` or :class:`VeRA` learnt for peft: ``adapter_config.json`` and ``adapter_model.safetensors``.
+    """Write the weights trained by :class:`LoRA` or :class:`VeRA` as a folder that peft reads.
 
-    ``peft.PeftModel.from_pretrained(plain, folder)`` then computes what ``module`` does, where ``plain`` is what ``module``
-    was before. Give the part that is a model of its own, such as ``lightning_module.model``, so that the paths in the
-    folder are those of that model.
+    The folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. ``peft.PeftModel.from_pretrained(plain,
+    folder)`` then computes the same as ``module``, where ``plain`` is the module before the change. Give the part that is the
+    model, such as ``lightning_module.model``, so that the paths in the folder are those of that model.
 
     Args:
-        module: after a fit, or after ``lightning_eff.apply`` and the loading of a checkpoint; or a part of it.
-        folder: to write into; it is made where it is not there.
+        module: a module after a fit, or after ``lightning_eff.apply`` and the loading of a checkpoint, or a part of it.
+        folder: the folder to write into; it is created if it does not exist.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: if nothing in ``module`` is peft's; or if parameters outside of the factors train, which only whole
-            modules of peft's ``modules_to_save`` could hold.
-        ImportError: where peft is not installed.
+        ValueError: if nothing in ``module`` is peft's, or if other parameters were trained that are not whole modules, which
+            peft's ``modules_to_save`` requires.
+        ImportError: if peft is not installed.
     """
     imported("peft", extra="peft", who=WHO)
     from safetensors.torch import save_file
@@ -38,8 +38,8 @@ def export_adapter(module: nn.Module, folder: str | Path) -> Path:
     layers = {path: m for path, m in module.named_modules() if path and (hasattr(m, "lora_A") or hasattr(m, "vera_A"))}
     if not layers:
         raise ValueError(
-            f"{WHO}: nothing in {type(module).__name__} was made by peft; expected a module that was trained with LoRA or VeRA,"
-            " or the part of it that holds what they acted on."
+            f"{WHO}: nothing in {type(module).__name__} was made by peft. Give a module that was trained with LoRA or VeRA, or"
+            " the part of it with the adapted layers."
         )
     own = {id(p) for m in layers.values() for p in m.parameters()}
     modules = _whole(module, own)
@@ -53,14 +53,14 @@ def export_adapter(module: nn.Module, folder: str | Path) -> Path:
 
 
 def _whole(module: nn.Module, own: set[int]) -> list[str]:
-    """Modules whose every parameter trains in full, beside the factors, and all that share a parameter with these.
+    """The modules that train as a whole in addition to the factors, and all modules that share a parameter with them.
 
-    peft copies each module of ``modules_to_save`` by itself. So a head that is tied to a trained embedding must be one too.
+    peft copies each module of ``modules_to_save`` separately, so a head that is tied to a trained embedding must be one too.
     """
     beside = {id(p) for p in module.parameters() if p.requires_grad and id(p) not in own}
     found: dict[str, None] = {}
     partly: dict[str, str] = {}
-    held: set[int] = set()  # what modules that are whole hold
+    held: set[int] = set()  # parameters of modules that train as a whole
     for path, m in sorted(module.named_modules()):
         name = next((name for name, p in m.named_parameters(recurse=False) if id(p) in beside), None)
         if name is None:
@@ -76,8 +76,8 @@ def _whole(module: nn.Module, own: set[int]) -> list[str]:
         trains = {id(p) for p in m.parameters() if id(p) in beside}
         if not path or not trains <= held or any(id(p) in own for p in m.parameters()):
             raise ValueError(
-                f"{WHO}: {name} trains, and its module does not as a whole; peft's modules_to_save are whole modules. Train all"
-                f" of {path or 'them'}, or none of it, or keep the checkpoint of the run."
+                f"{WHO}: {name} was trained, but not its whole module, and peft's modules_to_save are whole modules. Train all"
+                f" of {path or 'them'} or none of it, or use the checkpoint of the run."
             )
         found[path] = None
     return list(found)

@@ -1,37 +1,38 @@
-"""HoulsbyAdapters: small networks behind attention and feed-forward network of frozen blocks (Houlsby et al. 2019).
+"""HoulsbyAdapters: train small networks after attention and feed-forward networks of frozen blocks (Houlsby et al. 2019).
 
-The rule is ``h + W_u f(W_d h + b_d) + b_u`` for h of d numbers, which the last map of a residual branch puts out, with W_d of
-(m, d) random, f GELU, and W_u of (d, m), b_d and b_u zero at first: 2 m d + d + m numbers, and the plain function at first.
+The rule is ``h + W_u f(W_d h + b_d) + b_u`` for the d outputs h of the last layer of a residual branch, with W_d of (m, d)
+random, f GELU, and W_u of (d, m), b_d and b_u initially zero: 2 m d + d + m parameters, and the plain function at first.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import LinearMap, choose, linear_maps
-from lightning_eff._core._architecture.naming import check_names
+from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._branches.ends import alike_unused, refuse_unequal
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.probing import probed
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
-from lightning_eff._core.technique import Control
-from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter, folded
+from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter, blockwise, folded, unless_memory_bound
+from lightning_eff.model.adapters._arguments import Also, Save, Targets
 from lightning_eff.model.adapters._reading import read, unread
 
 WHO = "HoulsbyAdapters"
-STD = 0.01  # of W_d at first, cut off at two deviations, as the paper has it
+STD = 0.01  # of the initial W_d, truncated at two standard deviations as in the paper
 
 
 class Bottleneck(nn.Module):
-    """``h + W_u f(W_d h + b_d) + b_u``, of d numbers to d, which is h at first.
+    """``h + W_u f(W_d h + b_d) + b_u``, from d to d numbers, which is initially h.
 
     Args:
-        d: numbers in and out.
-        m: numbers in between.
+        d: the number of inputs and outputs.
+        m: the number of hidden units.
     """
 
     def __init__(self, d: int, m: int) -> None:
@@ -48,13 +49,13 @@ class Bottleneck(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A linear map with a bottleneck behind it.
+    """A linear layer followed by a bottleneck.
 
     Args:
-        base: the map.
-        d: what it puts out.
-        m: of the bottleneck.
-        read: it lies in a layer of torch's that may read its weight instead of calling it.
+        base: the linear layer.
+        d: its number of outputs.
+        m: the hidden units of the bottleneck.
+        read: whether it is inside one of torch's layers that may read its weight instead of calling it.
     """
 
     def __init__(self, base: nn.Module, d: int, m: int, *, read: bool) -> None:
@@ -64,13 +65,13 @@ class Adapted(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The map's, for those who ask for its dtype; where an encoder layer of torch's may read it, one that it does not."""
+        """The layer's weight, for its dtype; one that torch's encoder layers do not read, if it is inside one."""
         weight = cast(Tensor, self.base_layer.weight)
         return unread(weight) if self.read else weight
 
     @property
     def bias(self) -> Tensor | None:
-        """The map's."""
+        """The layer's bias."""
         return cast("Tensor | None", self.base_layer.bias)
 
     @override
@@ -79,90 +80,76 @@ class Adapted(nn.Module):
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    if not profile.num_blocks:
-        return "there is no stack of blocks with residual branches"
-    return None if profile.memory_bound else "memory limits neither batch nor model, and all weights end better"
+    return (
+        unless_memory_bound(profile)
+        if profile.num_blocks
+        else "the module has no stack of blocks with residual branches"
+    )
 
 
 class HoulsbyAdapters(Adapter):
-    """Fine-tune a pretrained module by a small network behind each residual branch, with all else frozen.
+    """Fine-tune a pretrained module by training a small network after each residual branch; everything else is frozen.
 
-    In a transformer these branches are attention and the feed-forward network. They are found in a pass over an input that is
-    made up, whatever modules are called, and the adapter stands behind the map that the branch ends in, before dropout, norms
-    of the branch's own, and the sum. Only ``nn.Linear`` and Hugging Face's ``Conv1D`` are such maps: torch's
-    ``nn.MultiheadAttention`` reads its last map's weight instead of calling it, and experts may lie in one parameter; those
-    are left, which is printed, and so is where adapters stand. At the first step the module computes what it did, bit for bit.
+    In a transformer, these branches are attention and the feed-forward network. They are found in a forward pass on a made-up
+    input, whatever the modules are called. The adapter follows the linear layer in which the branch ends, before dropout, the
+    branch's own norms, and the sum. This layer must be ``nn.Linear`` or Hugging Face's ``Conv1D``. It skips
+    ``nn.MultiheadAttention``, which reads the weight of its last layer instead of calling it, and experts in one parameter.
+    Log lines list the adapted and the skipped layers. At the first step the module computes the same as before, bit for bit.
 
-    The paper trains the norms too, and a new head: ``also=["*norm*", "head"]``, by the module's own names of them.
+    Use it to fine-tune if the gradients and optimizer state of all weights do not fit. Adapters remain in evaluation: two
+    additional layers per branch, which cost time on small batches, whereas ``LoRA`` merges and costs none.
+    ``lightning_eff.export`` refuses for the same reason. Activations need slightly more memory than before. The paper also
+    trains the norms and a new head: ``also=["*norm*", "head"]``, by your module's names.
 
-    The adapters are there in evaluation too: two more maps in each branch, which cost time on small batches, where ``LoRA``
-    merges and costs none. ``lightning_eff.export`` refuses for the same reason: what is not linear folds into no map.
-    Gradients and optimizer state are those of the adapters alone; activations take a little more memory than before.
-
-    Checkpoints hold what trains, and all buffers: a run resumes from one where the module's own code makes or loads the
-    weights that the run began with, which is looked at. Without a Trainer load one with ``lightning_eff.apply(plain,
+    Checkpoints hold the trained weights and all buffers, usually some kilobytes. To resume from one, the module's own code
+    must make or load the same frozen weights; this is verified. Without a Trainer, load one with ``lightning_eff.apply(plain,
     HoulsbyAdapters(...)).load_state_dict(checkpoint["state_dict"], strict=False)``.
 
-    ``HybridParallelStrategy`` divides what was put in with all else. Under Lightning's ``ModelParallelStrategy`` let
-    ``configure_model`` call ``lightning_eff.apply(self, HoulsbyAdapters(...))`` before it divides the module, and give the
-    strategy ``save_distributed_checkpoint=False``, or the technique ``save="all"``.
-
-    Logged: ``trained`` and ``frozen``, how many numbers, and ``adapters``.
+    ``HybridParallelStrategy`` divides the new weights like all others. Under Lightning's ``ModelParallelStrategy``, call
+    ``lightning_eff.apply(self, HoulsbyAdapters(...))`` in ``configure_model`` before it divides the module, and set
+    ``save_distributed_checkpoint=False`` on the strategy or ``save="all"`` here. It logs ``trained`` and
+    ``frozen``, the numbers of parameters, and ``adapters``, their number.
 
     Args:
-        bottleneck: m, an integer >= 1 and below d of each branch; the paper has 8 to 256 for d = 1024.
-        names: dotted paths of linear maps to stand behind, their last parts or patterns, such as ``["mlp.2"]``; None looks for
-            the ends of branches, ``[]`` is plain training.
-        also: patterns of parameters, or modules, that train as a whole beside, such as a new head.
-        save: "adapter" for checkpoints of what trains, "all" for whole ones.
+        bottleneck: the number of hidden units of an adapter, fewer than the branch's outputs. The paper has 8 to 256 for 1024
+            outputs.
+        names: dotted paths of the linear layers to put adapters after, their last parts, or patterns, such as ``["mlp.2"]``.
+            None finds the ends of branches, ``[]`` is plain training. Also accepted as ``target_modules``.
+        also: patterns of parameters or modules that train as a whole in addition, such as a new head. Also accepted as
+            ``modules_to_save``.
+        save: what checkpoints hold. "adapter" is only what trains, "all" the whole module.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where nothing could be run or no branch ends in a map that
-            could be replaced, with the reason for each; for a name that means no map, with the nearest ones; for a map that
-            puts out no more than the bottleneck has; under strategies that divide parameters otherwise; from a checkpoint
-            without the frozen weights, where the module has others than its run began with.
+        ValueError: for a value out of range. At setup or in ``apply``, if no part of the module can be run, no branch ends in
+            a layer that can be adapted, a name matches none, a layer has no more outputs than the bottleneck, or the strategy
+            divides parameters in another way than FSDP2. On resume, if the module's frozen weights are not those of the run.
 
-    Sources:
-        Houlsby et al. 2019, arXiv:1902.00751.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=3, callbacks=[HoulsbyAdapters(64, also=["*norm*", "head"])])
+
+    References:
+        Houlsby et al. 2019, "Parameter-Efficient Transfer Learning for NLP", arXiv:1902.00751.
     """
 
     saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Houlsby et al. 2019, arXiv:1902.00751"
-    constraints: ClassVar[str] = "fine-tuning of residual networks of linear maps"
+    constraints: ClassVar[str] = "fine-tuning of residual networks of linear layers"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (adapters)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bottleneck": Choice((8, 64))}, _pointless)
-    control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")
-    stays: ClassVar[str] = (
-        "between its two maps stands an activation function, so that it is no linear map and folds into none"
-    )
-    conflicts: ClassVar[Mapping[str, str]] = {
-        **DEAD,
-        "LoRA": RIVALS,
-        "BitFit": RIVALS,
-        "FixRes": "it ends by training the classifier and norms alone, which are frozen here",
-        "GreedyLayerwise": "it trains some blocks at a time, whose adapters are all that trains here",
-        "LayerFreezing": "it freezes blocks, whose adapters are all that trains here",
-    }
+    stays: ClassVar[str] = "an adapter has an activation function, so it cannot be merged into a linear layer"
+    conflicts: ClassVar[Mapping[str, str]] = {**DEAD, **blockwise("adapters"), "LoRA": RIVALS, "BitFit": RIVALS}
     _adapters = 0
 
     def __init__(
         self,
-        bottleneck: int = 64,
+        bottleneck: Annotated[int, Count()] = 64,
         *,
-        names: Sequence[str] | None = None,
-        also: Sequence[str] = (),
-        save: Literal["adapter", "all"] = "adapter",
+        names: Targets = None,
+        also: Also = (),
+        save: Save = "adapter",
     ) -> None:
-        if not isinstance(bottleneck, int) or isinstance(bottleneck, bool) or bottleneck < 1:
-            raise ValueError(f"{WHO}({bottleneck=}): expected an integer >= 1, such as 64.")
         self.bottleneck = bottleneck
-        self.names = check_names(names, who=WHO, what="linear maps", example="mlp.2")
-        self._take(save, also)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self._take(save, also, names)
 
     # -- the change
 
@@ -174,8 +161,8 @@ class HoulsbyAdapters(Adapter):
         for m in maps:
             if self.bottleneck >= m.out_features:
                 raise ValueError(
-                    f"{WHO}(bottleneck={self.bottleneck}): {m} puts out {m.out_features} numbers; expected fewer in between."
-                    f" Give bottleneck={max(1, m.out_features // 4)}, or name other maps."
+                    f"{WHO}(bottleneck={self.bottleneck}): {m} has only {m.out_features} outputs. Give"
+                    f" bottleneck={max(1, m.out_features // 4)}, or name other layers."
                 )
         chosen, in_readers = {id(m.module): m for m in maps}, read(root)
         made: list[Adapted] = []
@@ -186,14 +173,16 @@ class HoulsbyAdapters(Adapter):
             return new
 
         surgeon.leave(left)
-        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map", numbers=True)
+        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear layer", numbers=True)
         self._adapters = len(made)
         trained |= {id(p) for m in made for p in m.adapter.parameters()}
         where = folded([m.path for m in maps])
-        self.freeze(surgeon, trained, f"adapters of {self.bottleneck} numbers behind {len(maps)} linear maps: {where}")
+        self.freeze(
+            surgeon, trained, f"adapters of {self.bottleneck} hidden units after {len(maps)} linear layers: {where}"
+        )
 
     def _ends(self, surgeon: Surgeon) -> tuple[list[LinearMap], dict[str, str]]:
-        """The maps that residual branches end in, and reasons by the names of those that are left."""
+        """The linear layers in which residual branches end, and why others are left, by name."""
         root = surgeon.root
         try:
             graph = probed(root, who=WHO, batch=surgeon.batch).graph
@@ -213,28 +202,26 @@ class HoulsbyAdapters(Adapter):
         for weight in weights:
             maps, reason = users.get(weight, []), ""
             if not maps:
-                reason = "it is the weight of no nn.Linear or Conv1D"
+                reason = "it belongs to no nn.Linear or Conv1D"
             elif len(maps) > 1:
-                reason = f"it is the weight of {' and of '.join(m.path for m in maps)}"
+                reason = f"it is shared by {' and '.join(m.path for m in maps)}"
             elif any(node not in ends for node in graph.uses(weight)):
-                reason = "it is used elsewhere too, and not as the end of a branch"
+                reason = "it is also used elsewhere than at the end of a branch"
             elif isinstance(maps[0].module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-                reason = "nn.MultiheadAttention uses it, and does not call its map"
+                reason = "nn.MultiheadAttention reads it and does not call its layer"
             else:
                 found.append(maps[0])
                 continue
             standing.setdefault(reason, []).append(weight)
         left = {folded(paths): reason for reason, paths in standing.items()}
         if not found:
-            reasons = "".join(f" {name}: {reason}." for name, reason in left.items())
             raise ValueError(
-                f"{WHO}: no residual branch of {type(root).__name__} ends in a linear map that an adapter could stand behind."
-                f"{reasons} Expected nn.Linear or Hugging Face's Conv1D. Name maps, {WHO}(names=[...]), or take the technique"
-                " out."
+                f"{WHO}: no residual branch of {type(root).__name__} ends in nn.Linear or Conv1D.{by_reason(left)} Name layers"
+                f" with {WHO}(names=[...]), or remove the callback."
             )
         return found, left
 
-    # -- what is told
+    # -- reports
 
     @override
     def report(self) -> "dict[str, float | int | Tensor]":

@@ -1,17 +1,18 @@
-"""PromptTuning: learnt numbers before the embeddings of each text, with the whole model frozen (Lester et al. 2021).
+"""PromptTuning: train prompts before the embeddings of each text, with the model frozen (Lester et al. 2021).
 
-The rule is ``f([P; E(x)])`` for x of T tokens, E(x) of (T, d) and P of (k, d), which alone is trained.
+The rule is ``f([P; E(x)])`` for x of T tokens, E(x) of (T, d) and P of (k, d); only P is trained.
 """
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._arguments.kinds import Text
 from lightning_eff._core._branches.pieces import step_of
 from lightning_eff._core._branches.tracing import looked_at
 from lightning_eff._core._needs.needs import Part, Reasons
@@ -22,21 +23,23 @@ from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking_on
-from lightning_eff._core.technique import Control
-from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter
+from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, Adapter, blockwise, unless_memory_bound
+from lightning_eff.model.adapters._arguments import Also, Length, Save
 from lightning_eff.model.adapters._pieces import divides, nowhere
 from lightning_eff.model.adapters._prompts.embedding import prompted
 from lightning_eff.model.adapters._prompts.network import network
 from lightning_eff.model.adapters._prompts.prefixing import Prefix, hooked
 
 WHO = "PromptTuning"
-COMMON = 5000  # rows of the table that prompts begin at: vocabularies have common tokens first
-PASSES = 4  # at the first batch: as it is, on a token before the text, on prompts like that token, and on the prompts
-WIDTH = 0.5  # of uniform numbers, each way, as the paper has them
+COMMON = 5000  # rows of the table for initial prompts: vocabularies start with common tokens
+PASSES = (
+    4  # on the first batch: plain, with a token before the text, with prompts equal to that token, with the prompts
+)
+WIDTH = 0.5  # of the uniform distribution around zero, as in the paper
 
 
 def first_prompts(embedding: nn.Embedding, length: int, init: str) -> Tensor:
-    """P of (k, d): embeddings of common tokens, none twice where there are enough, or uniform numbers."""
+    """P of (k, d): embeddings of common tokens, without repetition if there are enough, or uniform numbers."""
     if init == "uniform":
         return torch.empty(length, embedding.embedding_dim).uniform_(-WIDTH, WIDTH)
     common = min(embedding.num_embeddings, COMMON)
@@ -46,94 +49,87 @@ def first_prompts(embedding: nn.Embedding, length: int, init: str) -> Tensor:
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    if profile.sequence_length is None:
-        return "samples are no texts"
-    return None if profile.memory_bound else "memory limits neither batch nor model, and all weights end better"
+    return unless_memory_bound(profile) if profile.sequence_length is not None else "the samples are not texts"
 
 
 class PromptTuning(Adapter):
-    """Fine-tune a pretrained language model by k prompts before each text alone: k d numbers.
+    """Fine-tune a pretrained language model by training k prompts before each text; the model is frozen.
 
-    The network is called with k more ids, whose look-ups are the prompts, and what it returns is cut to the text's own places:
-    positions, masks and rotary tables are what it computes of k + T tokens, and a loss sees T logits with the labels that
-    belong to them. It is the smallest module that has all blocks in it and is called with the ids; it and the token embedding
-    are found in a pass over an input that is made up. Arguments that go along are masks (B, T), positions and types of tokens.
+    The network is called with k more ids, whose embeddings are the prompts, and its outputs are cut to the text's own
+    positions. It computes positions, masks and rotary tables for k + T tokens itself, and the loss sees T logits with their
+    labels. This network is the smallest module that contains all blocks and is called with the ids. It and the token
+    embedding are found in a pass on a made-up input. Other arguments may be masks (B, T), positions and token types. On the
+    first batch, and on texts longer than before, some forward passes verify the network: prompts equal to the embedding of a
+    token must have the effect of that token.
 
-    At the first batch, and at longer texts than before, the network is tried in some forward passes: prompts that are the
-    embeddings of a token must do what that token does.
+    Use it for large models with many tasks: k d trained parameters per task. **It learns slowly**, needs high learning rates
+    (0.3 in the paper), and is worse than full fine-tuning below some billions of parameters, by the paper's own figures. A
+    step costs as much as k more tokens, and the backward pass goes through the whole network. A pooler that reads the first
+    position reads a prompt.
 
-    **It learns slowly**, wants large rates (0.3 in the paper), and is behind full tuning below some billions of parameters by
-    its authors' own figures. A step costs what k tokens more cost; the backward pass goes through the whole network. A pooler
-    that takes the first place takes a prompt.
-
-    Checkpoints hold the prompts, and all buffers: a run resumes from one where the module's own code makes or loads the weights
-    that the run began with, which is looked at. Without a Trainer load one with ``lightning_eff.apply(plain,
+    Checkpoints hold the trained weights and all buffers, usually some kilobytes. To resume from one, the module's own code
+    must make or load the same frozen weights; this is verified. Without a Trainer, load one with ``lightning_eff.apply(plain,
     PromptTuning(...)).load_state_dict(checkpoint["state_dict"], strict=False)``. Generate with ``use_cache=False``.
 
-    ``HybridParallelStrategy`` divides what was put in with all else, but in no pipeline. Under Lightning's
-    ``ModelParallelStrategy`` let ``configure_model`` call ``lightning_eff.apply(self, PromptTuning(...))`` before it
-    divides the module, and give the strategy ``save_distributed_checkpoint=False``, or the technique ``save="all"``.
-
-    Logged: ``trained`` and ``frozen``, how many numbers, and ``prompts``.
+    ``HybridParallelStrategy`` divides the new weights like all others, except in a pipeline. Under Lightning's
+    ``ModelParallelStrategy``, call ``lightning_eff.apply(self, PromptTuning(...))`` in ``configure_model`` before it divides
+    the module, and set ``save_distributed_checkpoint=False`` on the strategy or ``save="all"`` here. It logs ``trained`` and
+    ``frozen``, the numbers of parameters, and ``prompts``, their number.
 
     Args:
-        length: k, an integer; 0 is plain training. The model must have room for k + T tokens.
-        init: "vocabulary" begins at the rows of common tokens, "uniform" at numbers in [-0.5, 0.5].
-        embeddings: the token embedding's dotted path, its last part or a pattern; None looks for it.
-        also: patterns of parameters, or modules, that train as a whole beside, such as a new head.
-        save: "adapter" for checkpoints of what trains, "all" for whole ones.
+        length: the number of prompts. 0 is plain training. The model must have room for k + T tokens. Also accepted as
+            ``num_virtual_tokens``.
+        init: the initial prompts. "vocabulary" takes embeddings of common tokens, "uniform" numbers in [-0.5, 0.5].
+        embeddings: the dotted path of the token embedding, its last part, or a pattern. None finds it.
+        also: patterns of parameters or modules that train as a whole in addition, such as a new head. Also accepted as
+            ``modules_to_save``.
+        save: what checkpoints hold. "adapter" is only what trains, "all" the whole module.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where there is no token embedding, no call with ids could be
-            seen, tokens are looked up several times, as in encoder-decoders, or the network is compiled; at the first
-            batch, where the network has no room for k tokens more, reads ids beside its embedding, or is handed something
-            along the text that is not known; where a cache holds earlier tokens; under strategies that divide parameters
-            otherwise; from a checkpoint without the frozen weights, where the module has others than its run began with.
+        ValueError: for a value out of range. At setup or in ``apply``, if there is no token embedding, no call with ids was
+            seen, tokens are looked up several times as in encoder-decoders, the network is compiled, or the strategy divides
+            parameters in another way than FSDP2. On the first batch, if the network has no room for k more tokens, reads ids
+            elsewhere than in its embedding, or gets an unknown argument along the text. In a call with a cache. On resume, if
+            the module's frozen weights are not those of the run.
 
-    Sources:
-        Lester et al. 2021, arXiv:2104.08691.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=3, callbacks=[PromptTuning(20)])
+
+    References:
+        Lester et al. 2021, "The Power of Scale for Parameter-Efficient Prompt Tuning", arXiv:2104.08691.
     """
 
     saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Lester et al. 2021, arXiv:2104.08691"
-    constraints: ClassVar[str] = "language models of one text with room for k tokens more; no cache in generation"
+    constraints: ClassVar[str] = "language models of one text with room for k more tokens; no cache in generation"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (prompts)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"length": Choice((5, 20, 100))}, _pointless)
-    control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")
-    stays: ClassVar[str] = "its prompts are no tokens, and stand before each text; no plain module has a place for them"
+    stays: ClassVar[str] = "its prompts are not tokens, and a plain module has no place for them before each text"
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,
+        **FROZEN,
+        **blockwise("prompts"),
         **dict.fromkeys(("LoRA", "BitFit", "HoulsbyAdapters"), RIVALS),
-        "GradientCentralization": "it centres the gradients of maps' weights, which are frozen here",
-        "ReplaceOptimizer": "it steps hidden matrices, which are frozen here",
-        "KFAC": "it preconditions the weights of maps, which are frozen here",
-        "NgramEmbedding": "it looks up n-grams of ids, and prompts have none",
-        "FixRes": "it ends by training the classifier and norms alone, which are frozen here",
-        "GreedyLayerwise": "it trains some blocks at a time, which are frozen here",
-        "LayerFreezing": "behind blocks that it freezes there is no gradient, and prompts lie behind all of them",
+        "NgramEmbedding": "it looks up n-grams of ids, and prompts have no ids",
+        "GreedyLayerwise": "it trains some blocks at a time, and all blocks are frozen here",
+        "LayerFreezing": "it stops gradients at the blocks that it freezes, and prompts come before all blocks",
     }
     refuses: ClassVar[Reasons] = {
         **Adapter.refuses,
-        Part.PIPELINE: "the technique tries the network whole, and cuts what it returns",
+        Part.PIPELINE: "it runs the whole network to verify it, and cuts what it returns",
     }
     needs_automatic_optimization: ClassVar[bool] = True
     _length = 0
 
     def __init__(
         self,
-        length: int = 20,
+        length: Length = 20,
         *,
         init: Literal["vocabulary", "uniform"] = "vocabulary",
-        embeddings: str | None = None,
-        also: tuple[str, ...] | list[str] = (),
-        save: Literal["adapter", "all"] = "adapter",
+        embeddings: Annotated[str | None, Text("a dotted path")] = None,
+        also: Also = (),
+        save: Save = "adapter",
     ) -> None:
-        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
-            raise ValueError(f"{WHO}({length=}): expected how many prompts, an integer >= 0, such as 20.")
-        if init not in ("vocabulary", "uniform"):
-            raise ValueError(f"{WHO}({init=}): expected 'vocabulary' or 'uniform'.")
-        if embeddings is not None and not (isinstance(embeddings, str) and embeddings):
-            raise ValueError(f"{WHO}({embeddings=}): expected the path of an nn.Embedding, such as 'wte', or None.")
         self.length, self.init, self.embeddings = length, init, embeddings
         self._take(save, also)
 
@@ -151,8 +147,8 @@ class PromptTuning(Adapter):
         found = token_embeddings(root, self.embeddings, who=WHO)
         if compiled_around(root, found.values()):
             raise ValueError(
-                f"{WHO}: the token embedding of {type(root).__name__} lies in what is compiled as one; expected a network that"
-                " is called as it is. Compile blocks one by one (block.compile()), or take the technique out."
+                f"{WHO}: the token embedding of {type(root).__name__} is in a module that is compiled as a whole. Compile"
+                " blocks one by one with block.compile(), or remove the callback."
             )
         with nowhere(root):
             of = network(root, found, surgeon.batch, who=WHO)
@@ -193,13 +189,13 @@ class PromptTuning(Adapter):
         session.chain.add(Stage.MEASURE, self._look)
 
     def _look(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """Before the first step, and longer texts, in a pass beside it: what does not work is told."""
+        """Before the first step and before longer texts, verify the network in additional passes."""
         length = max((t.shape[1] for _, t in tensors(batch) if t.ndim == 2 and not t.is_floating_point()), default=1)
         if not self._longest:
             self._longest = length if on_all_ranks(self.session, lambda: self._tried(step, batch)) else 0
         elif divides(self.session):
-            pass  # the hooks try it, on all ranks at once, since no rank can run the network alone
-        elif length > self._longest and self._tried(step, batch):  # as long as others' on one rank alone
+            pass  # the hooks verify it on all ranks at once, because no rank can run the network alone
+        elif length > self._longest and self._tried(step, batch):  # a rank may have longer texts than others
             self._longest = length
         return proceed(batch)
 
@@ -211,12 +207,11 @@ class PromptTuning(Adapter):
         for path, prefix in hooks.items():
             if output is not None and prefix.given == before[path]:
                 raise ValueError(
-                    f"{WHO}: training_step did not call {path or 'the module itself'}, whose calls get the prompts, so that"
-                    " they had no effect; expected a step that calls it, and not its forward or its parts. Take the"
-                    " technique out."
+                    f"{WHO}: training_step did not call {path or 'the module itself'}, whose calls get the prompts. Call it"
+                    " instead of its forward or its parts, or remove the callback."
                 )
         session.chain.cost.forward_passes += PASSES
-        with suppress(ValueError):  # batches of no tensors have no samples to count
+        with suppress(ValueError):  # batches without tensors have no samples to count
             session.chain.cost.forward_samples += PASSES * num_samples(batch)
         return output is not None
 

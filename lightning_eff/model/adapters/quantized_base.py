@@ -1,10 +1,10 @@
-"""QuantizedBase: frozen linear maps in NF4 or int8; with LoRA beside it, QLoRA (Dettmers et al. 2023).
+"""QuantizedBase: keep frozen linear layers in NF4 or int8; with LoRA, this is QLoRA (Dettmers et al. 2023).
 
-The rule is ``h = deq(q(W)) x + b`` for W frozen, with q bitsandbytes' NF4 in blocks of 64 or int8 by rows; gradients go
+The rule is ``h = deq(q(W)) x + b`` for W frozen, with q bitsandbytes' NF4 in blocks of 64 or int8 by rows. Gradients go
 through to x, as those of the rounded weight.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, cast
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import LinearMap, linear_maps, unfit
-from lightning_eff._core._architecture.naming import check_met, check_names, meets
+from lightning_eff._core._architecture.naming import by_reason, check_met, meets
 from lightning_eff._core._architecture.record import swapped
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
@@ -22,93 +22,92 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import folded
+from lightning_eff.model.adapters._arguments import Paths
 from lightning_eff.model.adapters._optional import imported, needed
 from lightning_eff.model.adapters._pieces import check_strategy
 
 WHO = "QuantizedBase"
 KINDS = {4: "NF4", 8: "int8"}
-_COPIES = "it makes blocks copies of others, and here some of their weights are frozen as they were loaded"
-_FACTORS = "it puts factors in the place of maps, which train, and weights that train are not rounded"
-_ARITHMETIC = "it runs linear maps in an arithmetic of its own, and rounded weights are no such maps"
+_COPIES = "it copies blocks, and some of their weights are frozen here as they were loaded"
+_FACTORS = "it replaces linear layers with factors that train, and only frozen weights are rounded"
+_ARITHMETIC = "the plugin runs linear layers in low precision, and quantised layers are not linear layers"
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return needs_memory_bound(profile) if profile.num_matrices else "there is no hidden linear map"
+    return needs_memory_bound(profile) if profile.num_matrices else "the module has no hidden linear layer"
 
 
 class QuantizedBase(Architecture):
-    """Keep the weights of linear maps that do not train in 4 or 8 bits: with ``LoRA`` beside it, this is QLoRA.
+    """Keep the frozen weights of linear layers in 4 or 8 bits; together with ``LoRA``, this is QLoRA.
 
-    ``callbacks=[QuantizedBase(bits=4), LoRA(rank=8)]``, in either order, trains factors beside a base that takes about an
-    eighth of its memory. Rounded are the linear maps of the stacks of repeated blocks, or of the whole module where it has
-    no stack, whose weights do not train: because an adapter froze them (``LoRA``, ``BitFit``, ...), or the module itself did.
-    Embeddings, norms, biases and the head stay as they are. Which maps were rounded is printed.
+    ``callbacks=[QuantizedBase(bits=4), LoRA(rank=8)]``, in either order, trains factors on a base with about an eighth of its
+    memory. It rounds the linear layers in the stacks of repeated blocks, or in the whole module if it has no stack, whose
+    weights are frozen by an adapter (``LoRA``, ``BitFit``, ...) or by the module itself. Embeddings, norms, biases and the
+    head stay unchanged. A log line lists the rounded layers.
 
-    The rounding is bitsandbytes': NF4 with one scale for 64 numbers, which is itself in 8 bits, or int8 with one scale for
-    each row. A map's weight is made anew in the forward and in the backward pass, in the dtype of its input, and is not
-    kept between the two; inputs are not rounded. A step takes more time for it. The codes are buffers, which DDP sends to all
-    processes at each step unless it is told not to: ``DDPStrategy(broadcast_buffers=False)``.
+    Use it to fine-tune a model whose weights do not fit in memory. A step takes longer: the weight is recomputed in the
+    forward and in the backward pass, in the input's dtype, and not kept in between. Inputs are not rounded. The rounding is
+    bitsandbytes': NF4 with one scale per 64 weights, itself in 8 bits, or int8 with one scale per row. The codes are buffers,
+    which DDP sends to all processes in each step unless you use ``DDPStrategy(broadcast_buffers=False)``. Strategies that
+    divide parameters do not divide codes, which are whole on each process. With more than eight processes, divided 32-bit
+    weights need less memory.
 
-    Strategies that divide parameters do not divide codes, which lie whole on each process: with more than eight processes,
-    weights of 32 bits in pieces take less.
-
-    What is trained is trained beside the rounded weights. ``lightning_eff.export`` therefore does not merge into them:
-    ``lightning_eff.dequantize(module)`` gives the module with the rounded weights in plain maps, which ``export`` merges.
-    Checkpoints hold the codes, or, beside an adapter with ``save="adapter"``, nothing of them.
-
-    Logged: ``maps``, how many; ``base_bytes``, what their weights take; ``saved_bytes``, what they took more before.
+    Other weights are trained with the rounded weights, so ``lightning_eff.export`` does not merge into them.
+    ``lightning_eff.dequantize(module)`` returns the module with the rounded weights in plain layers, which ``export`` merges.
+    Checkpoints hold the codes, or none of them with an adapter's ``save="adapter"``. It logs ``maps``, the number of layers,
+    ``base_bytes``, the size of their weights, and ``saved_bytes``, the memory saved.
 
     Args:
-        bits: 4 for NF4, 8 for int8.
-        names: dotted paths of maps, their last parts or patterns, which are frozen if they train; a pattern passes over
-            maps that cannot be replaced, which is printed. None takes those that do not train, ``[]`` is plain training.
-            What other techniques put in, as LoRA's factors, is never meant.
+        bits: the number of bits per weight. 4 is NF4, 8 is int8.
+        names: dotted paths of the linear layers to round, their last parts, or patterns, such as ``["blocks.*.mlp.*"]``. It
+            freezes them if they train. A pattern with ``*`` skips layers that cannot be replaced, and logs them. None takes
+            the frozen layers, ``[]`` is plain training. Weights that other techniques add, such as LoRA's factors, are never
+            rounded.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no map is frozen; for a name that means no map, with
-            the nearest ones, or one that cannot be replaced, with the reason; where nothing is left to train; under
-            strategies that divide parameters otherwise than by FSDP2, or before they have numbers on each process
-            (``init_on``).
-        ImportError: where bitsandbytes is not installed.
+        ValueError: for a wrong value. At setup or in ``apply``, if no layer is frozen, a name matches none, a named layer
+            cannot be replaced, nothing is left to train, or the strategy divides parameters in another way than FSDP2 or
+            before each process has them (``init_on``).
+        ImportError: if bitsandbytes is not installed.
 
-    Sources:
-        Dettmers et al. 2023, arXiv:2305.14314 (QLoRA); Dettmers et al. 2022, arXiv:2208.07339 (LLM.int8).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=3, callbacks=[QuantizedBase(bits=4), LoRA(8)])
+
+    References:
+        Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv:2305.14314.
+        Dettmers et al. 2022, "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", arXiv:2208.07339.
     """
 
-    saves: ClassVar[str] = "seven eighths (NF4) or three quarters (int8) of the memory of frozen maps in 32 bits"
+    saves: ClassVar[str] = "seven eighths (NF4) or three quarters (int8) of the memory of frozen 32-bit linear layers"
     paper: ClassVar[str] = "Dettmers et al. 2023, arXiv:2305.14314"
-    constraints: ClassVar[str] = "maps that do not train, as beside LoRA; needs bitsandbytes"
+    constraints: ClassVar[str] = "frozen linear layers, as with LoRA; needs bitsandbytes"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (QLoRA)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((4, 8))}, _pointless)
-    control: ClassVar[Control] = Control(
-        "the baseline of the same adapter beside the base as it is, for as many seconds"
-    )
+    control: ClassVar[Control] = Control("the baseline with the same adapter on the unrounded base, for the same time")
     change_at: ClassVar[Change] = Change.FREEZE
     stays: ClassVar[str] = (
-        "its weights are rounded to few bits, and what was learnt beside them is not merged into those; first let"
-        " lightning_eff.dequantize(module) give a module with the rounded weights in plain maps, which export takes"
+        "its weights are rounded to few bits, and trained factors cannot be merged into them; first call"
+        " lightning_eff.dequantize(module), which returns a module with the rounded weights in plain layers"
     )
     refuses: ClassVar[Reasons] = {
         **Architecture.refuses,
-        Part.FLAT: "the technique's codes cannot be joined with numbers of other types",
+        Part.FLAT: "its codes cannot be joined with weights of other types",
     }
     conflicts: ClassVar[Mapping[str, str]] = {
-        "ApproximateRandomDropout": "it drops hidden units from the weights of maps, which are codes here",
+        "ApproximateRandomDropout": "it drops hidden units from weights, which are codes here",
         **dict.fromkeys(("LowRankLinear", "ButterflyLinear"), _FACTORS),
         **dict.fromkeys(("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), _ARITHMETIC),
-        "Fixup": "it puts scalars before and behind each map, which is then no plain one whose weight could be rounded",
+        "Fixup": "it adds scalars before and after each linear layer, and the weight of such a layer cannot be rounded",
         **dict.fromkeys(("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth", "AutoProg"), _COPIES),
     }
     _maps = 0
     _bytes = 0
     _saved = 0
 
-    def __init__(self, bits: Literal[4, 8] = 4, names: Sequence[str] | None = None) -> None:
-        if bits not in KINDS or isinstance(bits, bool):
-            raise ValueError(f"{WHO}({bits=}): expected 4, for NF4, or 8, for int8.")
+    def __init__(self, bits: Literal[4, 8] = 4, names: Paths = None) -> None:
         needed("bitsandbytes", extra="bitsandbytes", who=WHO)
         self.bits = bits
-        self.names = check_names(names, who=WHO, what="linear maps", example="blocks.*.mlp.*")
+        self.names = None if names is None else list(names)
 
     @property
     @override
@@ -122,8 +121,8 @@ class QuantizedBase(Architecture):
         where = getattr(session.trainer.strategy, "init_on", "all")
         if where != "all":
             raise ValueError(
-                f"{WHO} under {type(session.trainer.strategy).__name__}(init_on={where!r}): weights are rounded where the"
-                " module is made, and lie nowhere on some processes; expected init_on='all', with which each process has them."
+                f"{WHO}: weights are rounded where the module is made, and with"
+                f" {type(session.trainer.strategy).__name__}(init_on={where!r}) some processes have none. Use init_on='all'."
             )
 
     # -- the change
@@ -139,14 +138,12 @@ class QuantizedBase(Architecture):
         for m in chosen.values():
             if m.module.weight.is_meta:  # pyright: ignore[reportAttributeAccessIssue]
                 raise ValueError(
-                    f"{WHO}: the weight of {m} lies nowhere (meta device); expected numbers that can be rounded. Load the"
-                    " weights before."
+                    f"{WHO}: the weight of {m} is on the meta device and has no values. Load the weights first."
                 )
         surgeon.freeze(lambda name, p: id(p) in weights)
         if not any(p.requires_grad for p in root.parameters()):
             raise ValueError(
-                f"{WHO}: nothing of {type(root).__name__} is left to train; expected parameters that do. Put an adapter such as"
-                " LoRA() beside it."
+                f"{WHO}: nothing of {type(root).__name__} is left to train. Add an adapter such as LoRA() to the callbacks."
             )
         before = sum(cast(Tensor, m.module.weight).nbytes for m in chosen.values())
         made: list[QuantizedLinear] = []
@@ -155,44 +152,42 @@ class QuantizedBase(Architecture):
             made.append(new := QuantizedLinear(chosen[id(plain)], self.bits))
             if not new.weight.isfinite().all():
                 raise ValueError(
-                    f"{WHO}(bits={self.bits}): the weight of {chosen[id(plain)]} has numbers that are not finite, or too large"
-                    " for 16 bits, as int8's rounding takes them; expected finite ones. Leave the map out by names=, or look"
-                    " at what was loaded."
+                    f"{WHO}(bits={self.bits}): the weight of {chosen[id(plain)]} has values that are not finite, or too large"
+                    " for float16, which int8 rounding uses. Check the loaded weights, or name other layers in `names`."
                 )
             return new
 
-        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear map")
+        surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear layer")
         self._maps = len(made)
         self._bytes = sum(t.nbytes for m in made for t in m.stored.values())
         self._saved = before - self._bytes
         rank_zero_info(
-            f"{WHO}: {len(made)} frozen linear maps in {KINDS[self.bits]}:"
-            f" {folded([_plain(m.path) for m in chosen.values()])}; {before:,} bytes of weights became {self._bytes:,}."
+            f"{WHO}: keeps {len(made)} frozen linear layers in {KINDS[self.bits]}, {self._bytes:,} bytes instead of {before:,}:"
+            f" {folded([_plain(m.path) for m in chosen.values()])}."
         )
 
     def _places(self, surgeon: Surgeon) -> list[LinearMap]:
-        """The maps to act on."""
+        """The linear layers to round."""
         root = surgeon.root
         new = _new(root)
         maps = [m for m in linear_maps(root) if id(m.module.weight) not in new]
         who = type(root).__name__
         if self.names is not None:
-            check_met(self.names, [_plain(m.path) for m in maps], who=WHO, what="linear maps", root=who)
+            check_met(self.names, [_plain(m.path) for m in maps], who=WHO, what="linear layers", root=who)
             named: list[LinearMap] = []
             passed: dict[str, str] = {}
             for m in maps:
                 met = [name for name in self.names if meets(_plain(m.path), name)]
                 reason = _unfit(root, m) if met else None
                 if reason is not None and any("*" not in name for name in met):
-                    raise ValueError(f"{WHO}: {m} cannot be acted on: {reason}. Leave it out of the names.")
+                    raise ValueError(f"{WHO}: {m} cannot be rounded: {reason}. Leave it out of `names`.")
                 if reason is not None:
                     passed[str(m)] = reason
                 elif met:
                     named.append(m)
             if not named:
-                reasons = "".join(f" {name}: {reason}." for name, reason in passed.items())
                 raise ValueError(
-                    f"{WHO}(names={self.names}): none of the maps that they mean can be acted on.{reasons} Name others."
+                    f"{WHO}(names={self.names}): none of these layers can be rounded.{by_reason(passed)} Name others."
                 )
             surgeon.leave(passed)
             return named
@@ -204,22 +199,20 @@ class QuantizedBase(Architecture):
                 continue
             reason = _unfit(root, m)
             if reason is None and stacks and not m.path.startswith(tuple(stacks)):
-                reason = "it lies outside of the blocks"
+                reason = "it is outside the blocks"
             if reason is None:
                 found.append(m)
             else:
                 left[str(m)] = reason
         if not found:
-            reasons = "".join(f" {name}: {reason}." for name, reason in left.items())
             raise ValueError(
-                f"{WHO}: no linear map of {who} that could be rounded is frozen, among {len(maps)}.{reasons} Expected maps"
-                " whose weights do not train. Put an adapter such as LoRA() beside it, freeze them in the module, or name them,"
-                " names=[...], which freezes them."
+                f"{WHO}: {who} has no frozen linear layer that can be rounded.{by_reason(left)} Add an adapter such as LoRA(),"
+                " freeze layers in the module, or name them with names=[...], which freezes them."
             )
         surgeon.leave(left)
         return found
 
-    # -- what is told
+    # -- reports
 
     @override
     def report(self) -> "dict[str, float | int | Tensor]":
@@ -228,18 +221,18 @@ class QuantizedBase(Architecture):
     @override
     def summary(self) -> str:
         if not self._maps:
-            return "the module was rounded already"
+            return "the module was already rounded"
         was = self._bytes + self._saved
-        return f"{self._maps} frozen maps in {KINDS[self.bits]}, {self._bytes:,} bytes in the place of {was:,}"
+        return f"{self._maps} frozen layers in {KINDS[self.bits]}, {self._bytes:,} bytes instead of {was:,}"
 
 
 def _plain(path: str) -> str:
-    """The path that a map has without an adapter around it."""
+    """The path of a layer without an adapter around it."""
     return path.removesuffix(".base_layer")
 
 
 def _new(root: nn.Module) -> set[int]:
-    """Ids of parameters that other techniques put in, as LoRA's factors, and which train."""
+    """Ids of trained parameters that other techniques added, such as LoRA's factors."""
     return {
         id(p)
         for _, m, swap in swapped(root)
@@ -252,5 +245,5 @@ def _unfit(root: nn.Module, m: LinearMap) -> str | None:
     weight: Any = m.module.weight
     users = [path for path, one in root.named_modules() if any(p is weight for p in one.parameters(recurse=False))]
     if len(users) > 1:
-        return f"its weight is that of {' and '.join(path for path in users if path != m.path)} too"
+        return f"it shares its weight with {' and '.join(path for path in users if path != m.path)}"
     return unfit(m)

@@ -1,38 +1,38 @@
-"""VisualPromptTuning: learnt tokens beside the patches of an image, with the whole network frozen (Jia et al. 2022).
+"""VisualPromptTuning: train tokens next to the patches of an image, with the network frozen (Jia et al. 2022).
 
-The rule is ``[E_i, Z_i] = L_i([E_i-1, P_i])`` for block L_i, E the class token and patches, and P_i of (k, d), which alone
-train; Z_i is let go (deep). Or ``[E_i, Z_i] = L_i([E_i-1, Z_i-1])`` from ``Z_0 = P`` on (shallow).
+The rule is ``[E_i, Z_i] = L_i([E_i-1, P_i])`` for block L_i, the class token and patches E, and P_i of (k, d), which are the
+only trained weights; Z_i is dropped (deep). Or ``[E_i, Z_i] = L_i([E_i-1, Z_i-1])`` from ``Z_0 = P`` on (shallow).
 """
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._arguments.kinds import Layers
 from lightning_eff._core._branches.probing import aside, attempts
 from lightning_eff._core._branches.side_by_side import side_by_side
 from lightning_eff._core._needs.needs import Part
+from lightning_eff._core._run.words import first_line
 from lightning_eff._core.blocks import find_stack, hidden_of
 from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
-from lightning_eff._core.technique import Control
-from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter
+from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, Adapter, blockwise, unless_memory_bound
+from lightning_eff.model.adapters._arguments import Also, Length, Save
 from lightning_eff.model.adapters._pieces import nowhere
 from lightning_eff.model.adapters._prompts.block import prompted_block
 
 WHO = "VisualPromptTuning"
 _PATCHES = (nn.Conv2d, nn.Conv3d)
-_DEPTH = "prompts enter at the first block and are let go behind the last, of which it passes over some; give deep=True"
-_TOKENS = "prompts stand among the tokens of which it leaves out some; give deep=True"
-_LONGER = (
-    "the first block hands on k tokens more than it is handed, and stages have a place for as many; give deep=True"
-)
-#: What cannot train with shallow prompts alone.
+_DEPTH = "prompts enter at the first block and leave after the last, and it skips some blocks; give deep=True"
+_TOKENS = "prompts are among the tokens, and it drops some of them; give deep=True"
+_LONGER = "the first block returns k more tokens than it gets, and stages pass on a fixed number; give deep=True"
+#: For ``conflicts``: techniques that can train with deep prompts only.
 SHALLOW: Mapping[str, str] = {
     **dict.fromkeys(("StochasticDepth", "ProgressiveLayerDropping", "DropIn", "ProgressiveStacking"), _DEPTH),
     **dict.fromkeys(("ShallowToDeep", "CompoundGrowth", "AutoProg"), _DEPTH),
@@ -41,98 +41,87 @@ SHALLOW: Mapping[str, str] = {
 
 
 def first_prompts(length: int, d: int, patch: int) -> Tensor:
-    """P of (k, d): uniform in +-sqrt(6 / (patch + d)), for patches of ``patch`` numbers, as the authors' code has it."""
+    """P of (k, d): uniform in +-sqrt(6 / (patch + d)) for patches of ``patch`` numbers, as in the authors' code."""
     most = math.sqrt(6.0 / (patch + d))
     return torch.empty(length, d).uniform_(-most, most)
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    if profile.image_side is None:
-        return "samples are no images"
-    return None if profile.memory_bound else "memory limits neither batch nor model, and all weights end better"
+    return unless_memory_bound(profile) if profile.image_side is not None else "the samples are not images"
 
 
 class VisualPromptTuning(Adapter):
-    """Fine-tune a pretrained vision transformer by k tokens beside the patches: k d numbers, or as many in each block.
+    """Fine-tune a pretrained vision transformer by training k tokens next to the patches; everything else is frozen.
 
-    ``deep`` gives each block prompts of its own and lets what it makes of them go; shallow ones enter at the first block and
-    go through all. They stand behind the other tokens, and blocks see no places, so that where they stand makes no
-    difference; what comes behind the stack sees the class token and patches alone. The stack is the longest of the module, or
-    the one at ``layers``. That prompts work is tried at setup, on an input that is made up.
+    With ``deep``, each block has its own prompts, and its outputs for them are dropped. Shallow prompts enter at the first
+    block and pass through all. They come after the other tokens; blocks do not depend on positions, so this makes no
+    difference. Layers after the stack see only the class token and patches. The stack is the longest of the module, or the
+    one at ``layers``. A pass on a made-up input at setup verifies that prompts work.
 
-    The paper trains the head too: ``also=["classifier"]``, by the module's own name of it.
+    Use it to fine-tune a vision transformer for many tasks: k d trained parameters, or as many per block. Gradients and
+    optimizer state are only those of the prompts. A step costs as much as k more tokens, also in evaluation, and the backward
+    pass goes through the whole network. The paper also trains the head: ``also=["classifier"]``, by your module's name.
 
-    Gradients and optimizer state are those of the prompts alone. A step costs what k tokens more cost, in evaluation too, and
-    the backward pass goes through the whole network.
-
-    Checkpoints hold what trains, and all buffers: a run resumes from one where the module's own code makes or loads the
-    weights that the run began with, which is looked at. Without a Trainer load one with ``lightning_eff.apply(plain,
+    Checkpoints hold the trained weights and all buffers, usually some kilobytes. To resume from one, the module's own code
+    must make or load the same frozen weights; this is verified. Without a Trainer, load one with ``lightning_eff.apply(plain,
     VisualPromptTuning(...)).load_state_dict(checkpoint["state_dict"], strict=False)``.
 
-    ``HybridParallelStrategy`` divides what was put in with all else. Under Lightning's ``ModelParallelStrategy`` let
-    ``configure_model`` call ``lightning_eff.apply(self, VisualPromptTuning(...))`` before it divides the module, and give
-    the strategy ``save_distributed_checkpoint=False``, or the technique ``save="all"``.
-
-    Logged: ``trained`` and ``frozen``, how many numbers, and ``prompts``, in all blocks.
+    ``HybridParallelStrategy`` divides the new weights like all others. Under Lightning's ``ModelParallelStrategy``, call
+    ``lightning_eff.apply(self, VisualPromptTuning(...))`` in ``configure_model`` before it divides the module, and set
+    ``save_distributed_checkpoint=False`` on the strategy or ``save="all"`` here. It logs ``trained`` and
+    ``frozen``, the numbers of parameters, and ``prompts``, their number in all blocks.
 
     Args:
-        length: k, an integer; 0 is plain training. The paper has 1 to 200.
-        deep: prompts in each block, not at the first alone; better in the paper.
-        layers: the blocks, as a path, a pattern or a list of paths; None looks for the longest.
-        also: patterns of parameters, or modules, that train as a whole beside, such as a new head.
-        save: "adapter" for checkpoints of what trains, "all" for whole ones.
+        length: the number of prompts. 0 is plain training. The paper has 1 to 200. Also accepted as ``num_virtual_tokens``.
+        deep: whether each block has prompts, instead of only the first. Deep is better in the paper.
+        layers: the blocks, as a dotted path, a pattern or a list of paths. None finds the longest stack.
+        also: patterns of parameters or modules that train as a whole in addition, such as a new head. Also accepted as
+            ``modules_to_save``.
+        save: what checkpoints hold. "adapter" is only what trains, "all" the whole module.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no stack is found, its blocks are handed no tokens of
-            an image, (B, T, d), or masks, tables and the like beside them, or take no more tokens, as with windows and
-            relative places; under strategies that divide parameters otherwise; from a checkpoint without the frozen
-            weights, where the module has others than its run began with.
+        ValueError: for a value out of range. At setup or in ``apply``, if no stack is found, its blocks do not get the tokens
+            of an image, (B, T, d), get masks or tables in addition, or accept no more tokens (windows, relative positions),
+            or the strategy divides parameters in another way than FSDP2. On resume, if the module's frozen weights are not
+            those of the run.
 
-    Sources:
-        Jia et al. 2022, arXiv:2203.12119.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=3, callbacks=[VisualPromptTuning(10, also=["classifier"])])
+
+    References:
+        Jia et al. 2022, "Visual Prompt Tuning", arXiv:2203.12119.
     """
 
     saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper: ClassVar[str] = "Jia et al. 2022, arXiv:2203.12119"
-    constraints: ClassVar[str] = "vision transformers whose blocks see no places; fine-tuning"
+    constraints: ClassVar[str] = "fine-tuning of vision transformers whose blocks do not depend on positions"
     survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (visual prompts)", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"length": Choice((5, 10, 50)), "deep": Choice((True, False))}, _pointless
     )
-    control: ClassVar[Control] = Control("the baseline, which tunes all weights, for as many seconds")
-    stays: ClassVar[str] = "its prompts are tokens that no image has, and no plain module has a place for them"
+    stays: ClassVar[str] = "its prompts are tokens that no image has, and a plain module has no place for them"
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,
+        **FROZEN,
+        **blockwise("prompts"),
         **dict.fromkeys(("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning"), RIVALS),
-        "GradientCentralization": "it centres the gradients of maps' weights, which are frozen here",
-        "ReplaceOptimizer": "it steps hidden matrices, which are frozen here",
         **dict.fromkeys(
             ("GatedPositionalAttention", "Linformer"),
-            "its attention is made for the patches' places, and prompts have none",
+            "its attention depends on the patches' positions, and prompts have none",
         ),
-        "TokenMerging": "its attention counts what each token stands for, and prompts come in behind that count",
-        "KFAC": "it preconditions the weights of maps, which are frozen here",
-        "FixRes": "it ends by training the classifier and norms alone, which are frozen here",
-        "GreedyLayerwise": "it trains some blocks at a time, whose prompts are all that trains here",
-        "LayerFreezing": "it freezes blocks, whose prompts are all that trains here",
+        "TokenMerging": "its attention counts the tokens that each token stands for, and prompts come in after that count",
     }
     _prompts = 0
 
     def __init__(
         self,
-        length: int = 10,
+        length: Length = 10,
         *,
         deep: bool = True,
-        layers: str | Sequence[str] | None = None,
-        also: Sequence[str] = (),
-        save: Literal["adapter", "all"] = "adapter",
+        layers: Layers | None = None,
+        also: Also = (),
+        save: Save = "adapter",
     ) -> None:
-        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
-            raise ValueError(f"{WHO}({length=}): expected how many prompts, an integer >= 0, such as 10.")
-        if not isinstance(deep, bool):
-            raise ValueError(f"{WHO}({deep=}): expected True, for prompts in each block, or False.")
-        if layers is not None and not layers:
-            raise ValueError(f"{WHO}({layers=}): expected a path, a pattern or a list of paths of blocks, or None.")
         self.length, self.deep, self.layers = length, deep, layers
         if not deep:
             self.conflicts = {**type(self).conflicts, **SHALLOW}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
@@ -154,7 +143,9 @@ class VisualPromptTuning(Adapter):
         stack = find_stack(root, self.layers, who=WHO, without=apart, named=True)
         blocks = stack.blocks
         if len({*map(id, blocks)}) < len(blocks):
-            raise ValueError(f"{WHO}: {stack} has a block several times; expected as many as there are places.")
+            raise ValueError(
+                f"{WHO}: {stack} has a block several times. Name another stack with layers=, or remove it."
+            )
         with nowhere(root):
             of, d = self._width(surgeon, blocks, str(stack))
         patches = next((m for m in root.modules() if isinstance(m, _PATCHES)), None)
@@ -176,13 +167,13 @@ class VisualPromptTuning(Adapter):
         self.freeze(surgeon, trained | {*map(id, new)}, f"{self.length} prompts of {d} numbers {kind} at {stack}")
 
     def _width(self, surgeon: Surgeon, blocks: list[nn.Module], stack: str) -> tuple[str, int]:
-        """Of the first pass in which the blocks are handed tokens of an image: what was run, and d."""
+        """The first pass in which the blocks get tokens of an image, and d."""
         tried: list[str] = []
         dims: list[int] = []
         seen: list[tuple[int, ...]] = []
 
         def image(m: nn.Module, args: Any, kwargs: Any) -> None:
-            if not dims:  # what comes in: further in, masks and heads stand in four dimensions too
+            if not dims:  # only the outer call: inside, masks and heads have four dimensions too
                 every = (*args, *kwargs.values())
                 dims.extend(t.ndim for t in every if isinstance(t, Tensor) and t.is_floating_point())
 
@@ -197,8 +188,8 @@ class VisualPromptTuning(Adapter):
             try:
                 with aside(surgeon.root):
                     call()
-            except Exception as e:  # what is made up may not be what the module takes: the next may be
-                tried.append(f"{of} raised {type(e).__name__} ({str(e).splitlines()[0][:100] if str(e) else ''})")
+            except Exception as e:  # the module may not accept a made-up input, and may accept the next
+                tried.append(f"{of} raised {type(e).__name__} ({first_line(e, 100)})")
                 continue
             finally:
                 for handle in handles:
@@ -206,15 +197,14 @@ class VisualPromptTuning(Adapter):
             tokens = bool(seen) and all(len(s) == 3 and s[0::2] == seen[0][0::2] for s in seen)
             if len(seen) == len(blocks) and tokens and {4, 5} & {*dims}:
                 return of, seen[0][2]
-            tried.append(f"{of} ran, and the blocks were handed {seen[0] if seen else 'nothing'}")
+            tried.append(f"in {of}, the blocks got {seen[0] if seen else 'nothing'}")
         raise ValueError(
-            f"{WHO}: the blocks at {stack} were not seen to be run on tokens (B, T, d) of an image, each once."
-            f" {'; '.join(tried[:3])}. Expected a vision transformer. Name its blocks by layers=, give a batch,"
-            " lightning_eff.apply(module, technique, batch=batch), or take the technique out."
+            f"{WHO}: the blocks at {stack} did not each get tokens (B, T, d) of an image once ({'; '.join(tried[:3])}). Name"
+            f" blocks of a vision transformer with layers=, or call lightning_eff.apply(module, {WHO}(), batch=batch)."
         )
 
     def _try(self, surgeon: Surgeon, of: str, stack: str) -> None:
-        """The same pass, with prompts."""
+        """Run the same pass with prompts."""
         call = next(call for named, call in attempts(surgeon.root, surgeon.batch) if named == of)
         try:
             with aside(surgeon.root):
@@ -223,12 +213,12 @@ class VisualPromptTuning(Adapter):
             if str(e).startswith(WHO):
                 raise
             raise ValueError(
-                f"{WHO}: the blocks at {stack} cannot be run on {self.length} tokens more ({type(e).__name__}:"
-                f" {str(e).splitlines()[0][:120] if str(e) else ''}); expected blocks that see no places: no windows,"
-                " convolutions or tables of relative places. Take the technique out."
+                f"{WHO}: the blocks at {stack} cannot run on {self.length} more tokens ({type(e).__name__}:"
+                f" {first_line(e, 120)}), as with windows, convolutions or relative positions. Name other blocks"
+                " with layers=, or remove the callback."
             ) from e
 
-    # -- what is told
+    # -- reports
 
     @override
     def report(self) -> "dict[str, float | int | Tensor]":

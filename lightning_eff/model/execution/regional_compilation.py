@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Text
+from lightning_eff._core._arguments.kinds import Layers, Text
 from lightning_eff._core._branches.side_by_side import seen_chains, side_by_side
 from lightning_eff._core.blocks import Candidate, find_stack, refuse_compiled_around
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
@@ -147,7 +147,7 @@ class RegionalCompilation(Technique):
         self,
         mode: Mode | None = None,
         *,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
         dynamic: bool | None = None,
         backend: Annotated[str, Text("the name of a backend of torch.compile")] | None = "inductor",
         same_random: bool = True,

@@ -1,13 +1,13 @@
 """Automated progressive learning: depth and resolution grow in stages that a search chooses (AutoProg, Li et al. 2022)."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch import Callback
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Fraction, Number
+from lightning_eff._core._arguments.kinds import Count, Fraction, Layers, Number
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._progressive.course import WHO, Progressive
@@ -143,7 +143,7 @@ class AutoProg(Progressive):
         alpha: Annotated[float, Number(at_least=0)] | None = None,
         half_life: Annotated[float, Number(above=0)] = 0.014,
         inputs: Kind = "auto",
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
         copy_optimizer_state: bool = True,
         multiple_of: Annotated[int, Count()] = 4,
         keys: Keys | None = None,

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Fraction
+from lightning_eff._core._arguments.kinds import Fraction, Layers
 from lightning_eff._core._branches.ffns import FFN, Part, check_names
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.blocks import BlockStack
@@ -166,7 +166,7 @@ class CompoundGrowth(Growing):
         depth: Annotated[Sequence[tuple[float, float]], Stages("fraction of the blocks")] | None = _HALF,
         width: Annotated[Sequence[tuple[float, float]], Stages("fraction of the hidden units")] | None = _HALF,
         length: Annotated[Sequence[tuple[float, float]], Stages("fraction of the tokens")] | None = None,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
         ffn: Sequence[Sequence[str]] | None = None,
         copy_optimizer_state: bool = True,
         noise: Annotated[float, Fraction(below=1)] = 1e-3,

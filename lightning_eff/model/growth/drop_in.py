@@ -1,7 +1,7 @@
 """Gradual drop-in: add new blocks unit by unit (DropIn, Smith et al. 2016)."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Fraction
+from lightning_eff._core._arguments.kinds import Count, Fraction, Layers
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
@@ -121,7 +121,7 @@ class DropIn(Growing):
         first: Annotated[int, Count()] = 6,
         start: Annotated[float, Fraction(below=1)] = 0.1,
         end: Annotated[float, Fraction()] = 0.5,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
     ) -> None:
         if not (start < end or start == end == 0.0):
             raise ValueError(

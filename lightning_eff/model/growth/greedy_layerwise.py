@@ -1,12 +1,12 @@
 """Greedy layer-wise training: train one block at a time with the others frozen (Bengio et al. 2006)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Fraction
+from lightning_eff._core._arguments.kinds import Fraction, Layers
 from lightning_eff._core._needs.needs import DIFFERS, Part, Reasons
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
@@ -74,7 +74,7 @@ class GreedyLayerwise(Freezing):
     }
     sparse_gradients: ClassVar[bool] = True
 
-    def __init__(self, until: Annotated[float, Fraction()] = 0.5, *, layers: str | Sequence[str] | None = None) -> None:
+    def __init__(self, until: Annotated[float, Fraction()] = 0.5, *, layers: Layers | None = None) -> None:
         self.until = until
         self.layers = layers
         self._reset()

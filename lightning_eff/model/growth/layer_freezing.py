@@ -1,12 +1,12 @@
 """Layer freezing: stop training the lowest blocks, one after the other (Composer; FreezeOut, Brock et al. 2017)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Alias, Fraction
+from lightning_eff._core._arguments.kinds import Alias, Fraction, Layers
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._freezing import Freezing
@@ -79,7 +79,7 @@ class LayerFreezing(Freezing):
         *,
         end: Annotated[float, Fraction(above=0)] = 1.0,
         depth: Annotated[float, Fraction(), Alias("freeze_level")] = 1.0,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
     ) -> None:
         if not start < end:
             raise ValueError(

@@ -2,14 +2,13 @@
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Alias, Fraction, Number
+from lightning_eff._core._arguments.kinds import Alias, Fraction, Layers, Number
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session
@@ -107,7 +106,7 @@ class ProgressiveLayerDropping(Dropping):
         theta_min: Annotated[float, Fraction(above=0), Alias("theta")] = 0.5,
         *,
         gamma: Annotated[float, Number(above=0, hint="To drop nothing, use theta_min=1.")] = 100.0,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
     ) -> None:
         self.theta_min = theta_min
         self.gamma = gamma

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from lightning.pytorch import Callback
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count
+from lightning_eff._core._arguments.kinds import Count, Layers
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._sizes.stages import Stages, doubling
@@ -105,7 +105,7 @@ class ProgressiveStacking(Stacking):
         self,
         stages: Annotated[Sequence[tuple[float, int]], Stages("number of blocks", Count(), _HINT)] = _STAGES,
         *,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
         copy_optimizer_state: bool = True,
         init: Literal["stack", "identity"] = "stack",
         finish: Literal["identity"] | None = None,

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Fraction
+from lightning_eff._core._arguments.kinds import Count, Fraction, Layers
 from lightning_eff._core._optim.rates import Rates
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
@@ -136,7 +136,7 @@ class ShallowToDeep(Stacking):
         until: Annotated[float, Fraction(below=1)] = 0.5,
         rate: Literal["inverse_sqrt", "linear", "cosine"] | None = "inverse_sqrt",
         warmup: Annotated[float, Fraction(above=0, below=1)] = 0.1,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
         copy_optimizer_state: bool = False,
     ) -> None:
         self.group = group

@@ -1,7 +1,7 @@
 """Stochastic depth: skip residual blocks at random, deeper ones more often (Huang et al. 2016)."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import Generator, Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Alias, Fraction
+from lightning_eff._core._arguments.kinds import Alias, Fraction, Layers
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_blocks
@@ -132,7 +132,7 @@ class StochasticDepth(Dropping):
         drop: Annotated[float, Fraction(below=1), Alias("p"), Alias("drop_rate"), Alias("drop_path_rate")] = 0.5,
         *,
         mode: Literal["batch", "sample"] = "batch",
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
     ) -> None:
         self.drop = drop
         self.mode = mode

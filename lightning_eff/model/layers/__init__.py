@@ -1,1 +1,1 @@
-"""Layers of another kind, or beside those that are there."""
+"""Techniques that change the layers of a module."""

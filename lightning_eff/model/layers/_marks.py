@@ -1,4 +1,4 @@
-"""A mark in checkpoints of what has no parameters, so that a plain module cannot load them as if it computed the same."""
+"""A mark in the checkpoints of modules without parameters, so that a plain module refuses to load them."""
 
 import struct
 from typing import Any
@@ -12,12 +12,12 @@ MARK = "lightning_eff_mark"
 
 
 def bits_of(value: float) -> int:
-    """A number's 64 bits as an integer, which no change of dtype or mean over weights touches."""
+    """A number's 64 bits as an integer, which changes of dtype and averages of weights leave unchanged."""
     return struct.unpack("<q", struct.pack("<d", value))[0]
 
 
 class Marked(nn.Module):
-    """A module with a number in its ``state_dict`` that says what it computes; loading another number is an error.
+    """A module with a number in its ``state_dict`` that identifies its function; loading another number is an error.
 
     A subclass calls :meth:`mark` in its constructor.
     """
@@ -30,9 +30,9 @@ class Marked(nn.Module):
         """Keep ``value``.
 
         Args:
-            value: what tells it from others.
-            told: what it computes, in words, for messages.
-            device: of the buffer.
+            value: the number that identifies the function.
+            told: the function in words, for messages.
+            device: the device of the buffer.
         """
         self._meant, self._told = bits_of(value), told
         self.register_buffer(MARK, torch.tensor(self._meant, dtype=torch.int64, device=device))
@@ -43,13 +43,13 @@ class Marked(nn.Module):
         if isinstance(saved, Tensor) and not saved.is_meta and int(saved) != self._meant:
             was = struct.unpack("<d", struct.pack("<q", int(saved)))[0]
             raise ValueError(
-                f"{type(self).__name__}: the checkpoint's {prefix.rstrip('.') or 'module'} computes something else than"
-                f" {self._told} here (its mark is {was:g}). Apply the technique with the settings of the checkpoint's run."
+                f"{type(self).__name__}: {prefix.rstrip('.') or 'the module'} of the checkpoint is not {self._told} (its mark"
+                f" is {was:g}). Apply the technique with the settings of the checkpoint's run."
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def device_of(root: nn.Module) -> torch.device | None:
-    """Where the first parameter of a module lies."""
+    """The device of a module's first parameter, or None."""
     first = next(root.parameters(), None)
     return None if first is None else first.device

@@ -1,16 +1,17 @@
-"""Approximate random dropout: hidden units are dropped by regular patterns, and not computed (Song et al. 2018).
+"""ApproximateRandomDropout: drop hidden units by regular patterns, and do not compute them (Song et al. 2018).
 
-The rule, patterns that keep one of each ``period`` units and their probabilities, stands in ``_row_dropout.patterns``.
+``_row_dropout.patterns`` holds the rule: patterns that keep one of every ``period`` units, and their probabilities.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
 from lightning_eff._core._branches.ffns import FFN, Part, check_names
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
@@ -21,79 +22,81 @@ from lightning_eff.model.layers._row_dropout.patterns import draw, probabilities
 from lightning_eff.model.layers._row_dropout.thinning import Thinned
 
 WHO = "ApproximateRandomDropout"
-_FP8 = ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision")
-_FACTORS = ("LowRankLinear", "ButterflyLinear")
-_BESIDE = ("Fixup", "LoRA")
 
 
 class ApproximateRandomDropout(Technique):
-    """Drop hidden units of feed-forward networks by regular patterns, and compute products with those that are kept alone.
+    """Drop hidden units of feed-forward networks in regular patterns, and compute only the kept ones.
 
-    Plain dropout multiplies activations by zeros after they were computed. Here each network draws a pattern for each batch:
-    a period i, and of each i units that lie side by side the one that is kept. The products of the step, forward and backward,
-    then have an i-th of the hidden units, and a kept unit counts i times. Periods from 1 to ``most`` are drawn with the
-    probabilities of the largest entropy for which ``rate`` of all units are dropped on average. Each unit is kept with
-    probability 1 - rate, and the expectation over patterns of what a network returns, before what it feeds, is that of plain
-    dropout, which is the network without any. **All samples of a batch share a pattern**: that is what saves the products, and
-    makes the noise coarser than dropout's.
+    Plain dropout computes all activations and then multiplies some by zero. Here each network draws a pattern for each batch:
+    a period i, and which one of every i neighbouring units is kept. The products of the step, forward and backward, then use
+    1/i of the hidden units, and a kept unit counts i times. Periods from 1 to ``most`` are drawn from the distribution of
+    largest entropy that drops a fraction ``rate`` of the units on average. Each unit is kept with probability ``1 - rate``.
+    The expected output of a network, before the layers it feeds, is the same as under plain dropout. **All samples of a batch
+    share a pattern**: this saves the products, and makes the noise coarser than that of dropout.
 
-    A network ``W_2 f(W_1 x)`` and its gated forms are found in what the loss is computed from, on the run's first batch, and
-    seen there to return with half of the units what it returns with the others' weights at zero. Evaluation is the plain
-    module's, and so are parameters and checkpoints. Weights of dropped units have a gradient of zero, as under dropout.
-    Dropout that the module has there itself goes on; set it to zero, so that it is not dropped twice.
+    Networks ``W_2 f(W_1 x)`` and their gated forms are found on the first batch. The callback verifies that each computes the
+    same with half of its units as with the other units' weights set to zero. Evaluation, parameters and checkpoints are those
+    of the plain module. Weights of dropped units get a gradient of zero, as under dropout. The module's own dropout stays
+    active: set it to zero to avoid dropping twice.
 
-    The source reports 1.2 to 2.2 times as fast training of perceptrons. In a transformer the feed-forward networks are some
-    60 % of a step, and one of the sliced weights is copied for its product: measure before you believe.
-    No time of it was measured here.
-
-    Logged: ``kept``, the share of hidden units that the last batch was computed with; ``networks``, how many.
+    Use it for networks with wide feed-forward layers that need dropout, and measure the step time, which was not measured
+    here. The paper reports 1.2 to 2.2 times as fast training of perceptrons. In a transformer, feed-forward networks take
+    about 60 % of a step, and one of the sliced weights is copied for its product. It logs ``kept``, the fraction of hidden
+    units in the last batch, and ``networks``, the number of networks.
 
     Args:
-        rate: of hidden units that are dropped on average, in [0, 1 - 1 / most]; 0 is plain training.
-        most: the longest period, an integer >= 2.
-        ffn: feed-forward networks by name, each a list of its maps that ends with the one back to the stream; ``*`` stands
-            for a block's number: ``[["blocks.*.mlp.0", "blocks.*.mlp.2"]]``. None finds them.
+        rate: the fraction of hidden units to drop on average, at most ``1 - 1 / most``. 0 is plain training. Also accepted as
+            ``p``.
+        most: the longest period.
+        ffn: the feed-forward networks by name. Each is a list of its linear layers that ends with the one back to the
+            residual stream; ``*`` stands for a block's number: ``[["blocks.*.mlp.0", "blocks.*.mlp.2"]]``. None finds them.
 
     Raises:
-        ValueError: if an argument is out of its range; on the first batch, before any weight has changed, if no feed-forward
-            network is found, with what was found in its place, one has fewer units than ``most``, or does not treat each
-            unit by itself.
+        ValueError: for a value out of range. On the first batch, before any weight has changed, if no feed-forward network is
+            found, or one has fewer units than ``most`` or does not treat each unit separately.
 
-    Sources:
-        Song et al. 2018, arXiv:1805.08939.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ApproximateRandomDropout(0.5)])
+
+    References:
+        Song et al. 2018, "Approximate Random Dropout", arXiv:1805.08939.
     """
 
-    saves: ClassVar[str] = "products of feed-forward networks, forward and backward, of the dropped hidden units"
+    saves: ClassVar[str] = "products of feed-forward networks, forward and backward, for the dropped hidden units"
     paper: ClassVar[str] = "Song et al. 2018, arXiv:1805.08939"
-    constraints: ClassVar[str] = "feed-forward networks called as modules"
+    constraints: ClassVar[str] = "feed-forward networks whose layers are called as modules"
     survey: ClassVar[Survey | None] = Survey("approximate random dropout", shen="4.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"rate": Choice((0.25, 0.5, 0.7))}, needs_blocks)
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds, and one whose hidden units are 1 - rate of them throughout"
+        "the baseline for the same time, and a baseline with a fraction 1 - rate of the hidden units throughout"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "CompoundGrowth": "both say how many hidden units feed-forward networks have",
-        "RegionalCompilation": "blocks whose widths change would be compiled anew for each pattern",
-        "KFAC": "its factors are of all hidden units, of which a step has some",
-        **dict.fromkeys(_FACTORS, "its maps are factors, whose channels would be taken for hidden units"),
+        "CompoundGrowth": "both set the number of hidden units of feed-forward networks",
+        "RegionalCompilation": "it would recompile blocks for each pattern, because their widths change",
+        "KFAC": "its factors cover all hidden units, and a step computes only some",
+        **dict.fromkeys(("LowRankLinear", "ButterflyLinear"), "its factors' channels would be taken for hidden units"),
         **dict.fromkeys(
-            _BESIDE, "its maps have scalars or factors beside them, and are not seen to be feed-forward networks"
+            ("Fixup", "LoRA"), "it adds scalars or factors to linear layers, which hides feed-forward networks"
         ),
         **dict.fromkeys(
-            _FP8, "its maps run in an arithmetic of their own, which does not see what is kept of a weight"
+            ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"),
+            "the plugin computes linear layers itself and would use the whole weight",
         ),
     }
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
 
-    def __init__(self, rate: float = 0.5, *, most: int = 4, ffn: Sequence[Sequence[str]] | None = None) -> None:
-        if not isinstance(most, int) or isinstance(most, bool) or most < 2:
-            raise ValueError(f"{WHO}({most=}): expected an integer >= 2, the longest period.")
-        number = isinstance(rate, int | float) and not isinstance(rate, bool)
-        if not number or not 0.0 <= rate <= 1.0 - 1.0 / most + 1e-12:
+    def __init__(
+        self,
+        rate: Annotated[float, Fraction(below=1), Alias("p")] = 0.5,
+        *,
+        most: Annotated[int, Count(at_least=2)] = 4,
+        ffn: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        if rate > 1.0 - 1.0 / most + 1e-12:
             raise ValueError(
-                f"{WHO}({rate=}, {most=}): expected a rate in [0, {1.0 - 1.0 / most:.3g}], of which a period of {most} drops"
-                " most. Give a smaller rate or a larger most."
+                f"{WHO}({rate=}, {most=}): periods of {most} drop at most {1.0 - 1.0 / most:.3g} of the units. Give a smaller"
+                " rate or a larger `most`."
             )
         check_names(ffn, who=WHO)
         self.rate, self.most = float(rate), most
@@ -102,7 +105,7 @@ class ApproximateRandomDropout(Technique):
 
     def _reset(self) -> None:
         self._thinned: Thinned | None = None
-        self._learnt: list[Any] = []  # the networks of a checkpoint
+        self._learnt: list[Any] = []  # the networks that a checkpoint names
         self._kept = 1.0
         self._count = 0
 
@@ -131,7 +134,7 @@ class ApproximateRandomDropout(Technique):
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
         if self._thinned is None:
             self._look(session, batch, batch_idx)
-        if self._thinned is None:  # the step passes over this batch
+        if self._thinned is None:  # the step skips this batch
             return
         likely = probabilities(self.rate, self.most)
         numbers = session.generator(self.name(), session.trainer.global_step, batch_idx)
@@ -146,7 +149,7 @@ class ApproximateRandomDropout(Technique):
         )
         if self._thinned is not None:
             ffns = self._thinned.ffns
-            rank_zero_info(f"{WHO}: hidden units are dropped in {len(ffns)} feed-forward networks, such as {ffns[0]}.")
+            rank_zero_info(f"{WHO}: drops hidden units in {len(ffns)} feed-forward networks, such as {ffns[0]}.")
 
     @override
     def detach(self, session: Session) -> None:
@@ -172,4 +175,4 @@ class ApproximateRandomDropout(Technique):
 
     @override
     def summary(self) -> str:
-        return f"{self.rate:g} of the hidden units of {self._count} feed-forward networks dropped on average"
+        return f"dropped {self.rate:.0%} of the hidden units of {self._count} feed-forward networks on average"

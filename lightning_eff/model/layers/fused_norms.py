@@ -1,24 +1,27 @@
-"""FusedNorms: LayerNorm and RMSNorm by one kernel forward and one backward (Ba et al. 2016; Zhang & Sennrich 2019).
+"""FusedNorms: compute LayerNorm and RMSNorm with one kernel forward and one backward (Ba et al. 2016; Zhang & Sennrich 2019).
 
-The rule and its gradients stand in ``kernels.norm``, which computes them.
+``kernels.norm`` holds the rule and its gradients.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture.naming import check_met, check_names, meets
+from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._needs.needs import Need
-from lightning_eff._core._stack.showing import Worn, put_on, take_off, worn_by
+from lightning_eff._core._stack.showing import Worn, worn_by
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.kernels import _launch
 from lightning_eff.model.layers._fused_norms.finding import Kind, norms
+from lightning_eff.model.layers._shared.arguments import Paths
+from lightning_eff.model.layers._shared.choosing import ByName, select
+from lightning_eff.model.layers._shared.wearing import worn
 
 WHO = "FusedNorms"
 
@@ -27,7 +30,7 @@ class Fused(Worn):
     """A norm that a kernel computes."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The kernel's result, of the input's dtype; a call with further arguments is the module's own."""
+        """The kernel's result in the input's dtype; a call with further arguments runs the module's own ``forward``."""
         assert isinstance(self, nn.Module)
         if args or kwargs or not x.numel():
             return self._plain.forward(self, x, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -37,67 +40,64 @@ class Fused(Worn):
 
 def _pointless(profile: RunProfile) -> str | None:
     if profile.accelerator != "cuda":
-        return "the kernels run on CUDA, and elsewhere torch's own functions do"
-    return None if profile.num_blocks >= 1 else "no repeated blocks were found, in which norms could take time"
+        return "the kernels run only on CUDA"
+    return None if profile.num_blocks >= 1 else "found no repeated blocks, where norms could take time"
 
 
-class FusedNorms(Technique):
-    """Compute LayerNorm and RMSNorm by the package's own kernels in training: one forward and one backward, in float32.
+class FusedNorms(ByName, Technique):
+    """Compute LayerNorm and RMSNorm in training with fused kernels: one forward and one backward, in float32.
 
-    RMSNorm as Hugging Face models have it is six operations, each of which reads and writes all of a hidden state; here it is
-    one, which keeps the input and a number for each row for its backward pass. ``nn.LayerNorm`` and ``nn.RMSNorm`` are found
-    by their class, others by what they compute on rows that are made up: ``(x / sqrt(mean(x^2) + eps)) g``, also with a gain
-    of 1 + g as in Gemma, or LayerNorm. What computes something else is left; so are norms over several dimensions, and over
-    rows of more than 8192 elements, which is said with the reason.
+    RMSNorm in Hugging Face models is six operations, each of which reads and writes the whole hidden state. Here it is one
+    kernel that keeps the input and one number per row for its backward pass. ``nn.LayerNorm`` and ``nn.RMSNorm`` are found by
+    class. Other norms are found by comparing their output on random rows with ``(x / sqrt(mean(x^2) + eps)) g``, also with a
+    gain of ``1 + g`` as in Gemma, or with LayerNorm. Other modules are skipped. Norms over several dimensions, or over rows
+    of more than 8192 elements, are skipped and logged with the reason.
 
-    The numbers are those of plain training up to rounding. The result is of the dtype of what a norm is given, and rounded to
-    it once: under autocast, where torch's own LayerNorm returns float32, a bfloat16 input gives a bfloat16 output, which
-    saves memory and is what the next product would make of it. Evaluation is the plain module's, and so are parameters and
-    checkpoints. A backward pass cannot be differentiated again.
+    The results equal those of plain training up to rounding. The output has the input's dtype and is rounded once: under
+    autocast, a bfloat16 input gives a bfloat16 output, where torch's LayerNorm returns float32. This saves memory, and the
+    next product would round it anyway. Evaluation, parameters and checkpoints are those of the plain module. Double backward
+    is not supported.
 
-    **Whether it is faster has not been measured**: torch's fused kernels are good, and what there is to gain is in RMSNorm
-    that is written in single operations, and in backward. Compare by ``bench``. **On a CPU** no Triton kernel runs: the same
-    norms are then computed by ``torch.nn.functional.layer_norm`` and ``rms_norm``, which leaves nn.LayerNorm as it was to the
-    bit.
-
-    Logged: ``norms``, how many.
+    Use it for models whose RMSNorm consists of single operations, and compare the step time with ``bench``: **the speed-up on
+    a GPU has not been measured**, and torch's fused kernels are good. **On a CPU** no Triton kernel runs. The norms are then
+    computed by ``torch.nn.functional.layer_norm`` and ``rms_norm``, which leaves ``nn.LayerNorm`` unchanged bit for bit. It
+    logs ``norms``, the number of norms.
 
     Args:
-        names: dotted paths of norms, their last parts or patterns, such as ``["layers.*.input_layernorm"]``; None takes all
-            that are found, ``[]`` is plain training.
+        names: dotted paths of the norms to fuse, their last parts, or patterns, such as ``["layers.*.input_layernorm"]``.
+            None takes all norms, ``[]`` is plain training.
 
     Raises:
-        ValueError: for other values; at setup, if no norm is found, with what there is, for a name that means none, with the
-            nearest ones, and for a named one that no kernel computes, with the reason.
+        ValueError: for a wrong value. At setup, if there is no norm, a name matches none, or no kernel computes a named norm.
         ImportError: at setup, on CUDA without triton.
 
-    Sources:
-        Ba et al. 2016, arXiv:1607.06450; Zhang & Sennrich 2019, arXiv:1910.07467; Hsu et al. 2024, arXiv:2410.10989 (Liger).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[FusedNorms()])
+
+    References:
+        Ba et al. 2016, "Layer Normalization", arXiv:1607.06450.
+        Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467.
+        Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989.
     """
 
-    saves: ClassVar[str] = "time and memory of norms that are written in single operations; not measured on a GPU"
+    saves: ClassVar[str] = "time and memory of norms written in single operations; not measured on a GPU"
     paper: ClassVar[str] = "Zhang & Sennrich 2019, arXiv:1910.07467; Hsu et al. 2024, arXiv:2410.10989"
-    constraints: ClassVar[str] = "kernels on CUDA with triton, torch's functions elsewhere"
+    constraints: ClassVar[str] = "kernels on CUDA with triton; torch's functions elsewhere"
     needs: ClassVar[Need] = Need.LAYERS
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control("the baseline for as many seconds: the numbers are the same to rounding")
+    control: ClassVar[Control] = Control("the baseline for the same time: the results are equal up to rounding")
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
 
-    def __init__(self, names: Sequence[str] | None = None) -> None:
-        self.names = check_names(names, who=WHO, what="norms", example="layers.*.input_layernorm")
+    def __init__(self, names: Paths = None) -> None:
+        self._take_names(names)
         self._reset()
 
     def _reset(self) -> None:
         self._kinds: list[tuple[nn.Module, Kind]] = []
         self._count = 0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
 
     @override
     def check(self, session: Session) -> None:
@@ -114,44 +114,31 @@ class FusedNorms(Technique):
             return
         root = session.module
         every = norms(root)
-        if self.names is not None and every:
-            check_met(self.names, every, who=WHO, what="norms", root=type(root).__name__)
-        left: dict[str, str] = {}
-        for path, (m, kind) in every.items():
-            named = self.names is not None and any(meets(path, name) for name in self.names)
-            if self.names is not None and not named:
-                continue
-            if isinstance(kind, str) and named:
-                raise ValueError(f"{WHO}: {path} ({type(m).__name__}) is left: {kind}. Leave it out of the names.")
-            if isinstance(kind, str):
-                left[path] = kind
-            else:
-                self._kinds.append((m, kind))
+        kinds = {path: kind for path, (_, kind) in every.items()}
+        chosen, left = select(
+            {path: m for path, (m, _) in every.items()},
+            self.names,
+            lambda path, m: kind if isinstance(kind := kinds[path], str) else None,
+            who=WHO,
+            what="norms",
+            root=root,
+        )
+        self._kinds = [(m, kind) for path, m in chosen.items() if not isinstance(kind := kinds[path], str)]
         if not self._kinds:
-            reasons = "".join(f" {path}: {reason}." for path, reason in left.items())
-            kinds = sorted({type(m).__name__ for m in root.modules() if "norm" in type(m).__name__.lower()})
+            others = sorted({type(m).__name__ for m in root.modules() if "norm" in type(m).__name__.lower()})
             raise ValueError(
-                f"{WHO}: {type(root).__name__} has no LayerNorm or RMSNorm to act on;{reasons} expected one at least. There are"
-                f" norms of {', '.join(kinds) or 'no kind'}. Take the technique out."
+                f"{WHO}: {type(root).__name__} has no LayerNorm or RMSNorm to act on.{by_reason(left)} It has"
+                f" norms of {', '.join(others[:5]) or 'no kind'}. Remove the callback."
             )
         self._count = len(self._kinds)
         session.views.append(self._view)
-        if left:
-            listed = "; ".join(f"{path} ({reason})" for path, reason in left.items())
-            rank_zero_info(f"{WHO}: left as they are: {listed}")
         on = "Triton kernels" if session.trainer.strategy.root_device.type == "cuda" else "torch's own functions"
-        rank_zero_info(f"{WHO}: {self._count} norms are computed by {on}.")
+        skipped = f" Skipped{by_reason(left)}" if left else ""
+        rank_zero_info(f"{WHO}: {self._count} norms are computed by {on}.{skipped}")
 
-    @contextmanager
-    def _view(self, training: bool) -> Iterator[None]:
-        worn = [(m, kind) for m, kind in self._kinds if not isinstance(m, Worn)] if training else []
-        for m, kind in worn:
-            put_on(m, Fused, cast(Any, kind))
-        try:
-            yield
-        finally:
-            for m, _ in worn:
-                take_off(m)
+    def _view(self, training: bool) -> AbstractContextManager[None]:
+        kinds = self._kinds if training else []
+        return worn(Fused, [m for m, _ in kinds], [kind for _, kind in kinds])
 
     @override
     def detach(self, session: Session) -> None:
@@ -163,4 +150,4 @@ class FusedNorms(Technique):
 
     @override
     def summary(self) -> str:
-        return f"{self._count} norms by one kernel forward and one backward"
+        return f"computed {self._count} norms with one kernel forward and one backward"

@@ -1,11 +1,11 @@
-"""LogitSoftcap: logits that end at a cap, which they come near smoothly (Bello et al. 2016; Gemma 2, 2024).
+"""LogitSoftcap: bound the logits smoothly (Bello et al. 2016; Gemma 2, 2024).
 
 The rule is ``y = c tanh(z / c)`` for the logits z of a head.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -13,32 +13,35 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import LinearMap, linear_maps, unfit
-from lightning_eff._core._architecture.naming import check_met, check_names, meets
+from lightning_eff._core._architecture.naming import check_met
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._arguments.kinds import Alias, Either, Number, OneOf
 from lightning_eff._core._branches.probing import Divided, probed
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._marks import Marked
+from lightning_eff.model.layers._shared.arguments import Paths
+from lightning_eff.model.layers._shared.choosing import ByName, is_named
 
 WHO = "LogitSoftcap"
 
 
 def softcap(z: Tensor, cap: float) -> Tensor:
-    """``c tanh(z / c)``: z where it is small, and between -c and c wherever it is."""
+    """``c tanh(z / c)``: close to z if z is small, and always between -c and c."""
     return cap * torch.tanh(z / cap)
 
 
 class CappedLinear(Marked, nn.Linear):
-    """A head whose logits are capped, with the plain one's own weight and bias.
+    """A head with capped logits and the plain head's weight and bias.
 
     Args:
         plain: the head.
         cap: c.
     """
 
-    #: Its weight is what it was, also to an embedding that is tied to it.
+    #: The plain parameters stay, so that an embedding may remain tied to them.
     as_before = ("weight", "bias")
 
     def __init__(self, plain: nn.Linear, cap: float) -> None:
@@ -56,61 +59,63 @@ class CappedLinear(Marked, nn.Linear):
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "there is no hidden linear map before a head"
+    return None if profile.num_matrices else "the module has no hidden linear layer before a head"
 
 
-class LogitSoftcap(Architecture):
-    """Cap the logits of a module's head smoothly: ``c tanh(z / c)``.
+class LogitSoftcap(ByName, Architecture):
+    """Cap the logits of the module's head smoothly: ``c tanh(z / c)``.
 
-    Logits of the size of c and beyond have small gradients, so that they do not run away, as they do with large rates or in
-    low precision. A head is found by a pass over an input that is made up: the linear map that computes what the module
-    returns or what its loss is taken of. It is said which one it is.
+    Logits near the cap and above have small gradients. This keeps them from diverging, as they may with high learning rates
+    or in low precision. The technique finds the head in a forward pass on a made-up input: it is the linear layer that
+    computes what the module returns or what the loss is computed from. It logs which layer it took.
 
-    **Another model**, which costs an elementwise operation over all logits, forward and backward: with a large vocabulary
-    that shows, unless it is fused with the loss, as ``FusedLinearCrossEntropy`` does. It saves steps where logits would run
-    away, and nothing where they stay small. Checkpoints have a mark beside the head, ``lightning_eff_mark``, so that the
-    plain module does not load them; they load into ``lightning_eff.apply(plain, LogitSoftcap(...))``, and ``export``
-    refuses.
-
-    Logged: ``heads``, how many; ``cap``.
+    Use it if logits grow without bound; it gains nothing if they stay small. **It changes the model**, and costs an
+    elementwise operation over all logits, forward and backward. With a large vocabulary this is noticeable, unless the cap is
+    fused with the loss, as ``FusedLinearCrossEntropy`` does. Checkpoints have a mark next to the head,
+    ``lightning_eff_mark``, so that the plain module does not load them. Load them into ``lightning_eff.apply(plain,
+    LogitSoftcap(...))``. ``export`` refuses. It logs ``heads``, the number of heads, and ``cap``.
 
     Args:
-        cap: c, > 0, in units of logits; ``math.inf`` is plain training.
-        names: dotted paths of heads, their last parts or patterns, such as ``["lm_head"]``; None looks for it.
+        cap: the largest absolute value of a logit. ``math.inf`` is plain training. Also accepted as
+            ``final_logit_softcapping``.
+        names: dotted paths of the heads, their last parts, or patterns, such as ``["lm_head"]``. None looks for the head.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no head is found, or several, which must be named; for a
-            name that means no linear map, with the nearest ones; for a head that cannot be replaced, or whose model caps
-            its logits already.
+        ValueError: for a value out of range. At setup or in ``apply``, if no head is found, several are found, a name matches
+            no linear layer, the head cannot be replaced, or the model caps its logits already.
 
-    Sources:
-        Bello et al. 2016, arXiv:1611.09940 (section 4); Gemma Team 2024, arXiv:2408.00118, and modded-nanogpt (30 and less).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[LogitSoftcap(30.0)])
+
+    References:
+        Gemma Team 2024, "Gemma 2: Improving Open Language Models at a Practical Size", arXiv:2408.00118 (caps of 30 and 50).
+        Bello et al. 2016, "Neural Combinatorial Optimization with Reinforcement Learning", arXiv:1611.09940 (section 4).
     """
 
-    saves: ClassVar[str] = "steps, where logits would run away; costs an operation over all logits"
+    saves: ClassVar[str] = "steps, if logits would grow without bound; costs an operation over all logits"
     paper: ClassVar[str] = "Gemma Team 2024, arXiv:2408.00118"
-    constraints: ClassVar[str] = "heads that are an nn.Linear; models of large vocabularies pay for it in time"
+    constraints: ClassVar[str] = "heads that are nn.Linear; costs time with large vocabularies"
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"cap": Choice((15.0, 30.0))}, _pointless)
-    control: ClassVar[Control] = Control("the baseline for as many seconds with its learning rate decayed to zero")
+    control: ClassVar[Control] = Control("the baseline for the same time with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = {}
     change_at: ClassVar[Change] = Change.SWAP
     stays: ClassVar[str] = "a plain head has no cap"
     _count = 0
 
-    def __init__(self, cap: float = 30.0, *, names: Sequence[str] | None = None) -> None:
-        number = isinstance(cap, int | float) and not isinstance(cap, bool)
-        if not number or not cap > 0.0:
-            raise ValueError(
-                f"{WHO}({cap=}): expected a number > 0 in units of logits, such as 30; math.inf is plain training."
-            )
+    def __init__(
+        self,
+        cap: Annotated[float, Either(Number(above=0), OneOf(math.inf)), Alias("final_logit_softcapping")] = 30.0,
+        *,
+        names: Paths = None,
+    ) -> None:
         self.cap = float(cap)
-        self.names = check_names(names, who=WHO, what="heads", example="lm_head")
+        self._take_names(names)
 
     @property
     @override
     def neutral(self) -> bool:
-        return math.isinf(self.cap) or self.names == []
+        return math.isinf(self.cap) or super().neutral
 
     # -- the change
 
@@ -121,14 +126,14 @@ class LogitSoftcap(Architecture):
             has = getattr(getattr(m, "config", None), "final_logit_softcapping", None)
             if has:
                 raise ValueError(
-                    f"{WHO}: {path or type(m).__name__} caps its logits at {has} already; expected a head without. Set"
-                    " config.final_logit_softcapping instead, or take the technique out."
+                    f"{WHO}(cap={self.cap:g}): {path or type(m).__name__} caps its logits at {has} already. Set"
+                    " config.final_logit_softcapping instead, or remove the callback."
                 )
         heads = self._heads(root, surgeon.batch)
         for m in heads:
             reason = unfit(m) or ("it is Conv1D" if m.transposed else None)
             if reason is not None:
-                raise ValueError(f"{WHO}: the head {m} cannot be replaced: {reason}. Take the technique out.")
+                raise ValueError(f"{WHO}: the head {m} cannot be replaced: {reason}. Remove the callback.")
         ids = {id(m.module) for m in heads}
 
         def build(plain: nn.Module) -> nn.Module:
@@ -137,17 +142,17 @@ class LogitSoftcap(Architecture):
 
         surgeon.swap(lambda path, m: id(m) in ids, build, what="a head")
         self._count = len(ids)
-        rank_zero_info(f"{WHO}: the logits of {', '.join(m.path for m in heads)} are capped at {self.cap:g}.")
+        rank_zero_info(f"{WHO}: caps the logits of {', '.join(m.path for m in heads)} at {self.cap:g}.")
 
     def _heads(self, root: nn.Module, batch: Any) -> list[LinearMap]:
         maps = linear_maps(root)
         if not maps:
             raise ValueError(
-                f"{WHO}: {type(root).__name__} has no linear map that could be a head. Take the technique out."
+                f"{WHO}: {type(root).__name__} has no linear layer that could be a head. Remove the callback."
             )
         if self.names is not None:
-            check_met(self.names, [m.path for m in maps], who=WHO, what="linear maps", root=type(root).__name__)
-            return [m for m in maps if any(meets(m.path, name) for name in self.names)]
+            check_met(self.names, [m.path for m in maps], who=WHO, what="linear layers", root=type(root).__name__)
+            return [m for m in maps if is_named(m.path, self.names)]
         ways = _ways(root, maps)
         try:
             found = probed(root, who=WHO, batch=batch).heads
@@ -155,8 +160,8 @@ class LogitSoftcap(Architecture):
             raise
         except ValueError as e:
             raise ValueError(
-                f"{WHO}: the head of {type(root).__name__} cannot be told, since no pass over an input that is made up shows"
-                f" one ({str(e).partition('. ')[0]}). {ways}."
+                f"{WHO}: found no head in {type(root).__name__}, because no forward pass on a made-up input succeeded"
+                f" ({str(e).partition('. ')[0]}). {ways}."
             ) from e
         parameters = dict(root.named_parameters())
         weights = {id(parameters[name]) for name in found}
@@ -164,14 +169,13 @@ class LogitSoftcap(Architecture):
         if len(heads) != 1:
             told = ", ".join(map(str, heads)) or "none"
             if heads:
-                ways = f"Name those whose logits shall be capped, such as {WHO}(names={[m.path for m in heads]})"
+                ways = f"Name those whose logits to cap, such as {WHO}(names={[m.path for m in heads]})"
             raise ValueError(
-                f"{WHO}: of the linear maps of {type(root).__name__}, these compute what it returns: {told}; expected one."
-                f" {ways}."
+                f"{WHO}: expected one linear layer that computes the output of {type(root).__name__}, found {told}. {ways}."
             )
         return heads
 
-    # -- what is told
+    # -- reports
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -179,11 +183,11 @@ class LogitSoftcap(Architecture):
 
     @override
     def summary(self) -> str:
-        return f"logits are capped at {self.cap:g}"
+        return f"capped logits at {self.cap:g}"
 
 
 def _ways(root: nn.Module, maps: Sequence[LinearMap]) -> str:
-    """How to name the head, where it is not found: what has an embedding's weight, or its vocabulary, is likely to be one."""
+    """How to name a head that is not found: an embedding's weight or vocabulary size marks a likely one."""
     tables = [m for m in root.modules() if isinstance(m, nn.Embedding)]
     tied = [m for m in maps if any(m.module.weight is table.weight for table in tables)]
     sized = [m for m in maps if m.out_features in {table.num_embeddings for table in tables}]
@@ -195,5 +199,5 @@ def _ways(root: nn.Module, maps: Sequence[LinearMap]) -> str:
             return f"Name it, such as {WHO}(names=['{likely[-1].path}']), which {why}"
     stacks = [f"{stack.path}." for stack in candidates(root) if stack.composite and stack.path]
     outside = [m for m in maps if not m.path.startswith(tuple(stacks))] if stacks else maps
-    listed = ", ".join(map(str, (outside or maps)[-6:]))
-    return f"Name the one whose outputs are logits, {WHO}(names=[...]), of {listed}"
+    listed = ", ".join(map(str, (outside or maps)[-5:]))
+    return f"Name the layer whose outputs are logits with {WHO}(names=[...]); candidates: {listed}"

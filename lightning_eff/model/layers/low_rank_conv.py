@@ -1,128 +1,112 @@
-"""LowRankConv: convolutions as one down columns and one along rows, begun by the nearest such pair (Tai et al. 2015).
+"""LowRankConv: replace a convolution with a vertical and a horizontal one, initialised from its weight (Tai et al. 2015).
 
 The rule is ``W_nc(y, x) ~ sum_k H_nk(x) V_kc(y)``, the best product of rank r of the matrix that
-``_low_rank.factored.conv_matrix`` makes of W, which ``_low_rank.factors.factors`` finds.
+``_low_rank.factored.conv_matrix`` makes of W. ``_low_rank.factors.factors`` computes it.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture.naming import check_met, meets
+from lightning_eff._core._arguments.kinds import Alias, Count
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._low_rank.factored import FactoredConv2d, conv_matrix
-from lightning_eff.model.layers._low_rank.technique import LowRank, Place
+from lightning_eff.model.layers._low_rank.technique import Energy, LowRank, Place
+from lightning_eff.model.layers._shared.arguments import COUNT_OR_FRACTION, Paths
+from lightning_eff.model.layers._shared.choosing import is_named, select
 
 WHO = "LowRankConv"
 _OTHERS = (nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.image_side is not None else "samples are no images"
+    return None if profile.image_side is not None else "the samples are not images"
 
 
 class LowRankConv(LowRank):
-    """Compute a convolution of ky x kx as two: ky x 1 to r channels, and 1 x kx from these to the outputs.
+    """Replace a ky x kx convolution with two: ky x 1 to r channels, then 1 x kx to the outputs.
 
-    The pair has ``r (C ky + N kx)`` weights for ``C N ky kx``, and as many fewer products a pixel; a 1 x 1 convolution
-    becomes two of these. The factors are the nearest ones to the convolution's first weights, and compute the same function
-    at the full rank, ``min(C ky, N kx)``, whatever strides, dilations and paddings are. Grouped convolutions are left, as
-    are those that the pair would not make smaller and those of few input channels, as stems are; what is left is said, with
-    the reason.
+    For C inputs and N outputs, the pair has ``r (C ky + N kx)`` weights instead of ``C N ky kx``, and needs as many fewer
+    products per pixel. A 1 x 1 convolution becomes two 1 x 1 convolutions. The factors start as the best approximation of the
+    initial weight. At the full rank, ``min(C ky, N kx)``, they compute the same function, for every stride, dilation and
+    padding. The technique skips grouped convolutions, convolutions that the pair would not make smaller, and those with few
+    channels, such as stems. It logs them with the reason.
 
-    **Seldom pays**: convolutions of 3 x 3 have kernels of their own, faster for each product than those of 3 x 1, and
-    between the two all of a feature map is written and read once more. Measure before you believe in the products that are
-    saved.
+    Use it on wide convolutions, and measure the step time. **It seldom saves time**: 3 x 3 convolutions have specialised
+    kernels that are faster per product than 3 x 1 ones, and the pair writes and reads an extra feature map.
 
-    The pair are two ``nn.Conv2d``, ``first`` and ``second``. ``lightning_eff.export`` multiplies them, and gives the plain
-    module. With ``energy`` ranks go by the first weights; those of a checkpoint go by it.
-
-    Logged: ``factored``, how many convolutions; ``weights``, how many theirs are.
+    The pair is two ``nn.Conv2d``, ``first`` and ``second``. ``lightning_eff.export`` multiplies them and returns the plain
+    module. With ``energy``, the initial weights decide the ranks; a checkpoint brings its own ranks. It logs ``factored``,
+    the number of convolutions, and ``weights``, the number of their weights.
 
     Args:
-        rank: r, an integer >= 1 and at most the full rank of each convolution that is named; or a share of that, in (0, 1];
-            None for a quarter, unless ``energy`` is given.
-        energy: instead, the share of the sum of squared singular values that each one keeps, in (0, 1].
-        names: dotted paths of convolutions, their last parts or patterns, such as ``["layer*.conv1"]``; None looks for them,
-            ``[]`` is plain training.
-        min_channels: convolutions with fewer inputs or outputs are left, unless they are named; >= 1.
+        rank: the rank of each convolution. A fraction refers to its full rank: 1 is a rank of one, and 1.0 is
+            the full rank. None is a quarter, unless ``energy`` is given. Also accepted as ``latent_channels``.
+        energy: the fraction of the sum of squared singular values that each convolution keeps, instead of ``rank``.
+        names: dotted paths of the convolutions to replace, their last parts, or patterns, such as ``["layer*.conv1"]``. None
+            looks for convolutions, ``[]`` is plain training.
+        min_channels: the number of input and output channels below which a convolution is skipped, unless it is named.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no convolution is left to act on, with the reason for
-            each; for a name that means none, with the nearest ones; for a named one whose rank is smaller, or that cannot be
-            replaced, with the reason.
+        ValueError: for a value out of range, or if both ``rank`` and ``energy`` are given. At setup or in ``apply``, if there
+            is no convolution to replace, a name matches none, or a named one cannot be replaced.
 
-    Sources:
-        Tai et al. 2015, arXiv:1511.06067.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[LowRankConv(0.25, names=["layer4.*"])])
+
+    References:
+        Tai et al. 2015, "Convolutional Neural Networks with Low-Rank Regularization", arXiv:1511.06067.
     """
 
-    saves: ClassVar[str] = "products and weights of wide convolutions, for some quality; time seldom"
+    saves: ClassVar[str] = "products and weights of wide convolutions, at some cost in quality; seldom time"
     paper: ClassVar[str] = "Tai et al. 2015, arXiv:1511.06067"
-    constraints: ClassVar[str] = (
-        "two-dimensional convolutions of one group; seldom faster than a 3 x 3 kernel of its own"
-    )
+    constraints: ClassVar[str] = "two-dimensional convolutions with groups=1; seldom faster than a 3 x 3 kernel"
     survey: ClassVar[Survey | None] = Survey("low-rank convolutions", shen="4.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, _pointless)
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds, and one of narrower layers with as many weights"
+        "the baseline for the same time, and a baseline with narrower layers and as many weights"
     )
     what: ClassVar[str] = "convolution"
     conflicts: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
-        rank: int | float | None = None,
+        rank: Annotated[int | float | None, COUNT_OR_FRACTION, Alias("latent_channels")] = None,
         *,
-        energy: float | None = None,
-        names: Sequence[str] | None = None,
-        min_channels: int = 16,
+        energy: Energy = None,
+        names: Paths = None,
+        min_channels: Annotated[int, Count()] = 16,
     ) -> None:
-        self._take(rank, energy, names, "convolutions", "layer*.conv1")
-        if not isinstance(min_channels, int) or isinstance(min_channels, bool) or min_channels < 1:
-            raise ValueError(f"{WHO}({min_channels=}): expected an integer >= 1, channels on either side.")
+        self._take(rank, energy, names)
         self.min_channels = min_channels
 
     @override
     def _places(self, root: nn.Module) -> tuple[list[Place], dict[str, str]]:
-        every = {path: m for path, m in root.named_modules() if isinstance(m, (nn.Conv2d, *_OTHERS))}
-        if self.names is not None:
-            check_met(self.names, every, who=WHO, what="convolutions", root=type(root).__name__)
-        found: list[Place] = []
-        left: dict[str, str] = {}
+        every: dict[str, Any] = {p: m for p, m in root.named_modules() if isinstance(m, (nn.Conv2d, *_OTHERS))}
         small: list[int] = []
-        for path, m in every.items():
-            named = self.names is not None and any(meets(path, name) for name in self.names)
-            if self.names is not None and not named:
-                continue
-            reason = _unfit(m)
-            if named and reason is not None:
-                raise ValueError(
-                    f"{WHO}: {path} ({type(m).__name__}) cannot be replaced: {reason}. Leave it out of the names."
-                )
-            if reason is None and not named and min(m.in_channels, m.out_channels) < self.min_channels:
-                reason = f"it has fewer than min_channels={self.min_channels} on a side"
-                small.append(min(m.in_channels, m.out_channels))
-            if reason is not None:
-                left[path] = reason
-            else:
-                assert isinstance(m, nn.Conv2d)
-                found.append(_place(path, m, named))
+
+        def unfit(path: str, m: nn.Conv2d) -> str | None:
+            reason, side = _unfit(m), min(m.in_channels, m.out_channels)
+            if reason or is_named(path, self.names) or side >= self.min_channels:
+                return reason
+            small.append(side)
+            return f"it has fewer channels than min_channels={self.min_channels}"
+
+        chosen, left = select(every, self.names, unfit, who=WHO, what="convolutions", root=root)
         self._floor = ("min_channels", max(small)) if small else None
-        return found, left
+        return [_place(path, m, is_named(path, self.names)) for path, m in chosen.items()], left
 
 
 def _unfit(m: nn.Module) -> str | None:
     if not isinstance(m, nn.Conv2d):
-        return (
-            f"it is a {type(m).__name__}, and only two-dimensional convolutions have columns and rows to be told apart"
-        )
+        return f"it is {type(m).__name__}, and only two-dimensional convolutions have columns and rows"
     if m.groups > 1:
-        return f"it has {m.groups} groups, each of which is small already"
+        return f"its {m.groups} groups are already small"
     if type(m).forward is not nn.Conv2d.forward or type(m)._conv_forward is not nn.Conv2d._conv_forward:
-        return "a subclass of nn.Conv2d with a forward of its own"
+        return "it is a subclass of nn.Conv2d with its own forward"
     return None
 
 

@@ -1,90 +1,94 @@
-"""LowRankLinear: linear maps as products of two thin ones, begun by a singular value decomposition (Khodak et al. 2021).
+"""LowRankLinear: replace linear layers with two thin ones, initialised by a singular value decomposition (Khodak et al. 2021).
 
-The rule is ``W x + b ~ A (B x) + b`` with ``A B`` the best product of rank r, which ``_low_rank.factors.factors`` makes of W.
+The rule is ``W x + b ~ A (B x) + b`` with ``A B`` the best product of rank r, which ``_low_rank.factors.factors`` computes.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import LinearMap, choose
-from lightning_eff._core._architecture.naming import meets
+from lightning_eff._core._arguments.kinds import Alias, Count
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._low_rank.factored import FactoredLinear
-from lightning_eff.model.layers._low_rank.technique import LowRank, Place
+from lightning_eff.model.layers._low_rank.technique import Energy, LowRank, Place
+from lightning_eff.model.layers._shared.arguments import COUNT_OR_FRACTION, Paths
+from lightning_eff.model.layers._shared.choosing import is_named
 
 WHO = "LowRankLinear"
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "there is no hidden linear map"
+    return None if profile.num_matrices else "the module has no hidden linear layer"
 
 
 class LowRankLinear(LowRank):
-    """Compute linear maps as two thin ones: ``A (B x) + b`` for ``W x + b``, with r channels between.
+    """Replace large linear layers with two thin ones: ``A (B x) + b`` instead of ``W x + b``.
 
-    A product of N x r and r x K has ``r (N + K)`` weights for ``N K``, and as many fewer products a token. The factors are
-    those of the map's first weights, their singular values split evenly between the two. Maps are found in the stacks of
-    repeated blocks, or everywhere where there is no stack; heads and stems are left, as are tied maps, and those that two
-    factors would not make smaller; what is left is said, with the reason. Name maps to factor them all the same.
+    A has shape (N, r) and B has shape (r, K), so a layer has ``r (N + K)`` weights instead of ``N K``, and needs as many
+    fewer products per token. The factors start as the best approximation of rank r of the layer's initial weight, with its
+    singular values split evenly between the two. The technique looks for layers in the stacks of repeated blocks, or in the
+    whole module if it has no stack. It skips heads, stems, tied layers, and layers that two factors would not make smaller,
+    and logs them with the reason. Name a layer to factor it anyway.
 
-    **Seldom pays**: below about 512 features a map's time is that of reading and writing its inputs and outputs, which are
-    more with two maps (less than 5 % of the time of a step was saved in Composer's measurements, for more than 1 % of
-    accuracy). By default maps with fewer features than that on either side are left.
+    Use it on layers of at least 512 features. **It seldom saves time**: smaller layers spend their time on reading and
+    writing activations, and two layers read and write more than one. Composer measured less than 5 % of the step time saved,
+    for a loss of more than 1 % in accuracy. Layers with fewer than ``min_features`` features are therefore skipped by
+    default.
 
-    The factors are two ``nn.Linear``, ``first`` and ``second``, which optimizers and precision plugins see as such. Weight
-    decay pulls at the factors, not at their product. ``lightning_eff.export`` multiplies them, and gives the plain module. With
-    ``energy`` ranks go by the first weights; those of a checkpoint go by it.
-
-    Logged: ``factored``, how many maps; ``weights``, how many theirs are.
+    The factors are two ``nn.Linear``, ``first`` and ``second``, so optimizers and precision plugins handle them as usual.
+    Weight decay acts on the factors, not on their product. ``lightning_eff.export`` multiplies them and returns the plain
+    module. With ``energy``, the initial weights decide the ranks; a checkpoint brings its own ranks. It logs ``factored``,
+    the number of layers, and ``weights``, the number of their weights.
 
     Args:
-        rank: r, an integer >= 1 and at most the smaller side of each map that is named; or a share of that side, in (0, 1];
-            None for a quarter, unless ``energy`` is given.
-        energy: instead, the share of the sum of squared singular values that each map keeps, in (0, 1]. Of random weights, all
-            are alike: 0.9 of them is a rank of half and more.
-        names: dotted paths of maps, their last parts or patterns, such as ``["mlp.*"]``; None looks for them, ``[]`` is plain
-            training.
-        min_features: maps with fewer inputs or outputs are left, unless they are named; >= 1.
+        rank: the rank of each layer. A fraction refers to its smaller side: 1 is a rank of one, and 1.0 is the
+            full rank. None is a quarter, unless ``energy`` is given. Also accepted as ``latent_features``.
+        energy: the fraction of the sum of squared singular values that each layer keeps, instead of ``rank``. Random weights
+            have similar singular values, so 0.9 keeps more than half of the full rank.
+        names: dotted paths of the linear layers to replace, their last parts, or patterns, such as ``["mlp.*"]``. None looks
+            for layers, ``[]`` is plain training.
+        min_features: the number of inputs and outputs below which a layer is skipped, unless it is named.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no map is left to act on, with the reason for each; for a
-            name that means no map, with the nearest ones; for a named map whose rank is smaller, or that cannot be replaced,
-            with the reason.
+        ValueError: for a value out of range, or if both ``rank`` and ``energy`` are given. At setup or in ``apply``, if there
+            is no layer to replace, a name matches none, or a named layer cannot be replaced.
 
-    Sources:
-        Khodak et al. 2021, arXiv:2105.01029 (the first factors); Composer's Factorize (what it saves).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[LowRankLinear(0.25, names=["mlp.*"])])
+
+    References:
+        Khodak et al. 2021, "Initialization and Regularization of Factorized Neural Layers", arXiv:2105.01029.
+        MosaicML 2022, Composer's method card "Factorize" (measured gain).
     """
 
-    saves: ClassVar[str] = "products and weights of large maps, for some quality; seldom time below 512 features"
+    saves: ClassVar[str] = "products and weights of large linear layers, at some cost in quality; seldom time"
     paper: ClassVar[str] = "Khodak et al. 2021, arXiv:2105.01029"
-    constraints: ClassVar[str] = "pays for large maps alone: two maps of few features take longer than one"
+    constraints: ClassVar[str] = "pays only for large linear layers; below 512 features two layers take longer than one"
     survey: ClassVar[Survey | None] = Survey("low-rank linear maps", shen="4.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, _pointless)
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds, and one of narrower layers with as many weights"
+        "the baseline for the same time, and a baseline with narrower layers and as many weights"
     )
-    what: ClassVar[str] = "linear map"
+    what: ClassVar[str] = "linear layer"
     conflicts: ClassVar[Mapping[str, str]] = {
-        "CompoundGrowth": "pairs of factors look to it like feed-forward networks, whose few channels it would tile",
-        "Fixup": "it puts scalars before and behind each map, which is then no plain one that could be factored",
+        "CompoundGrowth": "it would take a pair of factors for a feed-forward network and tile its few channels",
+        "Fixup": "it adds scalars before and after each linear layer, and such a layer cannot be factored",
     }
 
     def __init__(
         self,
-        rank: int | float | None = None,
+        rank: Annotated[int | float | None, COUNT_OR_FRACTION, Alias("latent_features")] = None,
         *,
-        energy: float | None = None,
-        names: Sequence[str] | None = None,
-        min_features: int = 512,
+        energy: Energy = None,
+        names: Paths = None,
+        min_features: Annotated[int, Count()] = 512,
     ) -> None:
-        self._take(rank, energy, names, "linear maps", "mlp.*")
-        if not isinstance(min_features, int) or isinstance(min_features, bool) or min_features < 1:
-            raise ValueError(f"{WHO}({min_features=}): expected an integer >= 1, features on either side of a map.")
+        self._take(rank, energy, names)
         self.min_features = min_features
 
     @override
@@ -94,12 +98,12 @@ class LowRankLinear(LowRank):
         found: list[Place] = []
         small: list[int] = []
         for m in maps:
-            named = self.names is not None and any(meets(m.path, name) for name in self.names)
+            named = is_named(m.path, self.names)
             smaller = min(m.in_features, m.out_features)
             if not named and stacks and not m.path.startswith(tuple(stacks)):
-                left[str(m)] = "it lies outside of the blocks"
+                left[str(m)] = "it is outside the blocks"
             elif not named and smaller < self.min_features:
-                left[str(m)] = f"it has fewer than min_features={self.min_features} on a side"
+                left[str(m)] = f"it has fewer features than min_features={self.min_features}"
                 small.append(smaller)
             else:
                 found.append(_place(m, named))

@@ -1,11 +1,10 @@
-"""A table of n-grams beside the token embedding: parameters that cost no products (Huang et al. 2025, arXiv:2501.16975).
+"""NgramEmbedding: add a table of n-grams to the token embedding (Huang et al. 2025, arXiv:2501.16975).
 
-The rule is ``_ngrams.table.ngram_rows``; the table's optimizer is ``_ngrams.row_adam``.
+``_ngrams.table.ngram_rows`` holds the rule, and ``_ngrams.row_adam`` the table's optimizer.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
@@ -15,6 +14,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._arguments.kinds import Count, Each, Either, Names, Number, Text
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.joined import join
 from lightning_eff._core._optim.scheduled import schedulers_of
@@ -46,10 +46,8 @@ def _under_the_modules_optimizer(technique: Any) -> Mapping[str, Technique]:
     return {"module's optimizer": NgramEmbedding(technique.n, technique.buckets, optimizer="module", **same)}
 
 
-def _orders(n: Any) -> tuple[int, ...]:
-    """The orders of n-grams that ``n`` names; none where it is neither an integer nor several."""
-    several = (n,) if isinstance(n, int) else tuple(n) if isinstance(n, list | tuple) else ()
-    return several if all(isinstance(order, int) and not isinstance(order, bool) for order in several) else ()
+def _orders(n: int | Sequence[int]) -> tuple[int, ...]:
+    return (n,) if isinstance(n, int) else tuple(n)
 
 
 def _named(orders: Sequence[int]) -> str:
@@ -57,70 +55,75 @@ def _named(orders: Sequence[int]) -> str:
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return "samples are no sequences of tokens" if profile.sequence_length is None else None
+    return "the samples are not sequences of tokens" if profile.sequence_length is None else None
 
 
 class NgramEmbedding(Architecture):
-    """Add to the embedding of each token the row that the n-gram which ends with it has in a table.
+    """Add to each token's embedding a learned row for the n-gram that ends with the token.
 
-    A bigram's row says what a first layer would have to find out: parameters that are looked up and cost no products, in
-    number many times those of a small model. The row of position t is that of the ids at t - n + 1 to t and of no later ones,
-    also in models that see both sides, whose masked ids are ids as others are. N-grams reach over the borders of packed
-    documents, as the model's own causal attention does there. The first n - 1 positions have none, nor have n-grams with the
-    embedding's ``padding_idx``. The table is zero at first, where the module computes what the plain one does; look-ups
-    are in its own dtype, under mixed precision too. Modules that look up one weight (a T5's encoder and decoder) share a table.
-    A token embedding keeps its ``weight``, to which heads may be tied, and its class; the table is its ``ngrams.weight``.
+    A bigram's row gives the model what a first layer would have to learn. The table adds many parameters but no products: it
+    may be many times as large as a small model. The row at position t depends on the ids at t - n + 1 to t, never on later
+    ones, also in models that see both sides; a mask token counts like any other id. N-grams cross the borders of packed
+    documents, as causal attention does. The first n - 1 positions have no row, and neither have n-grams with the embedding's
+    ``padding_idx``. The table starts at zero, so the module first computes the same as before. Look-ups use the table's own
+    dtype, also under mixed precision. Modules that look up one weight, such as T5's encoder and decoder, share a table. A
+    token embedding keeps its class and its ``weight``, which may be tied to a head; the table is its ``ngrams.weight``.
 
-    A table of ``vocabulary ** n`` rows or more is exact; a smaller one is hashed, and n-grams that meet share a row. N-grams
-    of several orders share a table, in which each order has rows of its own.
+    A table of at least ``vocabulary ** n`` rows has a row for each n-gram. A smaller one is hashed, and colliding n-grams
+    share a row. N-grams of several orders share a table, with separate rows for each order.
 
-    Each step moves the rows of the batch's n-grams alone, by an Adam of its own (``torch.optim.SparseAdam``'s rule) that steps
-    with the module's optimizer as one: its rate follows the module's schedulers in proportion, and it does not decay
-    weights. On a single device gradients are sparse too, and so no step's cost goes with the size of the table; clipping
-    sees them. Under DDP, beside techniques and hooks that read gradients, and in a module that is compiled as a whole they are
-    dense, with the same steps; which and why is printed.
+    Each step updates only the rows of the batch's n-grams, with the rule of ``torch.optim.SparseAdam``, as part of the
+    module's optimizer. The table's learning rate follows the module's schedulers in proportion, without weight decay. On a
+    single device the gradients are sparse, so the step cost does not depend on the size of the table; gradient clipping
+    includes them. Under DDP, together with techniques or hooks that read gradients, and in a module that is compiled as a
+    whole, gradients are dense and the steps are the same. A log line says which, and why.
 
-    It is another model: export gives a ``ValueError`` but for n=1, and a checkpoint loads into ``lightning_eff.apply(plain,
-    NgramEmbedding(...))``. Generation must hand over all ids: what goes on from a cache of keys and values is refused.
-    ``inputs_embeds`` of one's own making have no n-grams; where training never looks tokens up, that is an error.
-
-    Logged: ``parameters`` of the tables; with rows stepped apart ``rows_stepped`` of the last step, ``rate``, and ``sparse``
+    Use it for language models whose training time is limited and memory is not. **It changes the model**: checkpoints load
+    into ``lightning_eff.apply(plain, NgramEmbedding(...))``, and ``export`` refuses unless n is 1. Generation must pass all
+    ids, because a call that continues from a key-value cache is refused. ``inputs_embeds`` that you compute yourself get no
+    n-grams, and training that never looks up tokens is an error. It logs ``parameters`` of the tables. With
+    ``optimizer="rows"`` it also logs ``rows_stepped`` in the last step, ``rate``, the table's learning rate, and ``sparse``
     (1 or 0).
 
     Args:
-        n: tokens of an n-gram, >= 1; or several such numbers, [2, 3] for bigrams and trigrams, whose rows are added up.
-        buckets: rows of each of them at most; None for the larger of 65,536 and five for each token. 0 is plain training.
-        lr: the rate of the table's optimizer, > 0, before the module's schedule; None for 0.02, that of a byte GPT.
-        optimizer: "rows" for the table's own one, or "module" to leave it to the module's optimizer, as the control does.
-        embeddings: paths, last parts of them or patterns, of the ``nn.Embedding`` that look tokens up; None finds it.
-        batch_first: whether these get ids of (B, T) or (T, B); None for (B, T), and an error where parts of the module are
-            set to (T, B), or the first batch shows it.
+        n: the number of tokens in an n-gram. Several numbers add their rows: [2, 3] is bigrams and trigrams.
+        buckets: the largest number of rows per order. None is five rows per token, and at least 65,536. 0 is plain training.
+        lr: the learning rate of the table's optimizer, before the module's schedule. None is 0.02, which is good for a
+            byte-level GPT.
+        optimizer: the optimizer of the table. "rows" is its own, "module" is the module's optimizer, as in the control.
+        embeddings: the ``nn.Embedding`` modules that look up tokens, as paths, their last parts, or patterns. None finds
+            them.
+        batch_first: whether the ids have shape (B, T) instead of (T, B). None assumes (B, T), and raises an error if a part
+            of the module or the first batch suggests (T, B).
 
     Raises:
-        ValueError: for other values; at setup, where the token embedding is not found, under strategies that divide
-            parameters, or where no single optimizer steps the table by gradients alone; in the first step, where the embedding
-            is not called or gets ids the other way round; in any call with ids that are flattened, or with a cache.
+        ValueError: for a value out of range. At setup, if no token embedding is found, the strategy divides parameters, or no
+            single gradient-based optimizer has the embedding. In the first step, if the embedding is not called or gets ids
+            of shape (T, B). In any call with flattened ids or a cache.
 
-    Sources:
-        Huang et al. 2025, arXiv:2501.16975 (n-grams of the input alone); Pagnoni et al. 2024, arXiv:2412.09871 (of bytes,
-        hashed); modded-nanogpt's records (bigrams).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[NgramEmbedding([2, 3], lr=0.02)])
+
+    References: Huang et al. 2025, "Over-Tokenized Transformer: Vocabulary is Generally Worth Scaling", arXiv:2501.16975.
+        Pagnoni et al. 2024, "Byte Latent Transformer: Patches Scale Better Than Tokens", arXiv:2412.09871 (hashed byte
+        n-grams). Jordan et al. 2024, modded-nanogpt's speed-run records (bigrams).
     """
 
-    saves: ClassVar[str] = "steps: a table of parameters that cost no products; costs its memory, three times with Adam"
+    saves: ClassVar[str] = "steps: a table of parameters without products; costs its memory three times with Adam"
     paper: ClassVar[str] = "Huang et al. 2025, arXiv:2501.16975; Pagnoni et al. 2024, arXiv:2412.09871"
-    constraints: ClassVar[str] = "models of tokens that look them up by nn.Embedding; no cache in generation"
+    constraints: ClassVar[str] = "models that look up tokens with nn.Embedding; no cache in generation"
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, _pointless
     )
     control: ClassVar[Control] = Control(
-        "the same table under the module's own optimizer, and a baseline that has as many parameters more in its layers, each"
-        " for as many seconds",
+        "the same table under the module's optimizer, and a baseline with as many additional parameters in its layers, each for"
+        " the same time",
         _under_the_modules_optimizer,
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "OptimizerOffload": "it moves one optimizer of torch.optim's own to the host, and here two step as one",
-        "StochasticRoundingBF16": "it makes each step of one of torch.optim's own optimizers, and here two step as one",
+        "OptimizerOffload": "it moves a single optimizer of torch.optim to the host, and here two step as one",
+        "StochasticRoundingBF16": "it replaces the step of a single optimizer of torch.optim, and here two step as one",
     }
     change_at: ClassVar[Change] = Change.ADAPT
     needs: ClassVar[Need] = Need.WHOLE
@@ -128,36 +131,25 @@ class NgramEmbedding(Architecture):
 
     def __init__(
         self,
-        n: int | Sequence[int] = 2,
-        buckets: int | None = None,
+        n: Annotated[int | Sequence[int], Either(Count(), Each(Count()))] = 2,
+        buckets: Annotated[int | None, Count(at_least=0, below=PRIME)] = None,
         *,
-        lr: float | None = None,
+        lr: Annotated[float | None, Number(above=0)] = None,
         optimizer: Literal["rows", "module"] = "rows",
-        embeddings: str | Sequence[str] | None = None,
+        embeddings: Annotated[
+            str | Sequence[str] | None, Either(Text("a dotted path"), Names("dotted paths", empty=False))
+        ] = None,
         batch_first: bool | None = None,
     ) -> None:
-        orders = _orders(n)
-        if not orders or len(set(orders)) < len(orders) or any(order < 1 for order in orders):
+        if len(set(_orders(n))) < len(_orders(n)):
             raise ValueError(
-                f"{WHO}({n=}): expected an integer >= 1, tokens of an n-gram, or several different ones, such as [2, 3]."
+                f"{WHO}({n=}): the same number of tokens is given twice. Give each once, such as n=[2, 3]."
             )
-        whole = isinstance(buckets, int) and not isinstance(buckets, bool)
-        if buckets is not None and not (whole and 0 <= buckets < PRIME):
-            raise ValueError(f"{WHO}({buckets=}): expected rows of a table, from 0 (none) to {PRIME - 1}, or None.")
-        if optimizer not in ("rows", "module"):
-            raise ValueError(f"{WHO}({optimizer=}): expected 'rows' or 'module'.")
-        number = isinstance(lr, int | float) and not isinstance(lr, bool)
-        if lr is not None and not (number and 0.0 < lr < math.inf):
-            raise ValueError(f"{WHO}({lr=}): expected a finite rate > 0, or None for {RATE}.")
         if lr is not None and optimizer == "module":
             raise ValueError(
-                f"{WHO}({lr=}, optimizer='module'): the module's optimizer has its own rate. Leave lr out."
+                f"{WHO}({lr=}, optimizer='module'): the module's optimizer has its own learning rate. Leave lr out."
             )
-        if embeddings is not None and not (embeddings and all(isinstance(e, str) and e for e in embeddings)):
-            raise ValueError(f"{WHO}({embeddings=}): expected paths of nn.Embedding, such as ['token'], or None.")
-        if not (batch_first is None or isinstance(batch_first, bool)):
-            raise ValueError(f"{WHO}({batch_first=}): expected True for (B, T), False for (T, B), or None.")
-        self.n, self.buckets, self.lr, self.optimizer = n if isinstance(n, int) else orders, buckets, lr, optimizer
+        self.n, self.buckets, self.lr, self.optimizer = n, buckets, lr, optimizer
         self.embeddings, self.batch_first = embeddings, batch_first
         if optimizer == "module":
             self.conflicts = {}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
@@ -177,7 +169,7 @@ class NgramEmbedding(Architecture):
 
     @override
     def settings(self) -> dict[str, Any]:
-        """What the module's function goes by; how the table is stepped is the run's affair."""
+        """The settings that decide the module's function; the table's optimizer is not one of them."""
         names = self.embeddings if self.embeddings is None or isinstance(self.embeddings, str) else [*self.embeddings]
         n = self.n if isinstance(self.n, int) else list(self.n)
         return {"n": n, "buckets": self.buckets, "embeddings": names, "batch_first": self.batch_first}
@@ -223,7 +215,7 @@ class NgramEmbedding(Architecture):
     @override
     def on_open(self, session: Session) -> None:
         super().on_open(session)
-        if session.fitting:  # around what gives new parameters their groups, whichever architecture did that
+        if session.fitting:  # wraps the assignment of new parameters to groups by any architecture
             configure = session.module.configure_optimizers
 
             def configure_optimizers() -> Any:
@@ -250,7 +242,7 @@ class NgramEmbedding(Architecture):
             plugin = session.trainer.strategy.precision_plugin
             main_params = plugin.main_params
             session.patches.set(plugin, "main_params", lambda optimizer: dense_views(main_params(optimizer)))
-        layout = f"dense, since {self._dense_for}" if self._dense_for else "sparse"
+        layout = f"dense, because {self._dense_for}" if self._dense_for else "sparse"
         rank_zero_info(f"{WHO}: the table's gradients are {layout}.")
 
     def _joined(self, module: pl.LightningModule, configured: Any) -> Any:
@@ -269,13 +261,14 @@ class NgramEmbedding(Architecture):
                 if not beside_it:
                     return own
                 group = next(g for g in own.param_groups if any(p is beside_it[0].weight for p in g["params"]))
-                group["params"].extend(weights)  # to be taken out again: whose rate it follows
+                group["params"].extend(
+                    weights
+                )  # taken out again later; this decides whose learning rate the table follows
             homes.append(own)
             if evaluates_anew(own):
                 raise ValueError(
-                    f"{WHO}: the module's {type(own).__name__} evaluates the loss anew within its step, which two optimizers"
-                    f" that step as one cannot do; expected one that needs gradients alone, such as AdamW. Or {WHO}("
-                    "optimizer='module')."
+                    f"{WHO}: the module's {type(own).__name__} evaluates the loss within its step, which two optimizers that"
+                    f" step as one cannot do. Use an optimizer such as AdamW, or {WHO}(optimizer='module')."
                 )
             around = [one for one in schedulers if getattr(one, "optimizer", None) is own]
             return join(own, around, weights, make, who=WHO)
@@ -284,13 +277,13 @@ class NgramEmbedding(Architecture):
         if len(homes) != 1 and configured is not None:
             names = ", ".join(type(one).__name__ for one in homes) or "none"
             raise ValueError(
-                f"{WHO}: of the optimizers of {type(module).__name__}.configure_optimizers, {names} step the token embedding or"
-                " its table; expected one, whose rate the table's follows. Let one optimizer have the embedding."
+                f"{WHO}: expected one optimizer of {type(module).__name__}.configure_optimizers to have the token embedding,"
+                f" found {names}. Give the embedding to one optimizer."
             )
         return rewritten
 
     def _look(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """In the first step, see that the embedding is called, and with ids in the order that is meant."""
+        """Verify in the first step that the embedding is called, with ids in the expected order."""
         looked, self._looked = self._looked, True
         if looked or compiled_around(step.module, self._found):
             return proceed(batch)
@@ -304,14 +297,13 @@ class NgramEmbedding(Architecture):
         finally:
             for handle in handles:
                 handle.remove()
-        if not seen and loss_of(output) is None:  # a step that is skipped tells nothing
+        if not seen and loss_of(output) is None:  # a skipped step shows nothing
             self._looked = False
             return output
         if not seen:
             raise ValueError(
-                f"{WHO}: the training step never calls the token embedding, so the table has no effect; expected it to look up"
-                " ids. Hand the model ids and not inputs_embeds of another make, or name the embedding that it calls,"
-                f" {WHO}(embeddings=[...])."
+                f"{WHO}: the training step never calls the token embedding, so the table has no effect. Pass ids instead of"
+                f" inputs_embeds, or name the embedding that it calls with {WHO}(embeddings=[...])."
             )
         if self.batch_first is None and self._longest > 1:
             check_untransposed(seen[0], batch, who=WHO)
@@ -325,7 +317,7 @@ class NgramEmbedding(Architecture):
         self._found, self._rows = [], None
         super().detach(session)
 
-    # -- what is told
+    # -- reports
 
     def _quantities(self) -> dict[str, float | int]:
         if not self._found:
@@ -344,8 +336,8 @@ class NgramEmbedding(Architecture):
     def summary(self) -> str:
         found = self._quantities()
         if not found:
-            return "no table was made"
-        return f"{found['parameters']:,} parameters in tables of {_named(_orders(self.n))}, stepped by {self.optimizer}"
+            return "added no table"
+        return f"{found['parameters']:,} parameters in tables of {_named(_orders(self.n))}, with optimizer={self.optimizer!r}"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -356,8 +348,8 @@ class NgramEmbedding(Architecture):
         super().check_checkpoint(session, state)
         if session.fitting and (state or {}).get("optimizer", self.optimizer) != self.optimizer:
             raise ValueError(
-                f"{WHO}(optimizer={self.optimizer!r}): the checkpoint was saved with {(state or {})['optimizer']!r}, and its"
-                " optimizer's state is of other groups; expected the same. Resume with that setting."
+                f"{WHO}(optimizer={self.optimizer!r}): the checkpoint was saved with {(state or {})['optimizer']!r}, so its"
+                " optimizer state does not fit. Resume with that setting."
             )
 
 
@@ -370,11 +362,11 @@ def _added(found: Sequence[Ngrams]) -> int:
 
 
 def _described(root: nn.Module, found: Mapping[str, nn.Embedding]) -> str:
-    """What was added where: rows, parameters and bytes."""
+    """The added rows, parameters and bytes, by embedding."""
     made = [(path, m) for path, m in root.named_modules() if isinstance(m, Ngrams)]
     lines = [
         f"{path} ({m.num_embeddings:,} x {m.embedding_dim}) has {rows:,} rows of {n}-grams, "
-        + ("one for each" if m.exact(order) else "hashed")
+        + ("one for each n-gram" if m.exact(order) else "hashed")
         for path, m in made
         for order, (n, rows) in enumerate(zip(m.orders, m.rows, strict=True))
         if path in found
@@ -383,6 +375,6 @@ def _described(root: nn.Module, found: Mapping[str, nn.Embedding]) -> str:
     whole, added = sum(p.numel() for p in root.parameters()), sum(p.numel() for p in tables.values())
     size = sum(p.numel() * p.element_size() for p in tables.values())
     return (
-        f"{'; '.join(lines)}. {added:,} parameters beside {whole - added:,}, {size / 2**20:,.1f} MiB and twice that in Adam's"
-        " states; a token costs a row's additions for each order, and no products."
+        f"{'; '.join(lines)}. This adds {added:,} parameters to {whole - added:,}: {size / 2**20:,.1f} MiB, and twice that in"
+        " optimizer state."
     )

@@ -1,13 +1,13 @@
-"""RemoveQKVBias: attention without the biases of keys and values, which nothing depends on (Geiping & Goldstein 2022).
+"""RemoveQKVBias: remove biases of keys and values, which do not change the function (Geiping & Goldstein 2022).
 
-A key's bias adds ``q_i b_k`` to all logits of a query, to which softmax is blind. A value's bias adds ``b_v`` to each result,
-since a query's weights sum up to one: ``W_o (A V + 1 b_v) + b_o = W_o A V + (b_o + W_o b_v)``, which
-``_attention.rebiased.moved`` computes.
+A key's bias adds ``q_i b_k`` to all logits of a query, which softmax ignores. A value's bias adds ``b_v`` to each result,
+because a query's weights sum to one: ``W_o (A V + 1 b_v) + b_o = W_o A V + (b_o + W_o b_v)``. ``_attention.rebiased.moved``
+computes the new bias.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -15,85 +15,89 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import LinearMap
-from lightning_eff._core._architecture.naming import check_met, check_names
+from lightning_eff._core._architecture.naming import check_met
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._branches.attention import Attention, Part
 from lightning_eff._core.patches import hook_behind
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
-from lightning_eff.model.layers._attention.parts import attended, is_named, maps_by_weight, problem
+from lightning_eff.model.layers._attention.parts import attended, is_meant, maps_by_weight, problem
 from lightning_eff.model.layers._attention.rebiased import moved, rebiased
+from lightning_eff.model.layers._shared.arguments import Paths, Subset
+from lightning_eff.model.layers._shared.choosing import ByName
 
 WHO = "RemoveQKVBias"
 KINDS = ("key", "value")
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.sequence_length is not None or profile.image_side is not None else "samples are no sequences"
+    return (
+        None
+        if profile.sequence_length is not None or profile.image_side is not None
+        else "the samples are not sequences"
+    )
 
 
-class RemoveQKVBias(Architecture):
-    """Take out the biases of attention's keys and values where the module computes the same without them.
+class RemoveQKVBias(ByName, Architecture):
+    """Remove the biases of attention's keys and values if the module computes the same without them.
 
-    A key's bias changes no output: it shifts all logits of a query alike. A value's bias is moved into the bias of the map
-    behind attention, which computes the same in evaluation; where attention weights are dropped in training, it is no
-    longer dropped with them, and the map behind attention has another gradient than before: its inputs are without it. A
-    query's bias does change outputs, and is never taken out.
+    A key's bias changes no output: it shifts all logits of a query equally. A value's bias is moved into the bias of the
+    linear layer after attention, which computes the same in evaluation. If attention weights are dropped in training, the
+    value's bias is no longer dropped with them. The layer after attention also gets another gradient than before, because its
+    inputs lack the bias. A query's bias does change outputs and is never removed.
 
-    None of that holds where keys are turned by their places, as by rotary embeddings, or normed, or where one map makes
-    keys that are values too. So it is tried: with biases of random size, the module must compute the same before and after,
-    in a pass over an input that is made up, or the technique refuses and changes nothing. Which outputs of which maps are
-    keys and values is told by gradients, also where one map makes queries, keys and values.
+    This does not hold for rotary embeddings, normalised keys, or a layer whose outputs are both keys and values. The
+    technique therefore tests it: with random biases, the module must compute the same before and after the change, on a
+    made-up input. Otherwise the technique refuses and changes nothing. Gradients show which outputs of which layers are keys
+    and values, also if one layer computes queries, keys and values.
 
-    **Saves next to nothing**: a few parameters and their optimizer state, and some time where a bias is a kernel of its
-    own. A key's bias has a gradient of rounding alone, of which Adam makes whole steps, to no effect.
-    ``lightning_eff.export`` gives the plain module back, with biases of zero.
-
-    Logged: ``removed``, how many numbers.
+    Use it to drop parameters without effect. **It saves almost nothing**: a few parameters with their optimizer state, and
+    some time if a bias is a separate kernel. The gradient of a key's bias is only rounding error, which Adam scales to full
+    steps without any effect. ``lightning_eff.export`` returns the plain module with biases of zero. It logs ``removed``, the
+    number of parameters.
 
     Args:
-        of: which biases: "key", "value" or both; ``[]`` is plain training.
-        names: dotted paths of maps that make keys or values, their last parts or patterns; None takes all, ``[]`` is plain
-            training.
+        of: the biases to remove. ``[]`` is plain training.
+        names: dotted paths of the linear layers that compute keys or values, their last parts, or patterns, such as
+            ``["layers.3.*"]``. None takes all, ``[]`` is plain training.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no attention is found or its maps have no such bias;
-            where the module would compute something else, as with rotary embeddings; where no bias is there that could take
-            a value's; for a name that means no map of keys or values, with the nearest ones.
+        ValueError: for a wrong value. At setup or in ``apply``, if there is no attention or no such bias, the module would
+            compute something else, no bias can take up a value's bias, or a name matches no layer of keys or values.
 
-    Sources:
-        Geiping & Goldstein 2022, arXiv:2212.14034 (Cramming).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[RemoveQKVBias(["key", "value"])])
+
+    References:
+        Geiping & Goldstein 2022, "Cramming: Training a Language Model on a Single GPU in One Day", arXiv:2212.14034.
     """
 
-    saves: ClassVar[str] = "some parameters that do nothing; next to no time"
+    saves: ClassVar[str] = "some parameters without effect; almost no time"
     paper: ClassVar[str] = "Geiping & Goldstein 2022, arXiv:2212.14034"
     constraints: ClassVar[str] = (
-        "absolute positions alone: false under rotary embeddings and normed keys; no tensor parallelism"
+        "attention without rotary embeddings and without normalised keys; no tensor parallelism"
     )
     survey: ClassVar[Survey | None] = Survey("attention without biases (Cramming)", shen="6")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control("the baseline for as many seconds, which computes the same function")
+    control: ClassVar[Control] = Control("the baseline for the same time, which computes the same function")
     conflicts: ClassVar[Mapping[str, str]] = {}
     change_at: ClassVar[Change] = Change.SWAP
     _removed = 0
 
-    def __init__(self, of: Sequence[str] = KINDS, *, names: Sequence[str] | None = None) -> None:
-        listed = not isinstance(of, str) and isinstance(of, Sequence)
-        if listed and "query" in of:
-            raise ValueError(
-                f"{WHO}({of=}): without a query's bias, each logit is less by b_q k_j, which is another one for each key;"
-                " expected 'key' and 'value', of which the module can do without."
-            )
-        if not listed or not set(of) <= set(KINDS) or len(set(of)) < len(of):
-            raise ValueError(f"{WHO}({of=}): expected a list of 'key' and 'value', or [] for plain training.")
+    def __init__(
+        self,
+        of: Annotated[Sequence[str], Subset(*KINDS, hint="A query's bias changes the output, so it stays.")] = KINDS,
+        *,
+        names: Paths = None,
+    ) -> None:
         self.of = list(of)
-        self.names = check_names(names, who=WHO, what="maps of keys or values", example="layers.3.*")
+        self._take_names(names)
 
     @property
     @override
     def neutral(self) -> bool:
-        return not self.of or self.names == []
+        return not self.of or super().neutral
 
     # -- the change
 
@@ -105,18 +109,18 @@ class RemoveQKVBias(Architecture):
         weights = dict.fromkeys(p.weight for _, p in (part for found in parts.values() for part in found))
         if self.names is not None:
             paths = [w.removesuffix(".weight") for w in weights]
-            check_met(self.names, paths, who=WHO, what="maps of keys or values", root=type(root).__name__)
+            check_met(self.names, paths, who=WHO, what="layers of keys or values", root=type(root).__name__)
         maps = maps_by_weight(root)
         gone: dict[str, Tensor] = {}
         moves: dict[str, list[Part]] = {}
         for one in every:
             for role, p in parts[id(one)]:
-                if not is_named(p.weight, self.names):
+                if not is_meant(p.weight, self.names):
                     continue
                 reason = problem(p.weight, maps)
                 if reason is not None:
                     raise ValueError(
-                        f"{WHO}: {p.weight} cannot do without its bias: {reason}. Name others, or take it out."
+                        f"{WHO}: cannot remove the bias of {p.weight}: {reason}. Name other layers, or remove the callback."
                     )
                 if maps[p.weight].module.bias is None:
                     continue
@@ -127,32 +131,29 @@ class RemoveQKVBias(Architecture):
                         taken.append(p)
         if not gone:
             raise ValueError(
-                f"{WHO}: the maps of {type(root).__name__} that make {' and '.join(self.of)}s have no bias to take out:"
-                f" {', '.join([*weights][:6]) or 'there are none'}. Take the technique out."
+                f"{WHO}(of={self.of}): the layers of {type(root).__name__} that compute these have no bias to remove:"
+                f" {', '.join([*weights][:5]) or 'there are none'}. Remove the callback."
             )
         self._check_same(surgeon, every, maps, gone, moves)
         self._removed = sum(int(mask.sum()) for mask in gone.values())
         rank_zero_info(
-            f"{WHO}: {self._removed:,} biases of {' and '.join(self.of)}s are gone, in {', '.join([*gone][:4])}."
+            f"{WHO}: removed {self._removed:,} biases of {' and '.join(self.of)}s, in {', '.join([*gone][:4])}."
         )
 
     def _parts(self, one: Attention) -> list[tuple[str, Part]]:
         return [(role, p) for role in self.of for p in (one.key if role == "key" else one.value)]
 
     def _taker(self, one: Attention, part: Part, maps: Mapping[str, LinearMap]) -> str:
-        """The weight of the map whose bias takes those of the values."""
+        """The weight of the linear layer whose bias takes up those of the values."""
         where = f"{WHO}: the biases of {part.weight}'s values"
         if len(one.output) != 1 or one.output[0] not in maps:
-            raise ValueError(f"{where} have no single linear map behind attention to go to. Give of=['key'].")
+            raise ValueError(f"{where} cannot move, because no single linear layer follows attention. Give of=['key'].")
         taker = maps[one.output[0]]
         count = int(part.outputs.sum())
         if taker.module.bias is None or problem(one.output[0], dict(maps)) is not None:
-            raise ValueError(f"{where} cannot go to {taker}, which has no bias of its own. Give of=['key'].")
+            raise ValueError(f"{where} cannot move to {taker}, which has no bias. Give of=['key'].")
         if count != taker.in_features:
-            raise ValueError(
-                f"{where} are {count}, and {taker} has {taker.in_features} inputs; expected as many, which they are added to."
-                " Give of=['key']."
-            )
+            raise ValueError(f"{where} are {count}, but {taker} has {taker.in_features} inputs. Give of=['key'].")
         return one.output[0]
 
     def _check_same(
@@ -163,7 +164,7 @@ class RemoveQKVBias(Architecture):
         gone: Mapping[str, Tensor],
         moves: Mapping[str, Sequence[Part]],
     ) -> None:
-        """Make the change, and see that random biases in those places would have made no difference."""
+        """Make the change, and verify that random biases in those places would have made no difference."""
         root, outputs = surgeon.root, dict.fromkeys(name for one in every for name in one.output if name in maps)
         paths = [maps[name].path for name in outputs]
         biases = {name: _bias(maps[name]) for name in gone}
@@ -184,18 +185,17 @@ class RemoveQKVBias(Architecture):
         new = {name: rebiased(maps[name], saved[name], ~gone[name].to(saved[name].device)) for name in gone}
         for name, b in true_move.items():
             if name in new:
-                raise ValueError(f"{WHO}: {name} makes values and takes them. Give of=['key'].")
+                raise ValueError(f"{WHO}: {name} computes values and also takes up their biases. Give of=['key'].")
             new[name] = rebiased(maps[name], b, torch.ones_like(b, dtype=torch.bool))
         by_id = {id(maps[name].module): m for name, m in new.items()}
-        surgeon.swap(lambda path, m: id(m) in by_id, lambda m: by_id[id(m)], what="a map of keys or values")
+        surgeon.swap(lambda path, m: id(m) in by_id, lambda m: by_id[id(m)], what="a layer of keys or values")
         with _values(new, drawn_move):
             after = _results(root, paths, surgeon.batch)
         for path, was, now in zip(paths, before, after, strict=True):
             if not _alike(was, now):
                 raise ValueError(
-                    f"{WHO}: without biases of {' and '.join(self.of)}s, {path} of {type(root).__name__} would put out"
-                    " something else: keys are turned by their places or normed, as by rotary embeddings, or are values as"
-                    " well. Expected attention to which they make no difference. Take the technique out."
+                    f"{WHO}(of={self.of}): without these biases, {path} of {type(root).__name__} would compute something else:"
+                    " its keys have rotary embeddings, are normalised, or are values as well. Remove the callback."
                 )
 
     def _moved(self, maps: Mapping[str, LinearMap], name: str, parts: Sequence[Part]) -> Tensor:
@@ -205,7 +205,7 @@ class RemoveQKVBias(Architecture):
             bias = bias + (moved(maps[name], values) - _bias(maps[name]))
         return bias.detach()
 
-    # -- what is told
+    # -- reports
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -213,7 +213,7 @@ class RemoveQKVBias(Architecture):
 
     @override
     def summary(self) -> str:
-        return f"{self._removed:,} biases of attention are gone" if self._removed else "the module had none already"
+        return f"removed {self._removed:,} biases of attention" if self._removed else "the module already had none"
 
 
 def _bias(m: LinearMap) -> Tensor:
@@ -222,7 +222,7 @@ def _bias(m: LinearMap) -> Tensor:
 
 
 def _results(root: nn.Module, paths: Sequence[str], batch: Any) -> list[list[Tensor]]:
-    """What the maps behind attention put out, in a pass over an input that is made up."""
+    """The outputs of the linear layers after attention, in a pass on a made-up input."""
     found: list[list[Tensor]] = [[] for _ in paths]
     with ExitStack() as scope:
         for path, kept in zip(paths, found, strict=True):
@@ -237,7 +237,7 @@ def _results(root: nn.Module, paths: Sequence[str], batch: Any) -> list[list[Ten
 
 @contextmanager
 def _values(new: Mapping[str, nn.Module], biases: Mapping[str, Tensor]) -> Iterator[None]:
-    """Maps have these biases meanwhile."""
+    """Set these biases until the context ends."""
     held = {name: next(p for key, p in new[name].named_parameters() if key != "weight") for name in biases}
     saved = {name: p.detach().clone() for name, p in held.items()}
     with torch.no_grad():

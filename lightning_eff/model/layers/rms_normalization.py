@@ -1,9 +1,9 @@
-"""RMSNormalization: norms that divide by the root mean square, in the place of LayerNorm (Zhang & Sennrich 2019).
+"""RMSNormalization: replace LayerNorm with a norm that divides by the root mean square (Zhang & Sennrich 2019).
 
-The rule is ``y = x / sqrt(mean(x^2) + eps) g``, where a LayerNorm subtracts the mean of x first and adds a bias in the end.
+The rule is ``y = x / sqrt(mean(x^2) + eps) g``. LayerNorm also subtracts the mean of x and adds a bias.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -12,23 +12,24 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture.naming import check_met, check_names, meets
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._fast_paths import REASON, read_in_evaluation
 from lightning_eff.model.layers._marks import Marked, device_of
+from lightning_eff.model.layers._shared.arguments import Paths
+from lightning_eff.model.layers._shared.choosing import ByName, check_any, select
 
 WHO = "RMSNormalization"
 
 
 class RMSNorm(Marked):
-    """``x / sqrt(mean(x^2) + eps) g`` over the last dimensions, with a LayerNorm's own gain.
+    """``x / sqrt(mean(x^2) + eps) g`` over the last dimensions, with a LayerNorm's gain.
 
     Args:
-        plain: the LayerNorm, whose ``weight`` it takes as the same parameter.
-        device: where its mark lies, if it has no gain.
+        plain: the LayerNorm, whose ``weight`` becomes this module's parameter.
+        device: the device of its mark, if it has no gain.
     """
 
     weight: nn.Parameter | None
@@ -48,7 +49,7 @@ class RMSNorm(Marked):
         return F.rms_norm(x, list(self.normalized_shape), self.weight, self.eps)
 
     def reset_parameters(self) -> None:
-        """A gain of ones."""
+        """Set the gain to ones."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
 
@@ -58,85 +59,67 @@ class RMSNorm(Marked):
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "there is no hidden linear map before which a LayerNorm could stand"
+    return None if profile.num_matrices else "the module has no hidden linear layer with a LayerNorm before it"
 
 
-class RMSNormalization(Architecture):
-    """Put RMSNorm in the place of LayerNorm: no mean is subtracted, and no bias added.
+class RMSNormalization(ByName, Architecture):
+    """Replace LayerNorm with RMSNorm, which subtracts no mean and adds no bias.
 
-    Each ``nn.LayerNorm`` that is called becomes a norm by the root mean square with the same gain and epsilon, computed by
-    ``torch.nn.functional.rms_norm``, which is one kernel where torch has one. Its biases are dropped.
+    Each ``nn.LayerNorm`` that is called as a module becomes a norm by the root mean square with the same gain and epsilon,
+    computed by ``torch.nn.functional.rms_norm``. Its biases are dropped. On centred inputs both compute the same function.
 
-    **Saves time only where LayerNorm is not fused**: the source's 7 to 64 % of a model's time are those of unfused norms on
-    older hardware. Where both are one kernel they read and write the same bytes, and what is left is a vector of biases a
-    norm. On centred inputs the two are the same function.
+    Use it if your LayerNorms are not fused. **It seldom saves time otherwise**: the paper's 7 to 64 % of a model's time are
+    for unfused norms on older hardware. If both are one kernel, they read and write the same bytes, and the gain is one
+    vector of biases per norm.
 
-    **Another model**, as good as the plain one in most language models since. Its checkpoints load into
-    ``lightning_eff.apply(plain, RMSNormalization())`` alone; of norms without a bias a mark, ``lightning_eff_mark``, says so.
-    ``export`` refuses, since no LayerNorm leaves the mean where it is.
-
-    Logged: ``norms``, how many.
+    **It changes the model**; most language models since have used RMSNorm without loss of quality. Checkpoints load only into
+    ``lightning_eff.apply(plain, RMSNormalization())``; norms without a bias have a mark, ``lightning_eff_mark``, in it.
+    ``export`` refuses, because LayerNorm always subtracts the mean. It logs ``norms``, the number of norms.
 
     Args:
-        names: dotted paths of LayerNorms, their last parts or patterns, such as ``["blocks.*.norm1"]``; None takes all,
-            ``[]`` is plain training.
+        names: dotted paths of the LayerNorms to replace, their last parts, or patterns, such as ``["blocks.*.norm1"]``. None
+            takes all, ``[]`` is plain training.
 
     Raises:
-        ValueError: for other values; at setup or in ``apply``, where no LayerNorm is left to act on, with what there is, for a
-            name that means none, with the nearest ones, and for a named one that cannot be replaced, with the reason.
+        ValueError: for a wrong value. At setup or in ``apply``, if there is no LayerNorm to replace, a name matches none, or
+            a named one cannot be replaced.
 
-    Sources:
-        Zhang & Sennrich 2019, arXiv:1910.07467.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[RMSNormalization()])
+
+    References:
+        Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
 
-    saves: ClassVar[str] = "some time of unfused norms; next to none where LayerNorm is one kernel"
+    saves: ClassVar[str] = "some time of unfused norms; almost none if LayerNorm is one kernel"
     paper: ClassVar[str] = "Zhang & Sennrich 2019, arXiv:1910.07467"
-    constraints: ClassVar[str] = "modules with nn.LayerNorm; gains nothing where that is fused"
+    constraints: ClassVar[str] = "modules with nn.LayerNorm; gains nothing if it is fused"
     survey: ClassVar[Survey | None] = Survey("normalisation (RMSNorm)", shen="4.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control("the baseline for as many seconds with its learning rate decayed to zero")
+    control: ClassVar[Control] = Control("the baseline for the same time with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = {}
     change_at: ClassVar[Change] = Change.SWAP
-    stays: ClassVar[str] = "a LayerNorm subtracts the mean, which no gain or bias of it undoes"
+    stays: ClassVar[str] = "a LayerNorm subtracts the mean, whatever its gain and bias"
     _count = 0
 
-    def __init__(self, names: Sequence[str] | None = None) -> None:
-        self.names = check_names(names, who=WHO, what="LayerNorms", example="blocks.*.norm1")
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+    def __init__(self, names: Paths = None) -> None:
+        self._take_names(names)
 
     @override
     def change(self, surgeon: Surgeon) -> None:
         root = surgeon.root
         every = {path: m for path, m in root.named_modules() if isinstance(m, nn.LayerNorm)}
-        if self.names is not None and every:
-            check_met(self.names, every, who=WHO, what="LayerNorms", root=type(root).__name__)
         read = read_in_evaluation(root)
-        chosen: set[int] = set()
-        left: dict[str, str] = {}
-        for path, m in every.items():
-            named = self.names is not None and any(meets(path, name) for name in self.names)
-            if self.names is not None and not named:
-                continue
-            reason = REASON if id(m) in read else ""
+
+        def unfit(path: str, m: nn.LayerNorm) -> str | None:
             if type(m).forward is not nn.LayerNorm.forward:
-                reason = "a subclass of nn.LayerNorm with a forward of its own"
-            if reason and named:
-                raise ValueError(
-                    f"{WHO}: {path} ({type(m).__name__}) cannot be replaced: {reason}. Leave it out of the names."
-                )
-            if reason:
-                left[path] = reason
-            else:
-                chosen.add(id(m))
-        if left and not chosen:
-            reasons = "; ".join(f"{path}: {reason}" for path, reason in left.items())
-            raise ValueError(f"{WHO}: no LayerNorm of {type(root).__name__} can be replaced: {reasons}. Take it out.")
+                return "it is a subclass of nn.LayerNorm with its own forward"
+            return REASON if id(m) in read else None
+
+        found, left = select(every, self.names, unfit, who=WHO, what="LayerNorms", root=root)
+        check_any(found, left, who=WHO, what="LayerNorm", root=root)
         surgeon.leave(left)
-        where = device_of(root)
+        chosen, where = {id(m) for m in found.values()}, device_of(root)
 
         def build(plain: nn.Module) -> nn.Module:
             assert isinstance(plain, nn.LayerNorm)
@@ -144,9 +127,7 @@ class RMSNormalization(Architecture):
 
         paths = surgeon.swap(lambda path, m: id(m) in chosen, build, what="a LayerNorm")
         self._count = len(chosen)
-        rank_zero_info(
-            f"{WHO}: {self._count} norms do not subtract the mean: {', '.join(paths[:4])}{' ...' * (len(paths) > 4)}"
-        )
+        rank_zero_info(f"{WHO}: replaced {self._count} LayerNorms: {', '.join(paths[:4])}{' ...' * (len(paths) > 4)}")
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -154,4 +135,4 @@ class RMSNormalization(Architecture):
 
     @override
     def summary(self) -> str:
-        return f"{self._count} norms by the root mean square" if self._count else "the module had its norms already"
+        return f"{self._count} norms by the root mean square" if self._count else "the module already had its norms"

@@ -1,1 +1,1 @@
-"""Weights that are zero: masks over the parameters of an unchanged module, and who chooses them."""
+"""Techniques that keep weights at zero."""

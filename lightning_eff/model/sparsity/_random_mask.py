@@ -1,6 +1,6 @@
-"""A random mask that stays: the control of techniques that choose which weights are zero."""
+"""A fixed random mask: the control of techniques that choose which weights are zero."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -8,20 +8,21 @@ from typing_extensions import override
 
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.sparsity._masks.allotting import Distribution
+from lightning_eff.model.sparsity._masks.arguments import Dense, Distribution, Sides, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.masked import Masked, rivals
 from lightning_eff.model.sparsity._masks.rewired import random_masks
 
 
 class RandomMask(Masked):
-    """Let ``round(sparsity n)`` of a weight's ``n`` numbers be zero from the first step on, drawn uniformly.
+    """Keep ``round(sparsity n)`` of a weight's ``n`` elements at zero from the first step on, drawn uniformly.
 
     Args:
-        sparsity: the share that is zero, in [0, 1). 0 is plain training.
-        distribution: "uniform", the same share of each weight; "erk", a larger share of large ones.
-        names: see ``RigL``.
-        dense: see ``RigL``.
-        block: see ``RigL``.
+        sparsity: the fraction that is zero. 0 is plain training.
+        distribution: how zeros are distributed. "uniform" is the same fraction of each weight, "erk" a larger one of large
+            weights.
+        names: the weights to mask, see ``RigL``.
+        dense: the weights to leave alone, see ``RigL``.
+        block: rows and columns of a block, see ``RigL``.
 
     Raises:
         ValueError: as ``RigL``.
@@ -29,17 +30,17 @@ class RandomMask(Masked):
 
     saves: ClassVar[str] = "nothing: a control"
     paper: ClassVar[str] = "none: a control"
-    control: ClassVar[Control] = Control("itself the control of techniques that choose which weights are zero")
+    control: ClassVar[Control] = Control("it is the control of techniques that choose which weights are zero")
     conflicts: ClassVar[Mapping[str, str]] = rivals("RandomMask")
 
     def __init__(
         self,
         *,
-        sparsity: float,
+        sparsity: Sparsity,
         distribution: Distribution = "uniform",
-        names: Sequence[str] | None = None,
-        dense: Sequence[str] = (),
-        block: Sequence[int] = (1, 1),
+        names: Weights = None,
+        dense: Dense = (),
+        block: Sides = (1, 1),
     ) -> None:
         self._take(sparsity=sparsity, distribution=distribution, names=names, dense=dense, block=block)
 
@@ -49,7 +50,7 @@ class RandomMask(Masked):
 
 
 def fixed(technique: Masked) -> Mapping[str, RandomMask]:
-    """The arm that holds a technique against a random mask of the same size; none where it masks nothing."""
+    """The arm that compares a technique with a random mask of the same size; none if it masks nothing."""
     if technique.neutral:
         return {}
     arm = RandomMask(

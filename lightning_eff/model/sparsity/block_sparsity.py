@@ -1,18 +1,20 @@
-"""Block sparsity: rows that keep like columns are put into groups, each of which keeps whole dense blocks (Ma et al. 2023)."""
+"""BlockSparsity: group rows with similar columns, and keep whole dense blocks of each group (Ma et al. 2023)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.sparsity._masks.allotting import Distribution, allotted
+from lightning_eff.model.sparsity._masks.allotting import allotted
+from lightning_eff.model.sparsity._masks.arguments import Dense, Distribution, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.finding import Weight, chosen, largest
 from lightning_eff.model.sparsity._masks.masked import RIVALS_IN_STATE, Masked, agreed, no_time, rivals
 from lightning_eff.model.sparsity._random_mask import fixed
@@ -21,14 +23,14 @@ WHO = "BlockSparsity"
 
 
 def groups_of(kept: Tensor, size: int) -> Tensor:
-    """An order of the rows in which each ``size`` that stand side by side keep like columns, (rows,).
+    """An order of the rows that puts rows with similar columns into groups of ``size`` neighbours, (rows,).
 
-    Each group begins with the row that keeps most of those that are left, and takes those of the largest
-    ``J(i, j) = |K_i ∩ K_j| / |K_i ∪ K_j|`` with it; of equal ones the first.
+    Each group starts with the remaining row that keeps most columns, and adds the rows with the largest
+    ``J(i, j) = |K_i ∩ K_j| / |K_i ∪ K_j|`` with it; ties take the first.
 
     Args:
-        kept: ``K``, which columns each row keeps, (rows, columns).
-        size: of a group; the rows are whole groups.
+        kept: ``K``, the columns that each row keeps, (rows, columns).
+        size: the number of rows in a group; it divides the number of rows.
     """
     k = kept.float()
     counts, left = k.sum(1), torch.ones(len(k), dtype=torch.bool, device=k.device)
@@ -49,18 +51,18 @@ def regroup(w: Tensor, order: Tensor) -> Tensor:
 
 
 def ungroup(w: Tensor, order: Tensor) -> Tensor:
-    """What :func:`regroup` with the same order is of: ``ungroup(regroup(w, o), o) = w``."""
+    """The inverse of :func:`regroup` with the same order: ``ungroup(regroup(w, o), o) = w``."""
     return torch.empty_like(w).index_copy_(0, order, w)
 
 
 def blocks_of(scores: Tensor, order: Tensor, size: int, count: int) -> Tensor:
-    """A mask of ``count`` blocks: a block is a column of a group of rows, and those of the largest sums are kept.
+    """A mask of ``count`` blocks with the largest sums; a block is a column of a group of rows.
 
     Args:
-        scores: of each kernel, (rows, columns).
-        order: of the rows.
-        size: rows of a group.
-        count: how many blocks.
+        scores: the score of each kernel, (rows, columns).
+        order: the order of the rows.
+        size: the number of rows in a group.
+        count: the number of blocks.
     """
     sums = regroup(scores, order).unflatten(0, (-1, size)).sum(1)
     kept = largest(sums.flatten(), count).view_as(sums)
@@ -68,72 +70,68 @@ def blocks_of(scores: Tensor, order: Tensor, size: int, count: int) -> Tensor:
 
 
 class BlockSparsity(Masked):
-    """Let ``sparsity`` of the weights be zero in such places that each group of rows is a dense matrix of few columns.
+    """Set weights to zero so that each group of rows keeps a dense matrix of few columns.
 
-    When ``start`` of the budget is used, the weights say what is kept. Of a matrix, first each row's largest numbers are
-    looked at, as if single numbers were pruned; rows that would keep like columns are put into groups of ``size``; and each
-    group keeps whole columns, those of the largest sums of magnitudes. Of a convolution a number is a whole kernel, so that
-    blocks of the weight are blocks of its transpose too, by which the backward pass multiplies. With rows in the order of
-    :attr:`orders`, a product is one of small dense matrices for each group. Blocks stay until the end of the run, and are the
-    same on all ranks. Zeros are exact in every checkpoint, which is the plain module's, with rows in their old places; momenta
-    of what is pruned are zero.
+    Once the fraction ``start`` of the budget is used, the weights determine what is kept. First, each row's largest elements
+    are found, as if single elements were pruned. Rows that would keep similar columns form groups of ``size``. Each group
+    then keeps whole columns, those with the largest sums of magnitudes. In a convolution, an element is a whole kernel, so
+    blocks of the weight are also blocks of its transpose, which the backward pass uses. With rows in the order of
+    :attr:`orders`, a product is one small dense product per group. Blocks stay until the end of the run, and are the same on
+    all ranks. Zeros are exact in every checkpoint, which is the plain module's with rows in their original places. Momenta of
+    pruned elements are zero.
 
-    **It saves no time here.** Weights are masked within dense products, which take as long as before. What it gives is a
-    network whose zeros suit products of blocks, to run it by; the paper's are kernels of their own on GPUs. The paper prunes
-    before training, by masks of other methods; ``start=0`` does so by first weights.
+    Use it to get a network whose zeros suit block-sparse kernels. **It saves no time here**: weights are masked in dense
+    products, which take as long as before. The paper has its own GPU kernels. The paper prunes before training, with masks of
+    other methods; ``start=0`` prunes by the initial weights.
 
-    Which weights there are is said at :class:`RigL`. Rows are the first dimension: outputs, or inputs where a module keeps
-    those first. Weights whose rows are not made of whole groups stay dense, which is told, and refused where ``names`` means
-    them. Of equal sums the first are kept.
-
-    Logged: ``sparsity``, ``kept`` (numbers), ``blocks`` (that are kept).
+    It finds weights as ``RigL`` does. Rows are the first dimension: outputs, or inputs in modules that store those first. A
+    weight whose rows ``size`` does not divide stays dense, which is logged; if ``names`` means it, it is refused. It logs
+    ``sparsity``, ``kept`` (elements) and ``blocks`` (kept blocks).
 
     Attributes:
-        orders: by weight, the rows in the order of their groups: (rows,), or (k, rows) of a stack of experts.
+        orders: by weight, the rows in the order of their groups: (rows,), or (k, rows) for a stack of experts.
 
     Args:
-        sparsity: the share of the masked weights that is zero, in [0, 1). 0 is plain training.
-        size: rows of a group, an integer >= 1.
-        start: the share of the budget that is trained densely before, in [0, 1).
-        distribution: "uniform", the same share of each weight; "erk", a larger share of large ones.
-        regroup: False for groups of rows as they stand.
-        names: dotted paths of weights or of modules that hold them, their last parts or patterns; None for all.
-        dense: patterns of weights among these that are left alone.
+        sparsity: the fraction of the masked weights that is zero. 0 is plain training.
+        size: the number of rows in a group.
+        start: the fraction of the budget to train densely before.
+        distribution: how zeros are distributed. "uniform" is the same fraction of each weight, "erk" a larger one of large
+            weights.
+        regroup: whether to group similar rows; False groups neighbouring rows.
+        names: the weights to mask, see ``RigL``.
+        dense: the weights to leave alone, see ``RigL``.
 
     Raises:
-        ValueError: for other values; at setup, if there is nothing to mask, a name means nothing, or one that is named is not
-            made of whole groups.
+        ValueError: for a value out of range. At setup, if there is nothing to mask, a name matches nothing, or a named weight
+            does not consist of whole groups.
 
-    Sources:
-        Ma et al. 2023, Conference on Parsimony and Learning, PMLR 234:282-301.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[BlockSparsity(0.8, size=16, dense=["head"])])
+
+    References: Ma et al. 2023, "HRBP: Hardware-friendly Regrouping towards Block-based Pruning for Sparse CNN Training",
+        Conference on Parsimony and Learning, PMLR 234:282-301.
     """
 
-    saves: ClassVar[str] = "no time: a network of few dense blocks, for products that use them"
+    saves: ClassVar[str] = "no time: a network of few dense blocks, for block-sparse kernels"
     paper: ClassVar[str] = "Ma et al. 2023, PMLR 234"
-    constraints: ClassVar[str] = "rows in whole groups"
+    constraints: ClassVar[str] = "weights whose rows form whole groups"
     survey: ClassVar[Survey | None] = Survey("regrouping to dense blocks (HRBP)", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
-    control: ClassVar[Control] = Control("a random mask of the same size, which stays", fixed)
+    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
     needs_budget: ClassVar[bool] = True
 
     def __init__(
         self,
-        sparsity: float = 0.8,
+        sparsity: Sparsity = 0.8,
         *,
-        size: int = 16,
-        start: float = 0.1,
+        size: Annotated[int, Count()] = 16,
+        start: Annotated[float, Fraction(below=1)] = 0.1,
         distribution: Distribution = "uniform",
         regroup: bool = True,
-        names: Sequence[str] | None = None,
-        dense: Sequence[str] = (),
+        names: Weights = None,
+        dense: Dense = (),
     ) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{WHO}({size=}): expected rows of a group, an integer >= 1.")
-        if isinstance(start, bool) or not 0.0 <= start < 1.0:
-            raise ValueError(f"{WHO}({start=}): expected the share of the budget that is trained densely, in [0, 1).")
-        if not isinstance(regroup, bool):
-            raise ValueError(f"{WHO}({regroup=}): expected True or False, whether like rows are put into groups.")
         self.size, self.start, self.regroup = size, float(start), regroup
         self._take(sparsity=sparsity, distribution=distribution, names=names, dense=dense)
 
@@ -155,11 +153,11 @@ class BlockSparsity(Masked):
         if left := [f"{name} {weight.shape}" for name, weight in found.items() if name not in whole]:
             if self.names is not None or not whole:
                 raise ValueError(
-                    f"{WHO}(size={self.size}): {len(left)} weights are not made of whole groups, such as {left[0]}; expected"
-                    " rows that the size divides. Leave them out of names=, or by dense=, or give another size."
+                    f"{WHO}(size={self.size}): {len(left)} weights do not consist of whole groups of rows, such as {left[0]}."
+                    " Leave them out of `names`, or give another size."
                 )
             rank_zero_info(
-                f"{WHO}: {len(left)} of {len(found)} weights stay dense, since their rows are no whole groups of {self.size},"
+                f"{WHO}: {len(left)} of {len(found)} weights stay dense, because size={self.size} does not divide their rows,"
                 f" such as {left[0]}."
             )
         return whole
@@ -204,8 +202,8 @@ class BlockSparsity(Masked):
     @override
     def summary(self) -> str:
         if not self.masks and not self._total:
-            return f"no weight masked: the run ended before {self.start:.0%} of its budget"
-        return f"{super().summary()}; {self._blocks:,} blocks of {self.size} rows are kept"
+            return f"masked no weight: the run ended before {self.start:.0%} of its budget"
+        return f"{super().summary()}; kept {self._blocks:,} blocks of {self.size} rows"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -218,7 +216,7 @@ class BlockSparsity(Masked):
 
 
 def matrix(weight: Weight) -> tuple[int, int, int, int]:
-    """A weight as (k, rows, columns, numbers of a kernel)."""
+    """The sizes of a weight as (k, rows, columns, elements of a kernel)."""
     if weight.stack:
         return (*weight.shape, 1)  # pyright: ignore[reportReturnType]
     rows, columns, *kernel = weight.shape

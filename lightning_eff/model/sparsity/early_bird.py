@@ -1,18 +1,20 @@
-"""Early-bird tickets: prune once the mask of the smallest units has settled, early in training (You et al. 2019)."""
+"""EarlyBird: prune once the mask of the smallest units has settled, early in training (You et al. 2019)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._run.late import ActsLate, Length
 from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
+from lightning_eff.model.sparsity._masks.arguments import Sparsity
 from lightning_eff.model.sparsity._masks.finding import Weight, largest, prunable
 from lightning_eff.model.sparsity._masks.masked import RIVALS_IN_STATE, Masked, no_time, rivals
 from lightning_eff.model.sparsity._masks.units import Units, channels, heads_and_neurons
@@ -22,12 +24,12 @@ Of = Literal["channels", "heads"]
 
 
 def has_emerged(masks: Sequence[Tensor], *, window: int, distance: float) -> bool:
-    """Whether the newest of ``window`` masks differs from each of the others in less than ``distance`` of its numbers.
+    """Whether the newest of ``window`` masks differs from each of the others in less than ``distance`` of its elements.
 
     Args:
-        masks: of the last times, the newest last, each (n,), boolean.
-        window: how many must be held.
-        distance: of two masks, the share of numbers in which they differ (Hamming), in (0, 1].
+        masks: the last masks, the newest last, each (n,), boolean.
+        window: the number of masks that are required.
+        distance: the fraction of elements in which two masks may differ (Hamming distance), in (0, 1].
     """
     if len(masks) < window:
         return False
@@ -36,7 +38,7 @@ def has_emerged(masks: Sequence[Tensor], *, window: int, distance: float) -> boo
 
 
 def step_coefficients(c: Tensor, gradient: Tensor, *, rate: float, penalty: float) -> Tensor:
-    """One proximal step on the loss and ``lambda ||c||_1``; a coefficient that has come to zero stays there.
+    """Take one proximal step on the loss and ``lambda ||c||_1``; a coefficient that has reached zero stays there.
 
     Args:
         c: coefficients, (count,).
@@ -51,7 +53,7 @@ def step_coefficients(c: Tensor, gradient: Tensor, *, rate: float, penalty: floa
 
 
 def smallest(scores: Sequence[Tensor], units: Sequence[Units], sparsity: float) -> list[Tensor]:
-    """Which units are kept: the largest channels of all, neurons of all, and heads of each layer, one at least."""
+    """The units to keep: the largest channels or neurons of all layers, and the largest heads of each layer, at least one."""
     kept: list[Tensor] = [torch.empty(0)] * len(units)
     groups = [[i for i, u in enumerate(units) if u.kind == kind] for kind in ("channel", "neuron")]
     for group in [*groups, *([i] for i, u in enumerate(units) if u.kind == "head")]:
@@ -65,82 +67,75 @@ def smallest(scores: Sequence[Tensor], units: Sequence[Units], sparsity: float) 
 
 
 class EarlyBird(ActsLate, Masked):
-    """Train the whole network until it is clear which of its units are the smallest, and from then on without these.
+    """Train the whole network until it is clear which of its units are the smallest, then prune these and train on.
 
-    At the end of each epoch a mask is drawn of the ``sparsity`` of the units that is smallest. Once the newest of ``window``
-    masks differs from each of the others by less than ``distance``, units that it leaves out are set to zero and stay so: the
-    ticket is drawn, and training goes on with the weights that it has.
+    At the end of each epoch, it draws a mask of the smallest units, a fraction ``sparsity`` of all. Once the newest of
+    ``window`` masks differs from each of the others by less than ``distance``, the masked units are set to zero and stay
+    zero. This is the ticket, and training continues with the present weights.
 
-    In networks with BatchNorm the units are its channels, by the magnitude of their scales over all layers, which
-    ``penalty sign(gamma)`` in the gradient draws to zero meanwhile; a pruned channel has a scale and a shift of zero. In other
-    networks they are attention's heads and hidden units of feed-forward networks, as in EarlyBERT (Chen et al. 2020): each has
-    a coefficient, 1 at first, which moves along the loss's gradient and by an l1 penalty at ``rate``, in proximal steps of its
-    own. As they move, coefficients are multiplied into the map that reads the units, so that the module computes with them
-    and has no parameters more; at 0 a head or a hidden unit is removed. Heads are pruned by layers, hidden units over all
-    layers. Coefficients do not move any more once the ticket is drawn. EarlyBERT has them beside the maps, and its optimizer
-    steps both; here the optimizer steps the products.
+    In networks with BatchNorm, the units are its channels, compared by the magnitude of their scales over all layers. Until
+    the ticket is drawn, ``penalty sign(gamma)`` in the gradient pulls scales to zero. A pruned channel has a scale and a
+    shift of zero. In other networks, the units are attention heads and hidden units of feed-forward networks, as in EarlyBERT
+    (Chen et al. 2020). Each has a coefficient that starts at 1 and follows the loss's gradient and an l1 penalty, in proximal
+    steps with learning rate ``rate``. Coefficients are multiplied into the weight that reads the units, so the module
+    computes with them and gets no additional parameters. Heads are pruned within each layer, hidden units over all layers.
+    Coefficients stay once the ticket is drawn. In EarlyBERT, the optimizer updates weights and coefficients separately; here
+    it updates their products.
 
-    **It saves no time here**, as ``RigL``: what is zero is computed as before. The papers' savings are those of a smaller
-    network that is built from the ticket, which this leaves to you; zeros in the checkpoint say which units it has.
-
-    Logged: ``sparsity`` and ``kept`` (numbers; zero until the ticket is drawn), ``masks`` (drawn so far), ``distance`` (the
-    largest of the newest mask; 1 until there are enough) and ``drawn`` (the optimizer step; 0 until then).
+    Use it to find a smaller network early, and then build that network: the zeros in the checkpoint show its units. **It
+    saves no time here**, as ``RigL``, because zeros are computed like other numbers. The papers' savings are those of the
+    smaller network. It logs ``sparsity`` and ``kept`` (elements; zero until the ticket is drawn), ``masks`` (drawn so far),
+    ``distance`` (the largest of the newest mask; 1 until there are enough masks) and ``drawn`` (the optimizer step of the
+    ticket; 0 until then).
 
     Args:
-        sparsity: the share of units that is pruned, in [0, 1). 0 is plain training.
-        of: "channels", of BatchNorm; "heads", and hidden units; None for channels where there are some.
-        window: how many masks must agree, >= 2. 5 is the paper's.
-        distance: by what they may differ, in (0, 1]. 0.1 is the paper's.
-        interval: optimizer steps between two masks, >= 1; None for an epoch, as in the paper.
-        penalty: of the l1 norm of scales or coefficients, >= 0. 1e-4 is the papers'.
-        rate: at which coefficients move, > 0.
+        sparsity: the fraction of units to prune. 0 is plain training.
+        of: the units to prune. "channels" are BatchNorm's, "heads" are attention heads and hidden units. None takes channels
+            if there are some.
+        window: the number of masks that must agree. 5 is the paper's.
+        distance: the fraction in which these masks may differ. 0.1 is the paper's.
+        interval: the number of optimizer steps between two masks. None is an epoch, as in the paper.
+        penalty: the weight of the l1 norm of scales or coefficients. 1e-4 is the papers'.
+        rate: the learning rate of the coefficients.
 
     Raises:
-        ValueError: for other values; at setup, where there is no BatchNorm with scales that train for "channels"; at the first
-            batch, which leaves weights as they were, if no heads or hidden units are found.
+        ValueError: for a value out of range. At setup, if ``of="channels"`` and there is no BatchNorm with trainable scales.
+            On the first batch, before any weight has changed, if no heads or hidden units are found.
 
-    Sources:
-        You et al. 2019, arXiv:1909.11957; Chen et al. 2020 (EarlyBERT), arXiv:2101.00063.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=50, callbacks=[EarlyBird(0.3)])
+
+    References:
+        You et al. 2019, "Drawing Early-Bird Tickets: Towards More Efficient Training of Deep Networks", arXiv:1909.11957.
+        Chen et al. 2020, "EarlyBERT: Efficient BERT Training via Early-bird Lottery Tickets", arXiv:2101.00063.
     """
 
-    saves: ClassVar[str] = "no time here: it finds a smaller network early, which is then to be built"
+    saves: ClassVar[str] = "no time here: it finds a smaller network early, for you to build"
     paper: ClassVar[str] = "You et al. 2019, arXiv:1909.11957"
-    constraints: ClassVar[str] = "optimizers that keep moments weight by weight"
+    constraints: ClassVar[str] = "optimizers with separate moments for each weight"
     survey: ClassVar[Survey | None] = Survey("Early-Bird tickets, EarlyBERT", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Choice((0.3, 0.5))}, no_time)
-    control: ClassVar[Control] = Control("the baseline for as many seconds, and one built with fewer units throughout")
+    control: ClassVar[Control] = Control(
+        "the baseline for the same time, and a network with fewer units from the start"
+    )
     conflicts: ClassVar[Mapping[str, str]] = {
         **rivals(WHO),
         **RIVALS_IN_STATE,
-        **dict.fromkeys(
-            ("LowRankLinear", "ButterflyLinear"), "its maps are factors, whose channels would be taken for hidden units"
-        ),
-        "Fixup": "its maps have scalars beside them, and are not seen to be feed-forward networks",
+        **dict.fromkeys(("LowRankLinear", "ButterflyLinear"), "its factors' channels would be taken for hidden units"),
+        "Fixup": "it adds scalars to linear layers, which hides feed-forward networks",
     }
 
     def __init__(
         self,
-        sparsity: float = 0.5,
+        sparsity: Sparsity = 0.5,
         *,
         of: Of | None = None,
-        window: int = 5,
-        distance: float = 0.1,
-        interval: int | None = None,
-        penalty: float = 1e-4,
-        rate: float = 0.01,
+        window: Annotated[int, Count(at_least=2)] = 5,
+        distance: Annotated[float, Fraction(above=0)] = 0.1,
+        interval: Annotated[int | None, Count()] = None,
+        penalty: Annotated[float, Number(at_least=0)] = 1e-4,
+        rate: Annotated[float, Number(above=0)] = 0.01,
     ) -> None:
-        if of not in (None, "channels", "heads"):
-            raise ValueError(f"{WHO}({of=}): expected 'channels', 'heads' or None.")
-        if isinstance(window, bool) or not isinstance(window, int) or window < 2:
-            raise ValueError(
-                f"{WHO}({window=}): expected how many masks must agree, an integer >= 2. 5 is the paper's."
-            )
-        if not 0.0 < distance <= 1.0:
-            raise ValueError(f"{WHO}({distance=}): expected the share by which masks may differ, in (0, 1].")
-        if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
-            raise ValueError(f"{WHO}({interval=}): expected a number of optimizer steps >= 1, or None for an epoch.")
-        if not 0.0 <= penalty < float("inf") or not 0.0 < rate < float("inf"):
-            raise ValueError(f"{WHO}({penalty=}, {rate=}): expected a penalty >= 0 and a rate > 0, both finite.")
         self.of: Of | None = of
         self.window, self.distance, self.interval = window, float(distance), interval
         self.penalty, self.rate = float(penalty), float(rate)
@@ -150,7 +145,7 @@ class EarlyBird(ActsLate, Masked):
     def _reset(self) -> None:
         super()._reset()
         self.units: list[Units] = []
-        self.coefficients: dict[str, Tensor] = {}  # of heads and neurons, by the map that reads them
+        self.coefficients: dict[str, Tensor] = {}  # of heads and neurons, by the weight that reads them
         self._recent: list[Tensor] = []
         self._moving: dict[str, Tensor] = {}
         self._drawn = self._count = self._step = 0
@@ -161,7 +156,7 @@ class EarlyBird(ActsLate, Masked):
         settings = ("sparsity", "of", "window", "distance", "interval", "penalty", "rate")
         return {name: getattr(self, name) for name in settings}
 
-    # -- what is pruned
+    # -- units
 
     @override
     def on_model(self, session: Session) -> None:
@@ -177,16 +172,16 @@ class EarlyBird(ActsLate, Masked):
         wrong = [name for name in known if name not in shapes]
         if wrong:
             raise ValueError(
-                f"{WHO}: the checkpoint's units are those of parameters that {type(module).__name__} has not, such as"
-                f" {wrong[0]!r}; expected a checkpoint of the same model. Resume with the model it was saved from."
+                f"{WHO}: the checkpoint has units of parameters that {type(module).__name__} lacks, such as {wrong[0]!r}."
+                " Resume with the checkpoint's model."
             )
         if not self.units and self.of != "heads":
             self.units = channels(module)
             known = [name for u in self.units for name in u.names]
             if not known and self.of == "channels":
                 raise ValueError(
-                    f"{WHO}(of='channels'): {type(module).__name__} has no BatchNorm with scales that train; expected one or"
-                    " more. Use of='heads', or take the technique out."
+                    f"{WHO}(of='channels'): {type(module).__name__} has no BatchNorm with trainable scales. Use of='heads', or"
+                    " remove the callback."
                 )
         if known:
             return {name: Weight(name, shapes[name]) for name in known}
@@ -197,8 +192,8 @@ class EarlyBird(ActsLate, Masked):
 
     def _refuse(self, module: nn.Module) -> None:
         raise ValueError(
-            f"{WHO}: found no BatchNorm that trains, no attention's heads and no feed-forward network x + W_2 f(W_1 x) in"
-            f" {type(module).__name__}; expected some units that could be pruned. Take the technique out."
+            f"{WHO}: found no units to prune in {type(module).__name__}: no BatchNorm with trainable scales, no attention heads"
+            " and no feed-forward network x + W_2 f(W_1 x). Remove the callback."
         )
 
     @override
@@ -212,7 +207,7 @@ class EarlyBird(ActsLate, Masked):
             self.units = found
             self.weights = {name: self.weights[name] for u in found for name in u.names}
             kinds = ", ".join(f"{sum(u.number for u in found if u.kind == k)} {k}s" for k in ("head", "neuron"))
-            rank_zero_info(f"{WHO}: {kinds} found, such as those that {found[0].names[0]} reads.")
+            rank_zero_info(f"{WHO}: found {kinds}, such as those that {found[0].names[0]} reads.")
         for u in self.units:
             if u.kind != "channel" and u.names[0] not in self.coefficients:
                 self.coefficients[u.names[0]] = torch.ones(u.number)
@@ -283,17 +278,15 @@ class EarlyBird(ActsLate, Masked):
             self.put(masks)
             self.clear_state(session, {name: ~mask for name, mask in self.masks.items()})
             self._drawn, self._recent = step, []
-            rank_zero_info(
-                f"{WHO}: the ticket is drawn after {step:,} steps; {self.sparsity:.0%} of the units are zero."
-            )
+            rank_zero_info(f"{WHO}: drew the ticket after {step:,} steps; {self.sparsity:.0%} of the units are zero.")
             self.tell_of_empty()
 
-    # -- what it tells
+    # -- reports and state
 
     @property
     @override
     def acted(self) -> bool:
-        return self._drawn > 0 or self._count >= self.window  # those that do not agree are told of by the report
+        return self._drawn > 0 or self._count >= self.window  # the report shows masks that do not agree
 
     @override
     def will_act(self, length: Length) -> bool:
@@ -303,8 +296,8 @@ class EarlyBird(ActsLate, Masked):
     def idle(self, length: Length) -> str:
         every = "epoch" if self.interval is None else f"{self.interval:,} steps"
         return (
-            f"a mask is made after every {every}, of which window={self.window} must"
-            " agree, so no ticket is drawn and nothing is pruned. Give a smaller interval= in optimizer steps."
+            f"it draws a mask every {every}, of which window={self.window} must agree, so it draws no ticket and prunes"
+            " nothing. Give a smaller `interval`, in optimizer steps."
         )
 
     @override
@@ -314,8 +307,10 @@ class EarlyBird(ActsLate, Masked):
     @override
     def summary(self) -> str:
         if not self._drawn:
-            return f"no ticket was drawn: {self._count} masks, of which the newest differs by {self._apart:.2f} at most"
-        return f"{super().summary()}; the ticket was drawn after {self._drawn:,} steps"
+            return (
+                f"drew no ticket: the newest of {self._count} masks differs from the others by up to {self._apart:.2f}"
+            )
+        return f"{super().summary()}; drew the ticket after {self._drawn:,} steps"
 
     @override
     def state_dict(self) -> dict[str, Any]:

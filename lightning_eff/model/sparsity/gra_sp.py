@@ -1,7 +1,7 @@
-"""GraSP: prune before the first step what the gradient's norm can do without (Wang et al. 2020)."""
+"""GraSP: prune before the first step, and preserve the gradient's norm (Wang et al. 2020)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +9,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model._derivatives.passes import watched
+from lightning_eff.model.sparsity._masks.arguments import Dense, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.masked import agreed, no_time, rivals
 from lightning_eff.model.sparsity._masks.scored import ZEROS, Scored
 from lightning_eff.model.sparsity._random_mask import fixed
@@ -22,7 +24,7 @@ WHO = "GraSP"
 
 
 def gradient_flow(weight: Tensor, hessian_gradient: Tensor) -> Tensor:
-    """``-theta Hg``: half of how ``|g|^2`` changes, to first order, as each number of a weight is removed.
+    """``-theta Hg``: half of the first-order change of ``|g|^2`` when an element of a weight is removed.
 
     Args:
         weight: ``theta``.
@@ -33,7 +35,7 @@ def gradient_flow(weight: Tensor, hessian_gradient: Tensor) -> Tensor:
 
 
 class _Tempered(TorchFunctionMode):
-    """Logits of cross-entropies are divided by a temperature; how often is counted."""
+    """Divides logits of cross-entropies by a temperature, and counts the calls."""
 
     def __init__(self, temperature: float) -> None:
         super().__init__()
@@ -54,61 +56,57 @@ class _Tempered(TorchFunctionMode):
 
 
 class GraSP(Scored):
-    """Before the first step, set the ``sparsity`` of all weights to zero without which the gradient stays largest.
+    """Set weights to zero before the first step so that the gradient stays as large as possible.
 
-    The score of a weight is ``-theta Hg``, half of how the squared norm of the gradient ``g`` changes as it is removed, with
-    the loss's Hessian ``H``; those with the highest are pruned. Logits are divided by ``temperature`` meanwhile, so that the
-    network's confidence at its first weights does not decide. The step is differentiated twice, on ``batches`` batches of each
-    rank, and holds both graphs: attention is computed by operations that can be.
+    The score of a weight is ``-theta Hg``: half of the change of the squared norm of the gradient ``g`` when the weight is
+    removed, with the loss's Hessian ``H``. The weights with the highest scores are pruned. Meanwhile, logits are divided by
+    ``temperature``, so that the network's confidence at its initial weights has no influence. The step is differentiated
+    twice, on ``batches`` batches of each rank, and holds both graphs; attention uses operations with second derivatives.
 
-    **It saves no time** in training, as ``RigL``: masked products cost what dense ones do. And what it chooses is how many
-    weights of each layer are kept: with masks shuffled within layers, networks train as well (Frankle et al. 2020).
-
-    The weights are found as by ``RigL``. One that has no gradient on these batches, such as that of an expert to which no token
-    went, is an error.
-
-    Logged: ``sparsity`` and ``kept`` (numbers).
+    Use it to get a sparse network in one training. **It saves no time** in training, as ``RigL``: masked products cost the
+    same as dense ones. Its benefit is the choice of how many weights each layer keeps: with masks shuffled within layers,
+    networks train as well (Frankle et al. 2020). It finds weights as ``RigL`` does. It logs ``sparsity`` and ``kept``
+    (elements).
 
     Args:
-        sparsity: the share of the masked weights that is zero, in [0, 1). 0 is plain training.
-        batches: how many are scored on, on each rank, >= 1.
-        temperature: what logits are divided by, in ``cross_entropy`` and ``binary_cross_entropy_with_logits``, above 0. 200 is
-            the paper's; 1 leaves the loss as it is.
-        names: see ``RigL``.
-        dense: see ``RigL``.
+        sparsity: the fraction of the masked weights that is zero. 0 is plain training.
+        batches: the number of batches for the scores, on each rank.
+        temperature: the divisor of logits in ``cross_entropy`` and ``binary_cross_entropy_with_logits``. 200 is the paper's,
+            1 leaves the loss unchanged.
+        names: the weights to mask, see ``RigL``.
+        dense: the weights to leave alone, see ``RigL``.
 
     Raises:
-        ValueError: for other values; at setup, if there is nothing to mask, or a name means nothing; at the first batch, which
-            leaves weights as they were, if a weight has no gradient, the loss cannot be differentiated twice, or it calls no
-            cross-entropy with a ``temperature`` other than 1.
+        ValueError: for a value out of range. At setup, if there is nothing to mask or a name matches nothing. On the first
+            batch, before any weight has changed, if a weight has no gradient (such as an expert that gets no token), the loss
+            has no second derivatives, or it has no cross-entropy and ``temperature`` is not 1.
 
-    Sources:
-        Wang et al. 2020, arXiv:2002.07376; Frankle et al. 2020, arXiv:2009.08576.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[GraSP(0.8, batches=4)])
+
+    References:
+        Wang et al. 2020, "Picking Winning Tickets Before Training by Preserving Gradient Flow", arXiv:2002.07376.
+        Frankle et al. 2020, "Pruning Neural Networks at Initialization: Why are We Missing the Mark?", arXiv:2009.08576.
     """
 
-    saves: ClassVar[str] = "no time: a sparse network for one training, on hardware that computes zeros as any number"
+    saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
     paper: ClassVar[str] = "Wang et al. 2020, arXiv:2002.07376"
     constraints: ClassVar[str] = "losses that have second derivatives"
     survey: ClassVar[Survey | None] = Survey("GraSP", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
-    control: ClassVar[Control] = Control("a random mask of the same size, which stays", fixed)
+    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **ZEROS}
 
     def __init__(
         self,
-        sparsity: float = 0.8,
+        sparsity: Sparsity = 0.8,
         *,
-        batches: int = 1,
-        temperature: float = 200.0,
-        names: Sequence[str] | None = None,
-        dense: Sequence[str] = (),
+        batches: Annotated[int, Count()] = 1,
+        temperature: Annotated[float, Number(above=0)] = 200.0,
+        names: Weights = None,
+        dense: Dense = (),
     ) -> None:
-        self._check_batches(batches)
-        if not 0.0 < temperature < float("inf"):
-            raise ValueError(
-                f"{WHO}({temperature=}): expected a number above 0, by which logits are divided. 200 is the paper's."
-            )
-        self.temperature = temperature
+        self.batches, self.temperature = batches, temperature
         self._take(sparsity=sparsity, names=names, dense=dense)
 
     @override
@@ -120,8 +118,8 @@ class GraSP(Scored):
             if self.temperature != 1.0 and not tempered.calls:
                 raise ValueError(
                     f"{WHO}(temperature={self.temperature}): training_step of {type(session.module).__name__} calls no"
-                    " cross_entropy nor binary_cross_entropy_with_logits, whose logits it could divide; expected one. Set"
-                    " temperature=1. No weight has changed."
+                    " cross_entropy or binary_cross_entropy_with_logits, so it has no logits to divide. Set temperature=1; no"
+                    " weight has changed."
                 )
             products = {name: torch.zeros_like(one) for name, one in g.items()}
 
@@ -145,7 +143,7 @@ class GraSP(Scored):
     ) -> None:
         """Add ``part`` of ``H g`` on a batch to ``products``."""
         loss = self.loss(session, batch, batch_idx, 2)
-        assert loss is not None, "it was there before"
+        assert loss is not None, "this batch had a loss before"
         parameters = [self.parameter(name) for name in g]
         reason = ""
         with watched(loss) as (whole, constant):
@@ -159,9 +157,8 @@ class GraSP(Scored):
             reason = f"the backward pass of {', '.join(constant)} has no derivative"
         if reason:
             raise ValueError(
-                f"{WHO}: the loss of {type(session.module).__name__} cannot be differentiated twice ({reason}); expected one of"
-                " operations that can. Let the module use other operations, or use SNIP, which differentiates once. No weight"
-                " has changed."
+                f"{WHO}: the loss of {type(session.module).__name__} cannot be differentiated twice ({reason}). Use other"
+                " operations in the module, or SNIP, which differentiates once; no weight has changed."
             )
         for product, hg in zip(products.values(), second, strict=True):
             if hg is not None:

@@ -1,92 +1,85 @@
-"""Lottery tickets: prune the smallest weights, begin again from the first ones, and so on (Frankle & Carbin 2018)."""
+"""LotteryTickets: repeatedly prune the smallest weights and rewind the others (Frankle & Carbin 2018)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
+from lightning_eff.model.sparsity._masks.arguments import Dense, Scope, Weights
 from lightning_eff.model.sparsity._masks.masked import RIVALS_IN_STATE, Masked, no_time, rivals
-from lightning_eff.model.sparsity._masks.pruning import Scope, check_scope, num_survivors, smallest_masked
+from lightning_eff.model.sparsity._masks.pruning import num_survivors, smallest_masked
 from lightning_eff.model.sparsity._random_mask import fixed
 
 WHO = "LotteryTickets"
 
 
 class LotteryTickets(Masked):
-    """Within one fit, train, prune the smallest weights, set the others back to what they were, and train again.
+    """Train, prune the smallest weights, reset the others to their early values, and train again, within one fit.
 
-    The budget is divided into ``rounds + 1`` periods of equal length. At the end of each but the last, the share ``share`` of
-    the weights that are left is masked, those of the smallest magnitude; then all parameters and buffers, and the optimizer's
-    state, are set back to what they were when the share ``rewind`` of the first period was used. After ``r`` rounds
-    ``1 - (1 - share)^r`` of the weights is zero. Masks only grow.
+    The budget is divided into ``rounds + 1`` periods of equal length. At the end of each period but the last, the fraction
+    ``share`` of the remaining weights with the smallest magnitude is masked. All parameters and buffers, and the optimizer's
+    state, are then reset to their values at the fraction ``rewind`` of the first period. After ``r`` rounds, a fraction ``1 -
+    (1 - share)^r`` of the weights is zero. Masks only grow.
 
-    **It saves no time: it costs** ``rounds`` trainings more than the last one, whose products are as dense as any. It is how
-    tickets are looked for, and a yardstick for what chooses masks at less cost. Rates are not set back: give a schedule that
-    repeats with each period, or a constant rate. A checkpoint holds the weights of then, and the optimizer's state, once more.
-
-    The weights are found as by ``RigL``.
-
-    Logged: ``sparsity``, ``kept`` (numbers), ``rounds`` (so far).
+    Use it to find a sparse network that trains well, or as a reference for cheaper ways to choose masks. **It saves no time:
+    it costs** ``rounds`` trainings in addition to the last one, whose products are as dense as before. Learning rates are not
+    reset: use a schedule that repeats with each period, or a constant learning rate. A checkpoint also holds the early
+    weights and optimizer state. It finds weights as ``RigL`` does. It logs ``sparsity``, ``kept`` (elements) and ``rounds``
+    (so far).
 
     Args:
-        rounds: how often is pruned, >= 1. 0 is plain training.
-        share: of the weights that are left, what is pruned each time, in (0, 1). 0.2 is the paper's.
-        rewind: the share of the first period at which weights are remembered, in [0, 1). 0 is the first weights; large networks
-            need a little more (Frankle et al. 2019).
-        scope: "global", the smallest of all weights together; "layer", of each by itself, as the paper for small networks.
-        names: see ``RigL``.
-        dense: see ``RigL``.
+        rounds: the number of times it prunes. 0 is plain training.
+        share: the fraction of the remaining weights to prune each time. 0.2 is the paper's. Also accepted as ``amount``.
+        rewind: the fraction of the first period at which weights are saved for the reset. 0 saves the initial weights; large
+            networks need a little more (Frankle et al. 2019).
+        scope: where the smallest weights are chosen. "global" compares all weights together, "layer" each weight separately,
+            as in the paper for small networks.
+        names: the weights to mask, see ``RigL``.
+        dense: the weights to leave alone, see ``RigL``.
 
     Raises:
-        ValueError: for other values; at setup, if there is nothing to mask, or a name means nothing.
+        ValueError: for a value out of range. At setup, if there is nothing to mask or a name matches nothing.
 
-    Sources:
-        Frankle & Carbin 2018, arXiv:1803.03635; Frankle et al. 2019, arXiv:1903.01611.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=50, callbacks=[LotteryTickets(4, share=0.2)])
+
+    References:
+        Frankle & Carbin 2018, "The Lottery Ticket Hypothesis: Finding Sparse, Trainable Neural Networks", arXiv:1803.03635.
+        Frankle et al. 2019, "Stabilizing the Lottery Ticket Hypothesis", arXiv:1903.01611.
     """
 
-    saves: ClassVar[str] = "no time: it finds a sparse network that trains, at the cost of several trainings"
+    saves: ClassVar[str] = "no time: it finds a sparse network that trains well, at the cost of several trainings"
     paper: ClassVar[str] = "Frankle & Carbin 2018, arXiv:1803.03635"
-    constraints: ClassVar[str] = "one more copy of weights and optimizer states"
+    constraints: ClassVar[str] = "an additional copy of weights and optimizer states"
     survey: ClassVar[Survey | None] = Survey("lottery tickets, iterative magnitude pruning", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"rounds": Choice((2, 4))}, no_time)
-    control: ClassVar[Control] = Control(
-        "a random mask of the size that is reached, which stays, for as many seconds", fixed
-    )
+    control: ClassVar[Control] = Control("a fixed random mask of the final size for the same time", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {
         **rivals(WHO),
         **RIVALS_IN_STATE,
-        "LayerFreezing": "what it has frozen would be set back, and not train again",
+        "LayerFreezing": "its frozen layers would be reset, and not train again",
     }
     needs_budget: ClassVar[bool] = True
 
     def __init__(
         self,
-        rounds: int = 4,
+        rounds: Annotated[int, Count(at_least=0)] = 4,
         *,
-        share: float = 0.2,
-        rewind: float = 0.0,
+        share: Annotated[float, Fraction(above=0, below=1), Alias("amount")] = 0.2,
+        rewind: Annotated[float, Fraction(below=1)] = 0.0,
         scope: Scope = "global",
-        names: Sequence[str] | None = None,
-        dense: Sequence[str] = (),
+        names: Weights = None,
+        dense: Dense = (),
     ) -> None:
-        if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 0:
-            raise ValueError(f"{WHO}({rounds=}): expected how often is pruned, >= 1; 0 is plain training.")
-        if not 0.0 < share < 1.0:
-            raise ValueError(
-                f"{WHO}({share=}): expected the share that is pruned each time, in (0, 1). 0.2 is the paper's."
-            )
-        if not 0.0 <= rewind < 1.0:
-            raise ValueError(
-                f"{WHO}({rewind=}): expected a share of the first period, in [0, 1); 0 is the first weights."
-            )
         self.rounds, self.share, self.rewind = rounds, share, rewind
-        self.scope: Scope = check_scope(scope, who=WHO)
+        self.scope: Scope = scope
         self._take(sparsity=1.0 - (1.0 - share) ** rounds, names=names, dense=dense)
 
     @override
@@ -97,7 +90,7 @@ class LotteryTickets(Masked):
 
     @property
     def remembered(self) -> Mapping[str, Tensor]:
-        """The parameters and buffers that survivors are set back to, by name; empty until they are remembered."""
+        """The parameters and buffers that the reset uses, by name; empty until they are saved."""
         return {} if self._then is None else self._then["weights"]
 
     @override
@@ -122,7 +115,7 @@ class LotteryTickets(Masked):
             session.blocks_changed(self)
 
     def _prune(self, session: Session) -> None:
-        """Mask the smallest of those that are left."""
+        """Mask the smallest of the remaining weights."""
         masks = smallest_masked(
             self, session, self.scope, lambda n: num_survivors(n, share=self.share, rounds=self._round)
         )
@@ -141,12 +134,12 @@ class LotteryTickets(Masked):
 
     @torch.no_grad()
     def _set_back(self, session: Session) -> None:
-        """Weights, buffers and the optimizer's state are what they were, and masked weights zero."""
-        assert self._then is not None, "remembered no later than at the end of the first period"
+        """Reset weights, buffers and the optimizer's state, and set masked weights to zero."""
+        assert self._then is not None, "they are saved in the first period"
         module = session.module
         for name, t in (*module.named_parameters(), *module.named_buffers()):
             then = self._then["weights"].get(name)
-            if then is not None and then.shape == t.shape:  # a cache may have become another one
+            if then is not None and then.shape == t.shape:  # the shape of a cache may have changed
                 t.copy_(then)
         for optimizer in session.optimizers:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}

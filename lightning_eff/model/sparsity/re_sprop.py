@@ -1,8 +1,9 @@
-"""ReSprop: of a map's output gradient, only what differs much from the previous step's is new (Goli & Aamodt 2020)."""
+"""ReSprop: reuse the parts of a layer's output gradient that changed little since the last step (Goli & Aamodt 2020)."""
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -11,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff._core._architecture.naming import check_names
+from lightning_eff._core._arguments.kinds import Either, Fraction, Number, OneOf
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core.patches import hook_behind
@@ -19,20 +20,22 @@ from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Un
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
 from lightning_eff._core.technique import Control, Technique
+from lightning_eff.model.sparsity._masks.arguments import Dense, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.finding import Weight, chosen
 
 WHO = "ReSprop"
 
 
 def hybrid(g: Tensor, previous: Tensor, threshold: Tensor | float) -> tuple[Tensor, Tensor]:
-    """The gradient that goes backward, and where it is the previous one.
+    """The gradient to propagate, and where it is the previous one.
 
-    ``g~ = h + T(g - h)`` with ``T(d) = d`` where ``|d| > theta`` and 0 elsewhere, which is ``g`` there and ``h`` elsewhere.
+    ``g~ = h + T(g - h)`` with ``T(d) = d`` where ``|d| > theta`` and 0 elsewhere: ``g`` where they differ, and ``h``
+    elsewhere.
 
     Args:
-        g: the gradient at a map's output, (B, ...).
+        g: the gradient at a layer's output, (B, ...).
         previous: ``h``, of one sample of the previous step, (...).
-        threshold: ``theta`` >= 0. At infinity all of it is ``h``; at 0 all of it is ``g``.
+        threshold: ``theta`` >= 0. Infinity gives ``h`` everywhere, and 0 gives ``g``.
     """
     # g̃ = h + T(g − h)
     reused = (g - previous).abs() <= threshold
@@ -40,112 +43,103 @@ def hybrid(g: Tensor, previous: Tensor, threshold: Tensor | float) -> tuple[Tens
 
 
 def next_threshold(threshold: Tensor, reused: Tensor, sparsity: Tensor | float) -> Tensor:
-    """``2 theta`` where the share that was reused is below ``sparsity``, else ``theta / 2``."""
+    """``2 theta`` if the reused fraction is below ``sparsity``, else ``theta / 2``."""
     return torch.where(reused < sparsity, 2.0 * threshold, 0.5 * threshold)
 
 
 def gains_nothing(profile: RunProfile) -> str | None:
-    """Why a search for a faster recipe need not try it, in words."""
-    return "products with a gradient of which most is known take as long as others, so that no second is saved"
+    """Why a search for a faster recipe need not try it."""
+    return "products with reused gradients take as long as others, so it saves no time"
 
 
 class ReSprop(Technique):
-    """Let the gradient at the output of each linear map and convolution be mostly that of the previous step.
+    """Reuse most of the previous step's gradient at the output of each linear layer and convolution.
 
-    In each backward pass, of each map, the gradient ``g`` at its output is compared with ``h``, that of one sample, drawn at
-    random, of the pass before. Where they differ by no more than a threshold, ``h`` goes on in the place of ``g``, into the
-    gradient of the weight and of the bias and to the map's input. Products with ``h`` are the same for all samples, so that
-    hardware could make them once and skip the reused part of the others. Thresholds are found for each map by doubling and
-    halving, so that about ``sparsity`` of the numbers is reused; this share rises evenly from 0 during ``warmup``.
+    In each backward pass, the gradient ``g`` at each layer's output is compared with ``h``, the gradient of one random sample
+    of the previous pass. Where they differ by no more than a threshold, ``h`` replaces ``g`` in the gradients of the weight,
+    the bias and the input. Products with ``h`` are the same for all samples, so special hardware could compute them once and
+    skip the reused part of the others. Each layer's threshold is found by doubling and halving, so that about a fraction
+    ``sparsity`` of the elements is reused. This fraction rises linearly from 0 during ``warmup``.
 
-    **It saves no time, and costs some**: on CPUs and GPUs all products are made as before, and comparisons with them. It is the
-    algorithm of an accelerator that its authors simulated, for what it does to a training's course. A sample's gradients of all
-    maps are held from step to step, which is as much as the activations of one sample. The paper leaves the biases' gradients
-    as they are, and changes convolutions only.
+    Use it for research on such hardware, to see the effect on training. **It saves no time, and costs some**: CPUs and GPUs
+    compute all products as before, and the comparisons in addition. It keeps one sample's gradients of all layers between
+    steps, as much memory as one sample's activations. The paper leaves the biases' gradients unchanged, and changes only
+    convolutions.
 
-    **A network may lose by it what it has learnt.** A GPT on bytes at a rate of 0.01, of which half is reused, comes to a loss
-    of 2.4 in a hundred steps, where it comes to 2.2 without; then it climbs back, and ends at 2.8 for 1.6 (one seed). Zeros in
-    the place of what is reused do no better, nor does a head that is left alone: what tells is what is missing, not what
-    stands there. At a tenth of that rate it holds, and ends at 2.2 for 2.0. Where a tenth is reused, gradients of weights are
-    the batch's: their cosine is 1.000. A small ViT learns with half, and with 0.9 as good as nothing.
+    **It can undo training.** A byte-level GPT at a learning rate of 0.01 with ``sparsity=0.5`` reaches a loss of 2.4 in 100
+    steps, compared with 2.2 without. Its loss then rises, and ends at 2.8 instead of 1.6 (one seed). Zeros instead of reused
+    gradients, or a head that is left alone, do not help. At a tenth of that learning rate it ends at 2.2 instead of 2.0. With
+    ``sparsity=0.1``, weight gradients equal the batch's (cosine 1.000). A small ViT learns with 0.5, and almost nothing with
+    0.9.
 
-    Maps are those that are called as modules: ``nn.Linear``, transformers' ``Conv1D`` and convolutions, with a weight that
-    trains. Those that are not, in ``nn.MultiheadAttention``, recurrent layers and experts in one tensor, are left alone, as is
-    a head whose logits are never made (``FusedLinearCrossEntropy``), and a call whose output has another shape than that of the
-    pass before, as with sequences of other lengths. A map that is called several times in a pass compares each call with the
-    same call of the pass before. A sample is a place in the output's first dimension. Each rank compares with gradients of its
-    own.
-
-    Logged: ``reused`` (the share of the numbers), ``maps`` (calls of maps whose gradients were compared),
-    ``held_mb`` (MB of gradients that are kept for the next pass).
+    It applies to ``nn.Linear``, transformers' ``Conv1D`` and convolutions that are called as modules and have a trainable
+    weight. It skips ``nn.MultiheadAttention``, recurrent layers, experts in one tensor, a head whose logits are never
+    computed (``FusedLinearCrossEntropy``), and a call whose output has another shape than in the previous pass, as with
+    sequences of other lengths. If a layer is called several times in a pass, each call is compared with the same call of the
+    previous pass. A sample is an index of the output's first dimension. Each rank compares with its own gradients. It logs
+    ``reused`` (the fraction of the elements), ``maps`` (compared calls of layers) and ``held_mb`` (MB of gradients that are
+    kept for the next pass).
 
     Args:
-        sparsity: the share that is reused, in [0, 1). 0 is plain training. The paper has 0.9 and less.
-        warmup: the share of the budget over which it is reached, in [0, 1]. The paper's is 8 of 90 epochs.
-        threshold: a fixed one for all maps and steps, in the place of those that are found, >= 0 and possibly infinite.
-        names: dotted paths of weights or of modules that hold them, their last parts or patterns; None for all.
-        dense: patterns of weights among these whose maps are left alone.
+        sparsity: the fraction of the gradient to reuse. 0 is plain training. The paper has at most 0.9.
+        warmup: the fraction of the budget over which the reused fraction rises. The paper's is 8 of 90 epochs.
+        threshold: a fixed threshold for all layers and steps, possibly ``math.inf``. None finds one for each layer.
+        names: dotted paths of weights or of modules that hold them, their last parts, or patterns, such as
+            ``["layers.*.mlp.*"]``. None takes all, ``[]`` is plain training.
+        dense: patterns of weights whose layers are left alone.
 
     Raises:
-        ValueError: for other values; at setup, if there is no such map, a name means nothing, a map is in compiled code, or the
-            precision has a gradient scaler, under which gradients of two steps are of other scales; after the first step, if no
-            map was called.
+        ValueError: for a value out of range. At setup, if there is no such layer, a name matches nothing, a layer is in
+            compiled code, or the precision has a gradient scaler. After the first step, if no layer was called.
 
-    Sources:
-        Goli & Aamodt 2020, CVPR, https://openaccess.thecvf.com/content_CVPR_2020/html/Goli_ReSprop_Reuse_Sparsified_Backpropagation_CVPR_2020_paper.html.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ReSprop(0.5, dense=["head"])])
+
+    References: Goli & Aamodt 2020, "ReSprop: Reuse Sparsified Backpropagation", CVPR,
+        https://openaccess.thecvf.com/content_CVPR_2020/html/Goli_ReSprop_Reuse_Sparsified_Backpropagation_CVPR_2020_paper.html.
     """
 
-    saves: ClassVar[str] = "no time: products of the backward pass, on hardware that skips what it knows"
+    saves: ClassVar[str] = "no time: products of the backward pass on hardware that can skip reused ones"
     paper: ClassVar[str] = "Goli & Aamodt 2020, CVPR"
-    constraints: ClassVar[str] = "maps that are called as modules, outside of compiled code; no fp16 scaler"
+    constraints: ClassVar[str] = "layers that are called as modules, outside compiled code; no fp16 scaler"
     survey: ClassVar[Survey | None] = Survey("ReSprop", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.1, 0.9)}, gains_nothing)
-    control: ClassVar[Control] = Control("the baseline for as many steps, of which the whole gradient is computed")
+    control: ClassVar[Control] = Control("the baseline with the full gradient for as many steps")
     conflicts: ClassVar = {
         **dict.fromkeys(
             ("BitFit", "PromptTuning", "VeRA", "VisualPromptTuning"),
-            "it freezes the weights of the maps at whose outputs gradients are reused",
+            "it freezes the weights of the layers whose gradients are reused",
         ),
-        "RegionalCompilation": "gradients at maps inside of compiled blocks cannot be met",
-        "KFAC": "its factors would be of gradients that are not those of the batch",
-        "SequencePacking": "padding would have gradients of other samples' tokens, by which it sees what the loss reads",
+        "RegionalCompilation": "gradients inside compiled blocks cannot be changed",
+        "KFAC": "its factors would use gradients that are not those of the batch",
+        "SequencePacking": "padding would get other samples' gradients, and it finds the tokens that count by their gradients",
     }
     needs_budget: ClassVar[bool] = True
 
     def __init__(
         self,
-        sparsity: float = 0.9,
+        sparsity: Sparsity = 0.9,
         *,
-        warmup: float = 0.1,
-        threshold: float | None = None,
-        names: Sequence[str] | None = None,
-        dense: Sequence[str] = (),
+        warmup: Annotated[float, Fraction()] = 0.1,
+        threshold: Annotated[float | None, Either(Number(at_least=0), OneOf(math.inf))] = None,
+        names: Weights = None,
+        dense: Dense = (),
     ) -> None:
-        if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0.0 <= sparsity < 1.0:
-            raise ValueError(f"{WHO}({sparsity=}): expected the share that is reused, in [0, 1); 0 is plain training.")
-        if not 0.0 <= warmup <= 1.0:
-            raise ValueError(f"{WHO}({warmup=}): expected a share of the budget, in [0, 1].")
-        if threshold is not None and (isinstance(threshold, bool) or not threshold >= 0.0):
-            raise ValueError(f"{WHO}({threshold=}): expected a difference of gradients >= 0, or None to have it found.")
         self.sparsity, self.warmup, self.threshold = float(sparsity), float(warmup), threshold
-        self.names = check_names(
-            names, who=WHO, what="weights, or of the modules that hold them", example="layers.*.mlp.*"
-        )
-        self.dense = check_names(dense, who=WHO, what="weights whose maps are left alone", example="lm_head") or []
+        self.names, self.dense = None if names is None else list(names), list(dense)
         self._reset()
 
     def _reset(self) -> None:
         self._maps: dict[str, nn.Module] = {}
-        self._calls: Counter[str] = Counter()  # of each map, in the pass that is under way
-        self._previous: dict[str, Tensor] = {}  # by the call, "path#number": of a sample of the pass before
+        self._calls: Counter[str] = Counter()  # of each layer, in the current pass
+        self._previous: dict[str, Tensor] = {}  # by call, "path#number": of a sample of the previous pass
         self._next: dict[str, Tensor] = {}
         self._thresholds: dict[str, Tensor] = {}
-        self._drawn: dict[str, float] = {}  # by the map: which sample is kept of this pass, in [0, 1)
-        self._shares: dict[str, Tensor] = {}  # that were reused in this pass
+        self._drawn: dict[str, float] = {}  # by layer: which sample is kept of this pass, in [0, 1)
+        self._shares: dict[str, Tensor] = {}  # the fractions that were reused in this pass
         self._handles: list[RemovableHandle] = []
-        self._met = self._looked = (
-            False  # whether a map's output had a gradient, and whether that is known of all ranks
-        )
+        # whether a layer's output had a gradient, and whether all ranks know
+        self._met = self._looked = False
 
     @property
     @override
@@ -158,19 +152,19 @@ class ReSprop(Technique):
     def check(self, session: Session) -> None:
         if getattr(session.trainer.precision_plugin, "scaler", None) is not None:
             raise ValueError(
-                f"{WHO}: got precision {session.trainer.precision!r}, whose gradient scaler gives gradients of two steps other"
-                " scales; expected a precision without one. Use precision='bf16-mixed'."
+                f"{WHO}: the gradient scaler of precision={session.trainer.precision!r} scales the gradients of two steps"
+                " differently. Use precision='bf16-mixed'."
             )
 
     @override
     def attach(self, session: Session) -> None:
         self._reset()
-        session.chain.add(Stage.JOIN, self._link, order=-1)  # all passes of a step have these hooks, once
+        session.chain.add(Stage.JOIN, self._link, order=-1)  # all passes of a step share these hooks
         session.chain.add(Stage.SAVE, self._pass)
 
     @override
     def on_optimizers(self, session: Session) -> None:
-        # all others have changed the module by now, in whatever order they are given, and precision plugins have too
+        # by now all other techniques and precision plugins have changed the module
         module = session.module
         weights: dict[str, Weight] = thawing(lambda: self._chosen(module), session._stacks)()
         owners = {name.rpartition(".")[0] for name in weights}
@@ -179,22 +173,22 @@ class ReSprop(Technique):
         }
         if not found:
             raise ValueError(
-                f"{WHO}: the weights {', '.join([*weights][:4])} of {type(module).__name__} are of no map that is called as a"
-                " module; expected nn.Linear, transformers' Conv1D or a convolution. Take the technique out."
+                f"{WHO}: the weights {', '.join([*weights][:4])} of {type(module).__name__} belong to no layer that is called"
+                " as a module. Name weights of nn.Linear, Conv1D or convolutions, or remove the callback."
             )
         if compiled_around(module, found.values()):
             raise ValueError(
-                f"{WHO}: maps of {type(module).__name__} are in compiled code, in which gradients at them cannot be met;"
-                " expected plain modules. Do not compile them, or take the technique out."
+                f"{WHO}: layers of {type(module).__name__} are in compiled code, where their gradients cannot be changed. Do"
+                " not compile them, or remove the callback."
             )
         if left := sorted(owners - found.keys()):
             rank_zero_info(
-                f"{WHO}: {len(left)} modules are left alone, since their weights are used otherwise, as {left[0]}."
+                f"{WHO}: skips {len(left)} modules that do not use their weights as a layer, such as {left[0]}."
             )
         self._maps = found
 
     def _chosen(self, module: nn.Module) -> dict[str, Weight]:
-        use = "compared with those of the step before"
+        use = "reused"
         return chosen(module, self.names, self.dense, (1, 1), who=WHO, use=use)
 
     @override
@@ -206,7 +200,7 @@ class ReSprop(Technique):
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         self._unhook()
         self._handles = [hook_behind(m, self._at(path)) for path, m in self._maps.items()]
-        self.session.when_step_ends(self._unhook)  # parts that are checkpointed may run again until then
+        self.session.when_step_ends(self._unhook)  # checkpointed parts may run again until then
         return proceed(batch)
 
     def _pass(self, step: Step, batch: Any, proceed: Proceed) -> Any:
@@ -215,7 +209,7 @@ class ReSprop(Technique):
 
     def _at(self, path: str) -> Callable[..., None]:
         def see(owner: nn.Module, args: Any, output: Any) -> None:
-            # what stands in for logits is no plain tensor, and passes that only look at gradients are to see those of the batch
+            # stand-ins for logits are not plain tensors, and measuring passes need the batch's own gradients
             if torch.is_grad_enabled() and type(output) is Tensor and output.requires_grad and not looking():
                 call = f"{path}#{self._calls[path]}"
                 self._calls[path] += 1
@@ -225,7 +219,7 @@ class ReSprop(Technique):
 
     @torch.no_grad()
     def _backward(self, path: str, call: str, g: Tensor) -> Tensor:
-        """The gradient at a map's output has come: what goes on."""
+        """The gradient to propagate, given the gradient at a layer's output."""
         self._met = True
         if g.ndim < 2 or not len(g):
             return g
@@ -266,9 +260,9 @@ class ReSprop(Technique):
         self._looked = any(trained for trained, _ in ranks)
         if self._looked and not any(met for _, met in ranks):
             raise ValueError(
-                f"{WHO}: none of the {len(self._maps)} maps of {type(session.module).__name__}, such as"
-                f" {next(iter(self._maps))}, had a gradient at its output in the first step, so that nothing would be reused;"
-                " expected maps that are called as modules. Name others by names=, or take the technique out."
+                f"{WHO}: none of the {len(self._maps)} layers of {type(session.module).__name__}, such as"
+                f" {next(iter(self._maps))}, had a gradient at its output in the first step. Name layers that are called as"
+                " modules with names=[...], or remove the callback."
             )
 
     @override
@@ -276,7 +270,7 @@ class ReSprop(Technique):
         self._unhook()
         self._maps = {}
 
-    # -- what is told and kept
+    # -- reports and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -288,8 +282,8 @@ class ReSprop(Technique):
     def summary(self) -> str:
         last = self.report()
         return (
-            f"{float(last['reused']):.0%} of the last pass's gradients at {last['maps']} maps were those of the pass before;"
-            " that saved no time"
+            f"reused {float(last['reused']):.0%} of the gradients at {last['maps']} layers in the last pass; this saved no"
+            " time"
         )
 
     @override
@@ -309,8 +303,8 @@ class ReSprop(Technique):
         self._looked = state_dict["looked"]
         if len(ranks) != session.replicas.count:
             rank_zero_info(
-                f"{WHO}: the checkpoint is of {len(ranks)} processes and this run has {session.replicas.count}, so that the"
-                " first step has no gradients to compare with."
+                f"{WHO}: the checkpoint is from {len(ranks)} processes and this run has {session.replicas.count}, so the first"
+                " step reuses no gradients."
             )
             return
         own, device = ranks[session.rank], session.trainer.strategy.root_device
@@ -319,7 +313,7 @@ class ReSprop(Technique):
 
 
 def _is_called(m: nn.Module) -> bool:
-    """Whether a module that holds a weight computes its map when it is called."""
+    """Whether a module that holds a weight applies it when it is called."""
     return not isinstance(m, nn.MultiheadAttention | nn.RNNBase | NonDynamicallyQuantizableLinear) and hasattr(
         m, "weight"
     )

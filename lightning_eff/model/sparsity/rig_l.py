@@ -1,16 +1,17 @@
-"""RigL: sparse training whose weights are dropped by magnitude and grown by gradient (Evci et al. 2019)."""
+"""RigL: sparse training that drops weights by magnitude and grows them by gradient (Evci et al. 2019)."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.sparsity._masks.allotting import Distribution
+from lightning_eff.model.sparsity._masks.arguments import Dense, Distribution, Sides, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.masked import RIVALS_IN_STATE, agreed, no_time, rivals
 from lightning_eff.model.sparsity._masks.rewired import Rewired, drawn
 from lightning_eff.model.sparsity._random_mask import fixed
@@ -23,83 +24,86 @@ def cosine_fraction(u: float, *, fraction: float, until: float) -> float:
     """``alpha / 2 (1 + cos(pi t / T_end))``.
 
     Args:
-        u: ``t``, the used share of the budget.
+        u: ``t``, the used fraction of the budget.
         fraction: ``alpha``.
-        until: ``T_end``, as a share of the budget.
+        until: ``T_end``, as a fraction of the budget.
     """
     # f_decay(t; α, T_end) = α/2 (1 + cos(tπ / T_end))
     return fraction / 2 * (1.0 + math.cos(math.pi * min(u / until, 1.0)))
 
 
 class RigL(Rewired):
-    """Train a network of which ``sparsity`` of the weights is zero at any time, and search for the right ones meanwhile.
+    """Train a sparse network, and search for the best connections during training.
 
-    Masks begin at random. Every ``interval`` optimizer steps, of each weight matrix, the share
-    ``fraction / 2 (1 + cos(pi u / until))`` of its kept numbers that is smallest in magnitude is dropped, and as many others
-    grow: those with the largest gradient of the dense matrix, which is summed over micro-batches and ranks. They begin at
-    zero, so that the function does not change by growth, and with momenta of zero. With Adam, whose count of steps goes on,
-    the first step of such a weight is about three times the rate. The step at whose end masks change is taken as any other;
-    the paper leaves it out. Masks are the same on all ranks, and after a resume in mid-schedule.
+    Masks start at random, with a fraction ``sparsity`` of the weights at zero. Every ``interval`` optimizer steps, each
+    weight matrix drops the fraction ``fraction / 2 (1 + cos(pi u / until))`` of its kept elements with the smallest
+    magnitude, where ``u`` is the used fraction of the budget. As many other elements grow: those with the largest gradient of
+    the dense matrix, summed over micro-batches and ranks. They start at zero, so growth does not change the function, and
+    with momenta of zero. Under Adam, whose step count continues, the first step of such an element is about three times the
+    learning rate. The step in which masks change is taken as usual; the paper skips it. Masks are the same on all ranks, and
+    resume exactly.
 
-    **It saves no time.** Weights are masked within dense products, which cost on CPUs and GPUs what they did: SViTE's vision
-    transformers had 49 % fewer operations and ran 4.4 % faster. What it gives is a sparse network, for storage or for hardware
-    that profits, at the cost of one dense training rather than several. Masked numbers are exact zeros in every checkpoint,
-    which is the plain module's.
+    Use it to get a sparse network, for storage or for hardware that profits from zeros, in a single training. **It saves no
+    time**: weights are masked in dense products, which cost the same as before. SViTE's vision transformers had 49 % fewer
+    operations and ran 4.4 % faster. Masked elements are exact zeros in every checkpoint, which is the plain module's.
 
-    SViTE (Chen et al. 2021) is this on vision transformers, with ``interval`` of some thousand steps and ``fraction=0.5``;
-    ``block=(4, 4)`` masks whole blocks by the sums of their magnitudes.
+    SViTE (Chen et al. 2021) is this method on vision transformers, with an ``interval`` of some thousand steps and
+    ``fraction=0.5``; ``block=(4, 4)`` masks whole blocks by the sums of their magnitudes.
 
-    The weights are those of linear maps and convolutions that train, experts' too; never biases, norms, embeddings, and what is
-    tied to one, unless ``names`` asks for them. A head that is not tied is one. The paper's uniform distribution leaves the
-    first layer dense: name it in ``dense``.
-
-    Logged: ``sparsity``, ``kept`` (numbers), ``moved`` (numbers that the last change dropped), ``changes``.
+    It masks trainable weights of linear layers, convolutions and experts. It masks biases, norms, embeddings and weights tied
+    to an embedding only if ``names`` means them. An untied head is masked. The paper's uniform distribution leaves the first
+    layer
+    dense: name it in ``dense``. It logs ``sparsity``, ``kept`` (elements), ``moved`` (elements that the last change dropped)
+    and ``changes``.
 
     Args:
-        sparsity: the share of the masked weights that is zero, in [0, 1). 0 is plain training.
-        distribution: "erk", by which large matrices have a larger share of zeros (Erdős-Rényi-Kernel); "uniform", all the same.
-        interval: optimizer steps between two changes, >= 1. 100 is the paper's.
-        fraction: alpha, the share that moves at first, in (0, 1]. 0.3 is the paper's.
-        until: the share of the budget from which on masks stay, in (0, 1]. 0.75 is the paper's.
-        grow: "gradient", or "random", which is ``SET``'s rule on this schedule.
-        block: rows and columns of the blocks that are masked as one. (1, 1) masks single numbers.
-        names: dotted paths of weights or of modules that hold them, their last parts or patterns; None for all.
-        dense: patterns of weights among these that are left alone.
+        sparsity: the fraction of the masked weights that is zero. 0 is plain training.
+        distribution: how zeros are distributed. "erk" (Erdős-Rényi-Kernel) is a larger fraction of large matrices, "uniform"
+            the same fraction of each.
+        interval: the number of optimizer steps between two changes. 100 is the paper's. Also accepted as ``delta``.
+        fraction: the fraction of the kept elements that moves at first. 0.3 is the paper's. Also accepted as ``alpha``.
+        until: the fraction of the budget after which masks stay. 0.75 is the paper's.
+        grow: the rule of growth. "gradient" is RigL's, "random" is that of ``SET``.
+        block: rows and columns of the blocks that are masked together. (1, 1) masks single elements.
+        names: dotted paths of the weights to mask or of modules that hold them, their last parts, or patterns, such as
+            ``["layers.*.mlp.*"]``. None takes all, ``[]`` is plain training.
+        dense: patterns of weights to leave alone.
 
     Raises:
-        ValueError: for other values; at setup, if there is nothing to mask, a name means nothing, a weight is not made of whole
-            blocks, or the optimizer keeps moments of sums of weights (SOAP, Shampoo).
+        ValueError: for a value out of range. At setup, if there is nothing to mask, a name matches nothing, a weight does not
+            consist of whole blocks, or the optimizer keeps moments of sums of weights (SOAP, Shampoo).
 
-    Sources:
-        Evci et al. 2019, arXiv:1911.11134; Chen et al. 2021 (SViTE), arXiv:2106.04533.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[RigL(0.8, dense=["head"])])
+
+    References:
+        Evci et al. 2019, "Rigging the Lottery: Making All Tickets Winners", arXiv:1911.11134.
+        Chen et al. 2021, "Chasing Sparsity in Vision Transformers: An End-to-End Exploration", arXiv:2106.04533 (SViTE).
     """
 
-    saves: ClassVar[str] = "no time: a sparse network for one training, on hardware that computes zeros as any number"
+    saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
     paper: ClassVar[str] = "Evci et al. 2019, arXiv:1911.11134"
-    constraints: ClassVar[str] = "optimizers that keep moments weight by weight"
+    constraints: ClassVar[str] = "optimizers with separate moments for each weight"
     survey: ClassVar[Survey | None] = Survey("RigL", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"sparsity": Uniform(0.5, 0.9), "grow": Choice(("gradient", "random"))}, no_time
     )
-    control: ClassVar[Control] = Control("a random mask of the same size, which stays", fixed)
+    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
 
     def __init__(
         self,
-        sparsity: float = 0.8,
+        sparsity: Sparsity = 0.8,
         *,
         distribution: Distribution = "erk",
-        interval: int = 100,
-        fraction: float = 0.3,
-        until: float = 0.75,
+        interval: Annotated[int, Count(), Alias("delta")] = 100,
+        fraction: Annotated[float, Fraction(above=0), Alias("alpha")] = 0.3,
+        until: Annotated[float, Fraction(above=0)] = 0.75,
         grow: Grow = "gradient",
-        block: Sequence[int] = (1, 1),
-        names: Sequence[str] | None = None,
-        dense: Sequence[str] = (),
+        block: Sides = (1, 1),
+        names: Weights = None,
+        dense: Dense = (),
     ) -> None:
-        self._check_schedule(interval, fraction, until)
-        if grow not in ("gradient", "random"):
-            raise ValueError(f"{WHO}({grow=}): expected 'gradient' or 'random'.")
         self.interval, self.fraction, self.until = interval, fraction, until
         self.grow: Grow = grow
         self._take(sparsity=sparsity, distribution=distribution, names=names, dense=dense, block=block)

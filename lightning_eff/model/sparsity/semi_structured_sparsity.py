@@ -1,9 +1,9 @@
-"""2:4 sparsity: two of each four weights are zero in every product, learnt by SR-STE (Mishra et al. 2021; Zhou et al. 2021)."""
+"""SemiStructuredSparsity: 2:4 sparsity in every product, learned by SR-STE (Mishra et al. 2021; Zhou et al. 2021)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -11,12 +11,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture.naming import check_names
+from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core._stack.thawing import thawing
 from lightning_eff._core.progress import in_window
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, OtherWeights
+from lightning_eff.model.sparsity._masks.arguments import Dense, Weights
 from lightning_eff.model.sparsity._masks.finding import Weight, chosen
 from lightning_eff.model.sparsity._masks.masked import before_clipping, neighbours, no_time, stepped
 from lightning_eff.model.sparsity._masks.two_of_four import laid_out, mask_of
@@ -27,10 +28,10 @@ WHO = "SemiStructuredSparsity"
 
 @torch.no_grad()
 def sr_ste(gradient: Tensor, weight: Tensor, mask: Tensor, *, decay: float) -> None:
-    """``g <- g + lambda (1 - M) w`` in place, on the dense gradient of the masked weight, which passes straight through.
+    """``g <- g + lambda (1 - M) w`` in place, on the dense gradient of the masked weight (straight-through).
 
     Args:
-        gradient: ``g = dL / d(M w)``, of all numbers.
+        gradient: ``g = dL / d(M w)``, of all elements.
         weight: ``w``, not masked.
         mask: ``M``, True where a weight is kept.
         decay: ``lambda_W``, >= 0.
@@ -46,82 +47,72 @@ def _control(technique: "SemiStructuredSparsity") -> Mapping[str, RandomMask]:
 
 
 class SemiStructuredSparsity(OtherWeights):
-    """Train a network of which, in every product, two of each four weights that lie side by side are zero.
+    """Train a network with 2:4 sparsity: in every product, two of every four neighbouring weights are zero.
 
-    The weights ``w`` stay dense. For each step, of each aligned four along the inputs of a map, the two that are larger in
-    magnitude are kept, and the network computes with ``M w``, of which the gradient is taken for all numbers of ``w``
-    (straight through), as the optimizer steps all. Numbers that are masked are drawn to zero by ``decay (1 - M) w`` in the
-    gradient, so that masks settle; it is added before gradients are clipped, once those of all micro-batches are summed.
-    Masks follow from the weights of the step alone.
+    The weights ``w`` stay dense. In each step, of every aligned four along a layer's inputs, the two with the larger
+    magnitude are kept. The network computes with ``M w``, and the gradient goes to all elements of ``w`` (straight-through).
+    ``decay (1 - M) w`` in the gradient pulls masked elements to zero, so that masks settle. It is added before clipping, once
+    the gradients of all micro-batches are summed. Masks depend only on the current weights.
 
-    With ``tiles`` masks have two in each row *and column* of each 4 x 4 tile, those of the 90 such masks with the largest sum:
-    ``W^T`` is then 2:4 as well, which the backward pass needs if its products are to be sparse. With ``until`` the network is
-    sparse for that share of the budget and then dense, as in DINOv2's recipe of 0.7; it ends dense.
+    With ``tiles``, masks keep two elements in each row *and column* of each 4 x 4 tile: the one of 90 such masks with the
+    largest sum. ``W^T`` is then 2:4 as well, which sparse products in the backward pass need. With ``until``, the network is
+    sparse for that fraction of the budget and dense afterwards, as in DINOv2's recipe with 0.7; it ends dense.
 
-    **It saves no time here.** Products are masked dense ones, and masks cost a little besides. Nvidia's cards from compute
-    capability 8.0 on have products of 2:4 matrices of twice the rate in half precision: ``torch.sparse.
-    to_sparse_semi_structured`` makes such matrices of the weights that training ends with. Neither that nor training through
-    torch's ``_sparse_semi_structured`` kernels has been tried by us, and this class does not call them; those who did
-    trained DINOv2's ViT-L 6 % faster end to end.
+    Use it to get weights for 2:4 hardware. **It saves no time here**: products are masked dense ones, and masks cost a
+    little. Nvidia GPUs from compute capability 8.0 on compute 2:4 products at twice the throughput in half precision.
+    ``torch.sparse.to_sparse_semi_structured`` converts the final weights. Neither this nor training with torch's
+    ``_sparse_semi_structured`` kernels has been tested here, and this class does not call them. Others trained DINOv2's ViT-L
+    6 % faster end to end with them.
 
-    While the trainer validates, at the end of fit, and in every checkpoint's ``state_dict``, weights are ``M w``, with exact
-    zeros; the dense ones are in this callback's state, and a resumed fit goes on from them. A step holds one more copy of the
-    masked weights.
-
-    The weights are those of linear maps and convolutions that train, found as by ``RigL``. Those whose inputs (with
-    ``tiles``, and outputs) are no multiple of 4 are left alone, which is told, and so are experts' matrices in one tensor but
-    with ``tiles``, and ``nn.Bilinear``. Asked for by name they are refused.
-
-    Logged: ``sparsity``, of the masked weights in the last step (0.5, or 0 once it is dense), ``kept`` (numbers).
+    During validation, at the end of the fit, and in every checkpoint's ``state_dict``, weights are ``M w`` with exact zeros.
+    The callback's state holds the dense weights, and a resumed fit continues from them. A step needs an additional copy of
+    the masked weights. Weights are found as in ``RigL``. Weights whose inputs (with ``tiles``, also outputs) are not
+    multiples of 4 are skipped and logged, and so are ``nn.Bilinear`` and, without ``tiles``, experts' matrices in one tensor.
+    They are refused if you name them. It logs ``sparsity`` of the masked weights in the last step (0.5, or 0 once it is
+    dense) and ``kept`` (elements).
 
     Args:
-        decay: lambda_W, >= 0. 2e-4 is the paper's; 0 is the plain straight-through estimator.
-        tiles: let ``W`` and ``W^T`` both be 2:4.
-        until: the share of the budget for which the network is sparse, in [0, 1]. 0 is plain training.
-        names: dotted paths of weights or of modules that hold them, their last parts or patterns; None for all.
-        dense: patterns of weights among these that are left alone.
+        decay: the strength that pulls masked elements to zero, lambda_W. 2e-4 is the paper's, 0 is the plain straight-through
+            estimator.
+        tiles: whether ``W`` and ``W^T`` are both 2:4.
+        until: the fraction of the budget for which the network is sparse. 0 is plain training.
+        names: dotted paths of the weights to mask or of modules that hold them, their last parts, or patterns, such as
+            ``["layers.*.mlp.*"]``. None takes all, ``[]`` is plain training.
+        dense: patterns of weights to leave alone.
 
     Raises:
-        ValueError: for other values; at setup, if there is nothing to mask, a name means nothing, or what is named is not made
-            of whole fours.
+        ValueError: for a value out of range. At setup, if there is nothing to mask, a name matches nothing, or a named weight
+            cannot be 2:4.
 
-    Sources:
-        Mishra et al. 2021, arXiv:2104.08378; Zhou et al. 2021, arXiv:2102.04010; Hu et al. 2024, arXiv:2404.01847.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[SemiStructuredSparsity(tiles=True, until=0.7)])
+
+    References:
+        Mishra et al. 2021, "Accelerating Sparse Deep Neural Networks", arXiv:2104.08378.
+        Zhou et al. 2021, "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch", arXiv:2102.04010.
+        Hu et al. 2024, "Accelerating Transformer Pre-training with 2:4 Sparsity", arXiv:2404.01847.
     """
 
-    saves: ClassVar[str] = (
-        "no time here: weights of the form of which some accelerators compute products at twice the rate"
-    )
+    saves: ClassVar[str] = "no time here: weights that some accelerators multiply at twice the throughput"
     paper: ClassVar[str] = "Mishra et al. 2021, arXiv:2104.08378"
-    constraints: ClassVar[str] = "automatic optimization; one more copy of the masked weights"
+    constraints: ClassVar[str] = "automatic optimization; an additional copy of the masked weights"
     survey: ClassVar[Survey | None] = Survey("2:4 sparsity", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"tiles": Choice((False, True))}, no_time)
-    control: ClassVar[Control] = Control("a random mask of half of the weights, which stays", _control)
+    control: ClassVar[Control] = Control("a fixed random mask of half of the weights", _control)
     conflicts: ClassVar[Mapping[str, str]] = neighbours(WHO)
     needs_budget: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
 
     def __init__(
         self,
-        decay: float = 2e-4,
+        decay: Annotated[float, Number(at_least=0)] = 2e-4,
         *,
         tiles: bool = False,
-        until: float = 1.0,
-        names: Sequence[str] | None = None,
-        dense: Sequence[str] = (),
+        until: Annotated[float, Fraction()] = 1.0,
+        names: Weights = None,
+        dense: Dense = (),
     ) -> None:
-        if isinstance(decay, bool) or not 0.0 <= decay < float("inf"):
-            raise ValueError(f"{WHO}({decay=}): expected a finite number >= 0. 2e-4 is the paper's.")
-        if isinstance(until, bool) or not 0.0 <= until <= 1.0:
-            raise ValueError(
-                f"{WHO}({until=}): expected the share of the budget for which the network is sparse, in [0, 1]; 0 is plain"
-                " training."
-            )
-        if not isinstance(tiles, bool):
-            raise ValueError(f"{WHO}({tiles=}): expected True or False, whether W and W^T are both to be 2:4.")
-        example = "layers.*.mlp.*"
-        self.names = check_names(names, who=WHO, what="weights, or of the modules that hold them", example=example)
-        self.dense = check_names(dense, who=WHO, what="weights that stay dense", example="lm_head") or []
+        self.names, self.dense = None if names is None else list(names), list(dense)
         self.decay, self.tiles, self.until = float(decay), tiles, float(until)
         self._reset()
 
@@ -130,7 +121,7 @@ class SemiStructuredSparsity(OtherWeights):
         self._axes: dict[str, tuple[int, ...]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._held: dict[str, Tensor] | None = None  # the dense weights, while the module holds the masked ones
-        self._names: list[str] = []  # of a checkpoint, or a run that is over
+        self._names: list[str] = []  # of a checkpoint, or of a run that has ended
         self._on, self._total = True, 0
         self._finished = False
 
@@ -148,9 +139,8 @@ class SemiStructuredSparsity(OtherWeights):
         wrong = [name for name, w in dense.items() if name not in held or held[name].shape != w.shape]
         if session.fitting and wrong:
             raise ValueError(
-                f"{WHO}: the checkpoint's dense weights are of {len(wrong)} parameters that {type(session.module).__name__} has"
-                f" not, or has in another shape, such as {wrong[0]!r}; expected a checkpoint of the same model. Resume with the"
-                " model it was saved from."
+                f"{WHO}: {len(wrong)} of the checkpoint's dense weights do not fit {type(session.module).__name__}, such as"
+                f" {wrong[0]!r}. Resume with the checkpoint's model."
             )
 
     @override
@@ -176,8 +166,8 @@ class SemiStructuredSparsity(OtherWeights):
         reasons = "; ".join(f"{name} {weights[name].shape}: {reason}" for name, reason in left.items())
         if left and (self.names is not None or not self._axes):
             raise ValueError(
-                f"{WHO}(tiles={self.tiles}): of {len(left)} weights two of each four cannot be kept: {reasons}; expected whole"
-                " fours. Leave them out of names=, or by dense=."
+                f"{WHO}(tiles={self.tiles}): {len(left)} weights cannot be 2:4: {reasons}. Leave them out of `names`, or name"
+                " them in `dense`."
             )
         if left:
             rank_zero_info(f"{WHO}: {len(left)} of {len(weights)} weights stay dense. {reasons}.")
@@ -186,7 +176,7 @@ class SemiStructuredSparsity(OtherWeights):
         self._parameters = {n: p for n, p in session.module.named_parameters() if n in self._axes}
         self.take_out(session)
         session.views.append(lambda training: self._view(session))
-        # what others begin a step with, and step by, is masked afterwards, in whatever order they are given
+        # masks apply after other techniques' changes of weights, in any order of the callbacks
         session.rest(self)
         session.working.append(self)
 
@@ -242,7 +232,7 @@ class SemiStructuredSparsity(OtherWeights):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if not self.neutral:
-            self.take_out(self.session)  # a tuner's trial run may have loaded its checkpoint
+            self.take_out(self.session)  # a trial run of the tuner may have loaded a checkpoint
 
     @override
     def detach(self, session: Session) -> None:
@@ -250,7 +240,7 @@ class SemiStructuredSparsity(OtherWeights):
         if not self._finished:
             self.masks = {}
 
-    # -- what it tells
+    # -- reports and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -262,9 +252,9 @@ class SemiStructuredSparsity(OtherWeights):
     @override
     def summary(self) -> str:
         if not self._total:
-            return "no weight masked"
+            return "masked no weight"
         end = "are zero" if self._on else f"were zero for {self.until:.0%} of the run, which ended dense"
-        return f"two of each four of {self._total:,} numbers in {len(self._names)} weights {end}; that saved no time"
+        return f"two of every four of {self._total:,} elements in {len(self._names)} weights {end}; this saved no time"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -276,5 +266,5 @@ class SemiStructuredSparsity(OtherWeights):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.neutral or (self._session is not None and not self._session.fitting):
-            return  # the weights that the checkpoint holds are the ones to be validated or tested
+            return  # the checkpoint's own weights are validated or tested
         self._held, self._on, self._names = state_dict["dense"], state_dict["on"], state_dict["names"]

@@ -1,15 +1,16 @@
-"""SET: sparse training whose smallest weights move to random places (Mocanu et al. 2018)."""
+"""SET: sparse training that moves the smallest weights to random places (Mocanu et al. 2018)."""
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.model.sparsity._masks.allotting import Distribution
+from lightning_eff.model.sparsity._masks.arguments import Dense, Distribution, Sides, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.masked import RIVALS_IN_STATE, no_time, rivals
 from lightning_eff.model.sparsity._masks.rewired import Rewired, drawn
 from lightning_eff.model.sparsity._random_mask import fixed
@@ -18,54 +19,56 @@ WHO = "SET"
 
 
 class SET(Rewired):
-    """Train a network of which ``sparsity`` of the weights is zero at any time, whose smallest weights move at random.
+    """Train a sparse network, and move its smallest weights to random places during training.
 
-    Masks begin at random. Every ``interval`` optimizer steps, of each weight matrix, the share ``fraction`` of its kept numbers
-    that is smallest in magnitude is dropped, and as many others grow at random places: no gradient of the dense matrix is
-    needed for it. They begin at zero, so that the function does not change by growth; the paper draws them.
+    Masks start at random, with a fraction ``sparsity`` of the weights at zero. Every ``interval`` optimizer steps, each
+    weight matrix drops the fraction ``fraction`` of its kept elements with the smallest magnitude, and as many others grow at
+    random places. This needs no gradient of the dense matrix. New elements start at zero, so growth does not change the
+    function; in the paper they start at random values.
 
-    **It saves no time**, as ``RigL``, whose constraints, names and costs are these too.
-
-    Logged: ``sparsity``, ``kept`` (numbers), ``moved`` (numbers that the last change dropped), ``changes``.
+    Use it where ``RigL`` applies. **It saves no time**, and has the limits, names and costs of ``RigL``. It logs
+    ``sparsity``, ``kept`` (elements), ``moved`` (elements that the last change dropped) and ``changes``.
 
     Args:
-        sparsity: the share of the masked weights that is zero, in [0, 1). 0 is plain training.
-        distribution: "erk" or "uniform", see ``RigL``.
-        interval: optimizer steps between two changes, >= 1; the paper changes masks after each epoch.
-        fraction: zeta, the share that moves, in (0, 1]. 0.3 is the paper's.
-        until: the share of the budget from which on masks stay, in (0, 1]. 1 is the paper's.
-        block: see ``RigL``.
-        names: see ``RigL``.
-        dense: see ``RigL``.
+        sparsity: the fraction of the masked weights that is zero. 0 is plain training.
+        distribution: how zeros are distributed, "erk" or "uniform", see ``RigL``.
+        interval: the number of optimizer steps between two changes. The paper changes masks after each epoch.
+        fraction: the fraction of the kept elements that moves. 0.3 is the paper's. Also accepted as ``zeta``.
+        until: the fraction of the budget after which masks stay. 1 is the paper's.
+        block: rows and columns of the blocks that are masked together, see ``RigL``.
+        names: the weights to mask, see ``RigL``.
+        dense: the weights to leave alone, see ``RigL``.
 
     Raises:
         ValueError: as ``RigL``.
 
-    Sources:
-        Mocanu et al. 2018, Nature Communications 9, 2383.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[SET(0.8, dense=["head"])])
+
+    References: Mocanu et al. 2018, "Scalable Training of Artificial Neural Networks with Adaptive Sparse Connectivity
+        inspired by Network Science", Nature Communications 9, 2383.
     """
 
-    saves: ClassVar[str] = "no time: a sparse network for one training, on hardware that computes zeros as any number"
+    saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
     paper: ClassVar[str] = "Mocanu et al. 2018, Nature Communications 9, 2383"
-    constraints: ClassVar[str] = "optimizers that keep moments weight by weight"
+    constraints: ClassVar[str] = "optimizers with separate moments for each weight"
     survey: ClassVar[Survey | None] = Survey("SET", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
-    control: ClassVar[Control] = Control("a random mask of the same size, which stays", fixed)
+    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
 
     def __init__(
         self,
-        sparsity: float = 0.8,
+        sparsity: Sparsity = 0.8,
         *,
         distribution: Distribution = "erk",
-        interval: int = 100,
-        fraction: float = 0.3,
-        until: float = 1.0,
-        block: Sequence[int] = (1, 1),
-        names: Sequence[str] | None = None,
-        dense: Sequence[str] = (),
+        interval: Annotated[int, Count()] = 100,
+        fraction: Annotated[float, Fraction(above=0), Alias("zeta")] = 0.3,
+        until: Annotated[float, Fraction(above=0)] = 1.0,
+        block: Sides = (1, 1),
+        names: Weights = None,
+        dense: Dense = (),
     ) -> None:
-        self._check_schedule(interval, fraction, until)
         self.interval, self.fraction, self.until = interval, fraction, until
         self._take(sparsity=sparsity, distribution=distribution, names=names, dense=dense, block=block)
 

@@ -1,14 +1,16 @@
-"""SNIP: prune before the first step by what each weight does to the loss (Lee et al. 2018)."""
+"""SNIP: prune before the first step by the effect of each weight on the loss (Lee et al. 2018)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
+from lightning_eff.model.sparsity._masks.arguments import Dense, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.masked import no_time, rivals
 from lightning_eff.model.sparsity._masks.scored import ZEROS, Scored
 from lightning_eff.model.sparsity._random_mask import fixed
@@ -17,7 +19,7 @@ WHO = "SNIP"
 
 
 def connection_sensitivity(weight: Tensor, gradient: Tensor) -> Tensor:
-    """``|dL / dc|`` at ``c = 1`` of the loss of ``c * theta``, for each number of a weight.
+    """``|dL / dc|`` at ``c = 1`` of the loss with weights ``c * theta``, for each element of a weight.
 
     Args:
         weight: ``theta``.
@@ -28,50 +30,51 @@ def connection_sensitivity(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 class SNIP(Scored):
-    """Before the first step, set the ``sparsity`` of all weights to zero that matters least to the loss; they stay zero.
+    """Set the weights that matter least to the loss to zero before the first step, and keep them at zero.
 
-    The score of a weight is ``|g theta|``, by how much the loss changes with a factor before it, from the mean gradient over
-    ``batches`` training batches of each rank. The largest scores of all weights together are kept, so that some layers keep
-    more than others.
+    The score of a weight is ``|g theta|``: how much the loss changes with a factor on the weight. ``g`` is the mean gradient
+    over ``batches`` training batches of each rank. The largest scores of all weights together are kept, so some layers keep a
+    larger fraction than others.
 
-    **It saves no time** in training, as ``RigL``: masked products cost what dense ones do. And what it chooses is how many
-    weights of each layer are kept: with masks shuffled within layers, networks train as well (Frankle et al. 2020).
-
-    The weights are found as by ``RigL``. One that has no gradient on these batches, such as that of an expert to which no token
-    went, is an error.
-
-    Logged: ``sparsity`` and ``kept`` (numbers).
+    Use it to get a sparse network in one training. **It saves no time** in training, as ``RigL``: masked products cost the
+    same as dense ones. Its benefit is the choice of how many weights each layer keeps: with masks shuffled within layers,
+    networks train as well (Frankle et al. 2020). It finds weights as ``RigL`` does. It logs ``sparsity`` and ``kept``
+    (elements).
 
     Args:
-        sparsity: the share of the masked weights that is zero, in [0, 1). 0 is plain training.
-        batches: how many are scored on, on each rank, >= 1. 1 is the paper's.
-        names: see ``RigL``.
-        dense: see ``RigL``.
+        sparsity: the fraction of the masked weights that is zero. 0 is plain training.
+        batches: the number of batches for the scores, on each rank. 1 is the paper's.
+        names: the weights to mask, see ``RigL``.
+        dense: the weights to leave alone, see ``RigL``.
 
     Raises:
-        ValueError: for other values; at setup, if there is nothing to mask, or a name means nothing; at the first batch, which
-            leaves weights as they were, if a weight has no gradient.
+        ValueError: for a value out of range. At setup, if there is nothing to mask or a name matches nothing. On the first
+            batch, before any weight has changed, if a weight has no gradient, such as an expert that gets no token.
 
-    Sources:
-        Lee et al. 2018, arXiv:1810.02340; Frankle et al. 2020, arXiv:2009.08576.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[SNIP(0.8, batches=4)])
+
+    References:
+        Lee et al. 2018, "SNIP: Single-shot Network Pruning based on Connection Sensitivity", arXiv:1810.02340.
+        Frankle et al. 2020, "Pruning Neural Networks at Initialization: Why are We Missing the Mark?", arXiv:2009.08576.
     """
 
-    saves: ClassVar[str] = "no time: a sparse network for one training, on hardware that computes zeros as any number"
+    saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
     paper: ClassVar[str] = "Lee et al. 2018, arXiv:1810.02340"
     survey: ClassVar[Survey | None] = Survey("SNIP", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
-    control: ClassVar[Control] = Control("a random mask of the same size, which stays", fixed)
+    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **ZEROS}
 
     def __init__(
         self,
-        sparsity: float = 0.8,
+        sparsity: Sparsity = 0.8,
         *,
-        batches: int = 1,
-        names: Sequence[str] | None = None,
-        dense: Sequence[str] = (),
+        batches: Annotated[int, Count()] = 1,
+        names: Weights = None,
+        dense: Dense = (),
     ) -> None:
-        self._check_batches(batches)
+        self.batches = batches
         self._take(sparsity=sparsity, names=names, dense=dense)
 
     @override

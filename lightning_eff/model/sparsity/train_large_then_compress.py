@@ -1,7 +1,7 @@
-"""Train a large network, stop early by its curve, prune it by magnitude, round what is left (Li et al. 2020)."""
+"""TrainLargeThenCompress: train a large network, stop early, prune it and round its weights (Li et al. 2020)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import is_conv1d
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
+from lightning_eff.model.sparsity._masks.arguments import Dense, Scope, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.finding import Weight, chosen
 from lightning_eff.model.sparsity._masks.masked import RIVALS_IN_STATE, Masked, rivals
-from lightning_eff.model.sparsity._masks.pruning import Scope, check_scope, smallest_masked
+from lightning_eff.model.sparsity._masks.pruning import num_survivors, smallest_masked
 from lightning_eff.model.sparsity._random_mask import RandomMask, fixed
 
 WHO = "TrainLargeThenCompress"
@@ -24,15 +26,15 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def flattened(curve: Sequence[float], *, gain: float, patience: int) -> bool:
-    """Whether the last ``patience`` numbers of a curve of losses are no gain on what was reached before them.
+    """Whether the last ``patience`` values of a loss curve are no gain on the values before them.
 
-    A number ``m_k`` is a gain where ``m_k < m* - gain |m*|``, and is then ``m*``, which at first is ``m_1``. Small gains add
-    up, since ``m*`` waits for them. What is not a number is none.
+    A value ``m_k`` is a gain if ``m_k < m* - gain |m*|``, and then becomes ``m*``, which starts as ``m_1``. Small gains add
+    up, because ``m*`` stays until then. NaN is no gain.
 
     Args:
-        curve: means of losses, in the order of time.
-        gain: the share of the loss by which it must fall, >= 0.
-        patience: how many in succession must be no gain, >= 1.
+        curve: mean losses in order of time.
+        gain: the fraction by which the loss must fall, >= 0.
+        patience: the number of successive values without a gain, >= 1.
     """
     best, waited = float("inf"), 0
     for m in curve:
@@ -43,8 +45,8 @@ def flattened(curve: Sequence[float], *, gain: float, patience: int) -> bool:
 
 
 def survivors(total: int, *, sparsity: float, done: int, rounds: int) -> int:
-    """``round(n (1 - s)^(k / r))``: how many of ``n`` numbers the ``k``-th of ``r`` prunings keeps, at least 1."""
-    return max(round(total * (1.0 - sparsity) ** (done / rounds)), 1)
+    """``round(n (1 - s)^(k / r))``, at least 1: the number of ``n`` elements that the ``k``-th of ``r`` prunings keeps."""
+    return num_survivors(total, share=sparsity, rounds=done / rounds)
 
 
 def on_grid(weight: Tensor, bits: int, dims: Sequence[int]) -> Tensor:
@@ -52,8 +54,8 @@ def on_grid(weight: Tensor, bits: int, dims: Sequence[int]) -> Tensor:
 
     Args:
         weight: of any shape.
-        bits: ``b``, >= 2. There are ``2^b - 1`` values of each ``D``.
-        dims: those over which the maximum is taken; there is a ``D`` for each place in the others.
+        bits: ``b``, >= 2. There are ``2^b - 1`` values for each ``D``.
+        dims: the dimensions of the maximum; there is a ``D`` for each index of the others.
     """
     w = weight.float()
     # Δ = max|w| / (2^(b−1) − 1)
@@ -64,8 +66,8 @@ def on_grid(weight: Tensor, bits: int, dims: Sequence[int]) -> Tensor:
 
 
 def compressed(profile: RunProfile) -> str | None:
-    """Why a search for a faster recipe need not try it, in words."""
-    return "the large network is the user's, and compressing it saves no second of a training of equal length"
+    """Why a search for a faster recipe need not try it."""
+    return "the large network is the user's, and compressing it saves no time in a training of equal length"
 
 
 def _random(technique: "TrainLargeThenCompress") -> Mapping[str, RandomMask]:
@@ -73,100 +75,90 @@ def _random(technique: "TrainLargeThenCompress") -> Mapping[str, RandomMask]:
 
 
 class TrainLargeThenCompress(Masked):
-    """Train a network that is larger than what shall be used, stop when its curve is flat, then prune it and round weights.
+    """Train a network that is larger than needed, stop when its loss curve is flat, then prune it and round its weights.
 
-    1. **Train** the dense network. Each ``window`` optimizer steps the mean of the training loss over steps and ranks is a
-       number of its curve. Once ``patience`` of them in succession have not fallen by the share ``gain``, or the share
-       ``latest`` of the budget is used, this ends.
-    2. **Prune**, ``rounds`` times at equal distances within the share ``retrain`` of the budget: the smallest weights that are
-       left, the same share of them each time, until ``sparsity`` of all is zero. Masks hold while the others train on.
-    3. **Quantise** the weights: those of each output are set to ``2^bits - 1`` evenly spaced values about zero (of each matrix,
-       where experts' matrices lie in one tensor). They stay plain floating-point numbers under the module's own names, and
-       zeros stay zeros. Then the run ends, be the budget used or not.
+    1. **Train** the dense network. The mean training loss of each ``window`` optimizer steps, over all ranks, is a value of
+    its
+       curve. This phase ends once ``patience`` successive values have not fallen by the fraction ``gain``, or the fraction
+       ``latest`` of the budget is used.
+    2. **Prune** ``rounds`` times at equal distances within the fraction ``retrain`` of the budget. Each time, the same
+    fraction
+       of the remaining weights is masked, the smallest ones, until ``sparsity`` of all is zero. The others continue to train.
+    3. **Quantise** the weights: those of each output (or of each matrix of experts in one tensor) are rounded to ``2^bits -
+    1``
+       evenly spaced values around zero. They stay floating-point numbers under the module's own names, and zeros stay zeros.
+       The run then ends, even if some budget is left.
 
-    Checkpoints are the plain module's. The one that is saved as the last step ends is the compressed network. Where something
-    else ends the run earlier, as an ``EarlyStopping`` does, what is left of steps 2 and 3 is done at its end, without
-    retraining, and said. A checkpoint of a run that is complete resumes to nothing.
+    Checkpoints are the plain module's. The checkpoint saved at the end of the last step is the compressed network. If
+    something else ends the run earlier, such as ``EarlyStopping``, the rest of steps 2 and 3 is done at its end without
+    retraining, and a log line says so. A checkpoint of a complete run trains no further.
 
-    **When it pays.** A large network reaches a given loss in less time than a small one that is trained to its end, and bears
-    more compression. Whether that is so is the comparison with a smaller module, for as many seconds, of as many bytes; this
-    callback cannot make it. Compressing **saves no time** in training, as ``RigL``, and less memory only for who stores the
-    zeros and the few values as such. Rates are the module's: a schedule over the whole budget has not decayed where the
-    curve ends the run earlier. The paper stops by a budget of hours; the rule by the curve is this library's.
-
-    The weights are found as by ``RigL``.
-
-    Logged: ``sparsity``, ``kept`` (numbers), ``loss`` (the curve's last number), ``stopped`` (the share of the budget at which
-    pruning began; 0 before).
+    **When it pays.** A large network reaches a given loss in less time than a small network trained to its end, and tolerates
+    more compression. To find out whether this holds for you, compare it with a smaller module for the same time and the same
+    size; this callback cannot. Compressing **saves no time** in training, as ``RigL``, and saves memory only if you store the
+    zeros and the few values compactly. Learning rates are the module's: a schedule over the whole budget has not decayed if
+    the curve ends the run earlier. The paper stops after a number of hours; the rule on the curve is this library's. It finds
+    weights as ``RigL`` does. It logs ``sparsity``, ``kept`` (elements), ``loss`` (the curve's last value) and ``stopped``
+    (the fraction of the budget at which pruning started; 0 before).
 
     Args:
-        sparsity: the share of the masked weights that is zero in the end, in [0, 1). 0 prunes nothing.
-        bits: of each weight in the end, from 2 to 16; None leaves weights as they are, which with ``sparsity=0`` is plain
+        sparsity: the fraction of the masked weights that is zero in the end. 0 prunes nothing.
+        bits: the number of bits of each weight in the end. None does not round weights; with ``sparsity=0`` this is plain
             training.
-        window: optimizer steps of each of the curve's numbers, >= 1.
-        gain: the share by which the loss must fall, in [0, 1).
-        patience: how many numbers without a gain end the training, >= 1; None leaves that to ``latest``.
-        latest: the share of the budget at which it ends at the latest, in (0, 1).
-        retrain: the share of the budget for pruning and training on, in (0, 1 - latest].
-        rounds: how often is pruned, >= 1.
-        scope: "global", the smallest of all weights together; "layer", of each by itself.
-        names: see ``RigL``.
-        dense: see ``RigL``.
+        window: the number of optimizer steps per value of the curve.
+        gain: the fraction by which the loss must fall.
+        patience: the number of values without a gain that end the dense training. None trains until ``latest``.
+        latest: the fraction of the budget at which the dense training ends at the latest.
+        retrain: the fraction of the budget for pruning and retraining, at most ``1 - latest``.
+        rounds: the number of times it prunes.
+        scope: where the smallest weights are chosen. "global" compares all weights together, "layer" each weight separately.
+        names: the weights to mask, see ``RigL``.
+        dense: the weights to leave alone, see ``RigL``.
 
     Raises:
-        ValueError: for other values; at setup, if there is nothing to mask, or a name means nothing.
+        ValueError: for a value out of range. At setup, if there is nothing to mask or a name matches nothing.
 
-    Sources:
-        Li et al. 2020, arXiv:2002.11794.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=50, callbacks=[TrainLargeThenCompress(0.6, bits=8)])
+
+    References: Li et al. 2020, "Train Large, Then Compress: Rethinking Model Size for Efficient Training and Inference of
+        Transformers", arXiv:2002.11794.
     """
 
-    saves: ClassVar[str] = "seconds to a given loss where the larger network pays; and bytes, for who stores them"
+    saves: ClassVar[str] = "time to a given loss if the larger network pays off; bytes if you store it compactly"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:2002.11794"
-    constraints: ClassVar[str] = "the larger module is the user's to build"
+    constraints: ClassVar[str] = "you build the larger module"
     survey: ClassVar[Survey | None] = Survey("train large, then compress", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, compressed)
     control: ClassVar[Control] = Control(
-        "a random mask of the same size from the first step on; and the baseline, a module that is smaller from the start",
-        _random,
+        "a fixed random mask of the same size; and the baseline, a module that is smaller from the start", _random
     )
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
     needs_budget: ClassVar[bool] = True
 
     def __init__(
         self,
-        sparsity: float = 0.6,
+        sparsity: Sparsity = 0.6,
         *,
-        bits: int | None = 8,
-        window: int = 100,
-        gain: float = 0.01,
-        patience: int | None = 3,
-        latest: float = 0.75,
-        retrain: float = 0.25,
-        rounds: int = 3,
+        bits: Annotated[int | None, Count(at_least=2, at_most=16)] = 8,
+        window: Annotated[int, Count()] = 100,
+        gain: Annotated[float, Fraction(below=1)] = 0.01,
+        patience: Annotated[int | None, Count()] = 3,
+        latest: Annotated[float, Fraction(above=0, below=1)] = 0.75,
+        retrain: Annotated[float, Fraction(above=0)] = 0.25,
+        rounds: Annotated[int, Count()] = 3,
         scope: Scope = "global",
-        names: Sequence[str] | None = None,
-        dense: Sequence[str] = (),
+        names: Weights = None,
+        dense: Dense = (),
     ) -> None:
-        for name, value in (("window", window), ("rounds", rounds), ("patience", patience)):
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            if not whole and not (name == "patience" and value is None):
-                raise ValueError(f"{WHO}({name}={value!r}): expected an integer >= 1.")
-        if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16):
+        if retrain > 1.0 - latest + 1e-9:
             raise ValueError(
-                f"{WHO}({bits=}): expected bits of a weight from 2 to 16, or None to leave weights as they are."
-            )
-        if not 0.0 <= gain < 1.0:
-            raise ValueError(f"{WHO}({gain=}): expected the share by which the loss must fall, in [0, 1).")
-        if not 0.0 < latest < 1.0:
-            raise ValueError(f"{WHO}({latest=}): expected a share of the budget, in (0, 1).")
-        if not 0.0 < retrain <= 1.0 - latest + 1e-9:
-            raise ValueError(
-                f"{WHO}({latest=}, {retrain=}): expected retrain above 0 and at most {1.0 - latest:.3g}, what latest leaves of"
-                " the budget."
+                f"{WHO}({latest=}, {retrain=}): together they exceed the budget. Give retrain={1.0 - latest:.3g} or less, or a"
+                " smaller latest."
             )
         self.bits, self.window, self.gain, self.patience = bits, window, gain, patience
         self.latest, self.retrain, self.rounds = latest, retrain, rounds
-        self.scope: Scope = check_scope(scope, who=WHO)
+        self.scope: Scope = scope
         self._take(sparsity=sparsity, names=names, dense=dense)
 
     @override
@@ -174,12 +166,12 @@ class TrainLargeThenCompress(Masked):
         super()._reset()
         self._found: list[str] = []  # the weights of a checkpoint
         self._curve: list[float] = []
-        self._sum: Tensor | float = 0.0  # of losses since the curve's last number
-        self._losses = self._steps = 0  # and how many they are, and of how many steps
-        self._stop: float | None = None  # the share of the budget at which the dense training ended
+        self._sum: Tensor | float = 0.0  # of losses since the last value of the curve
+        self._losses = self._steps = 0  # the number of these losses, and of their steps
+        self._stop: float | None = None  # the fraction of the budget at which the dense training ended
         self._pruned = 0  # rounds so far
         self._rounded = self._complete = False
-        self._seen = 0  # the trainer's count of steps when the batch began
+        self._seen = 0  # the trainer's step count at the start of the batch
 
     @property
     @override
@@ -194,7 +186,7 @@ class TrainLargeThenCompress(Masked):
 
     @override
     def find(self, module: nn.Module) -> dict[str, Weight]:
-        """What is masked: on resume what the checkpoint says, of which some may be frozen by now."""
+        """The weights to mask; after a resume the checkpoint's, some of which may be frozen by now."""
         then = self._found
         found = chosen(module, self.names, self.dense, self.block, who=WHO, masked=then)
         return {name: weight for name, weight in found.items() if name in then} if then else found
@@ -205,7 +197,7 @@ class TrainLargeThenCompress(Masked):
     def attach(self, session: Session) -> None:
         super().attach(session)
         if self.patience is not None:
-            session.chain.add(Stage.JOIN, self._link, order=-1)  # what the step returns in the end
+            session.chain.add(Stage.JOIN, self._link, order=-1)  # outside all others, to see the final loss
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         output = proceed(batch)
@@ -216,7 +208,7 @@ class TrainLargeThenCompress(Masked):
         return output
 
     def _flat(self, session: Session) -> bool:
-        """A step of the dense training has ended: whether it is the last."""
+        """Whether the step that has just ended is the last one of the dense training."""
         self._steps += 1
         if self.patience is None or self._steps < self.window:
             return False
@@ -231,12 +223,12 @@ class TrainLargeThenCompress(Masked):
 
     @property
     def _last(self) -> float:
-        """The share of the budget at which the run is complete."""
+        """The fraction of the budget at which the run is complete."""
         return 1.0 if self._stop is None else min(self._stop + self.retrain, 1.0)
 
     @override
     def begin(self, session: Session, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
-        return None  # masks come when the dense training ends
+        return None  # the first masks come when the dense training ends
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
@@ -251,7 +243,7 @@ class TrainLargeThenCompress(Masked):
             self._prune(session, min(due, self.rounds))
 
     def _prune(self, session: Session, due: int) -> None:
-        """Let ``due`` rounds of pruning be done."""
+        """Prune until ``due`` rounds are done."""
         if due <= self._pruned:
             return
         self._pruned = due
@@ -293,11 +285,11 @@ class TrainLargeThenCompress(Masked):
 
     @torch.no_grad()
     def _end(self, session: Session) -> None:
-        """What remains to be done of pruning, and weights set to few values."""
+        """Do the remaining rounds of pruning, and round the weights."""
         if self.sparsity and self._pruned < self.rounds:
             rank_zero_info(
-                f"{WHO}: the run ended after {self._pruned} of {self.rounds} prunings; the others are made now, without"
-                " training after them. Give it a longer run, or take out what ends it."
+                f"{WHO}: the run ended after {self._pruned} of {self.rounds} prunings, so the others follow now without"
+                " retraining. Give it a longer run, or remove the callback that ends it."
             )
             self._prune(session, self.rounds)
         self._complete = True
@@ -310,7 +302,7 @@ class TrainLargeThenCompress(Masked):
         session.blocks_changed(self)
 
     def _rows(self, module: nn.Module) -> dict[str, list[int]]:
-        """Of each weight, the dimensions that are not its outputs'."""
+        """The dimensions of each weight except its output dimension."""
         columns = {
             id(m._parameters.get("weight")) for m in module.modules() if is_conv1d(m) or isinstance(m, _TRANSPOSED)
         }
@@ -330,7 +322,7 @@ class TrainLargeThenCompress(Masked):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self._complete and self._session is not None and self._session.fitting:
-            rank_zero_info(f"{WHO}: the checkpoint is of a run that is complete; nothing is trained.")
+            rank_zero_info(f"{WHO}: the checkpoint is from a complete run, so nothing is trained.")
             trainer.should_stop = True
 
     @override
@@ -338,7 +330,7 @@ class TrainLargeThenCompress(Masked):
         super().on_train_end(trainer, pl_module)
         self._close()
 
-    # -- what is told and kept
+    # -- reports and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -346,8 +338,8 @@ class TrainLargeThenCompress(Masked):
 
     @override
     def summary(self) -> str:
-        when = "no pruning yet" if self._stop is None else f"pruned from {self._stop:.0%} of the budget on"
-        bits = f", and weights are of {self.bits} bits" if self._rounded else ""
+        when = "not pruned yet" if self._stop is None else f"pruned from {self._stop:.0%} of the budget on"
+        bits = f", and weights have {self.bits} bits" if self._rounded else ""
         return f"{when}: {super().summary()}{bits}"
 
     @override
@@ -373,5 +365,5 @@ class TrainLargeThenCompress(Masked):
         self._pruned, (self._rounded, self._complete) = state_dict["pruned"], state_dict["complete"]
         sums = state_dict["sums"]
         rank = 0 if self._session is None else self._session.rank
-        if rank < len(sums):  # of another number of ranks, the window goes on with some of its losses
+        if rank < len(sums):  # with another number of ranks, the window continues with some of its losses
             self._sum, self._losses = sums[rank]

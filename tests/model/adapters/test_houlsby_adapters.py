@@ -17,7 +17,7 @@ from tests.cases import Case, classifier
 from tests.models import TinyGPT, loader, make_batch, trainer
 from tests.runs import fit, fit_yaml
 
-STAYS = "an activation function, so that it is no linear map and folds into none"
+STAYS = "an adapter has an activation function, so it cannot be merged"
 CASES = {
     "HoulsbyAdapters": Case(
         active=lambda: HoulsbyAdapters(4),
@@ -132,7 +132,7 @@ def test_they_stand_behind_attention_and_feed_forward_network_and_that_is_printe
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         eff.apply(TinyGPT(2), technique := HoulsbyAdapters(4))
     assert (
-        "HoulsbyAdapters: adapters of 4 numbers behind 4 linear maps: blocks.*.proj (2), blocks.*.mlp.2 (2); 592"
+        "HoulsbyAdapters: adapters of 4 hidden units after 4 linear layers: blocks.*.proj (2), blocks.*.mlp.2 (2); trains 592"
         in caplog.text.replace("blocks.*.mlp.*", "blocks.*.mlp.2")
     )
     assert technique.report() == {
@@ -154,7 +154,7 @@ def test_names_and_what_trains_beside() -> None:
 def test_experts_in_one_parameter_are_left_in_words(caplog: Any) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         eff.apply(families.module("qwen3_moe"), technique := HoulsbyAdapters(4))
-    assert "experts.down_proj (4) (it is the weight of no nn.Linear or Conv1D)" in caplog.text
+    assert "experts.down_proj (4) (it belongs to no nn.Linear or Conv1D)" in caplog.text
     assert technique.report()["adapters"] == 4
 
 
@@ -166,7 +166,7 @@ def test_torchs_own_encoder_calls_what_it_would_read_in_evaluation(caplog: Any) 
     x = torch.randn(2, 5, 16)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         net = eff.apply(copy.deepcopy(plain), HoulsbyAdapters(4), batch=(x,))
-    assert "nn.MultiheadAttention uses it, and does not call its map" in caplog.text
+    assert "nn.MultiheadAttention reads it and does not call its layer" in caplog.text
     assert len(numbers_of(net)) == 2
     with torch.no_grad():
         torch.testing.assert_close(net.eval()(x), plain.eval()(x), rtol=1e-4, atol=1e-5)
@@ -218,9 +218,9 @@ def test_a_checkpoint_is_kilobytes_and_loads_beside_the_base(tmp_path: Path) -> 
     [
         ({"bottleneck": 0}, r"bottleneck=0\): expected an integer >= 1"),
         ({"bottleneck": 2.0}, r"bottleneck=2.0\): expected an integer >= 1"),
-        ({"names": "proj"}, r"names='proj'\): expected dotted paths of linear maps"),
+        ({"names": "proj"}, r"names='proj'\): expected a list of dotted paths or patterns, or None"),
         ({"also": "head"}, r"also='head'\): expected a list of dotted paths"),
-        ({"save": "none"}, r"save='none'\): expected 'adapter'"),
+        ({"save": "none"}, r"save='none'\): expected 'adapter' or 'all'"),
     ],
 )
 def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -229,11 +229,13 @@ def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> N
 
 
 def test_what_cannot_be_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match=r"bottleneck=64\): blocks.0.proj .* puts out 16 numbers.*Give bottleneck=4"):
+    with pytest.raises(ValueError, match=r"bottleneck=64\): blocks.0.proj .* has only 16 outputs\. Give bottleneck=4"):
         eff.apply(TinyGPT(2), HoulsbyAdapters())
     with pytest.raises(ValueError, match=r"no linear map of TinyGPT is named 'porj'; .*Nearest: .*proj"):
         eff.apply(TinyGPT(2), HoulsbyAdapters(4, names=["porj"]))
-    with pytest.raises(ValueError, match=r"no residual branch of HuggingFace ends in a linear map .*conv2.weight"):
+    with pytest.raises(
+        ValueError, match=r"no residual branch of HuggingFace ends in nn.Linear or Conv1D\. .*conv2.weight"
+    ):
         eff.apply(families.module("resnet"), HoulsbyAdapters(4))
     with pytest.raises(ValueError, match=r"found no residual branch.*names=\[\.\.\.\]"):
         eff.apply(classifier(), HoulsbyAdapters(4))

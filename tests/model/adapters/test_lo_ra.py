@@ -243,10 +243,9 @@ def test_maps_are_those_of_the_blocks_and_are_printed(caplog: Any) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         eff.apply(TinyGPT(2), LoRA(rank=4))
     assert (
-        "LoRA: factors of rank 4 beside 8 linear maps: blocks.*.qkv (2), blocks.*.proj (2), blocks.*.mlp.*"
-        in caplog.text
+        "LoRA: factors of rank 4 on 8 linear layers: blocks.*.qkv (2), blocks.*.proj (2), blocks.*.mlp.*" in caplog.text
     )
-    assert "head (16 to 61) (it lies outside of the blocks)" in caplog.text
+    assert "head (16 to 61) (it is outside the blocks)" in caplog.text
 
 
 def test_what_others_put_in_trains_too() -> None:
@@ -284,7 +283,7 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     t.fit(TinyGPT(2), loader("tiny_gpt"))
     t.save_checkpoint(tmp_path / "a.ckpt")
     torch.manual_seed(9)
-    with pytest.raises(ValueError, match="Expected the weights that the run began with"):
+    with pytest.raises(ValueError, match="Load the weights that the run started with"):
         trainer(LoRA(rank=2), max_steps=4).fit(TinyGPT(2), loader("tiny_gpt"), ckpt_path=tmp_path / "a.ckpt")
 
 
@@ -325,7 +324,7 @@ def test_a_head_that_trains_is_saved_for_peft(tmp_path: Path) -> None:
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(plain.model), eff.export_adapter(net.model, tmp_path))  # pyright: ignore[reportArgumentType]
     torch.testing.assert_close(logits(loaded, "vit"), logits(net.model, "vit"))
     partly = eff.apply(copy.deepcopy(plain), LoRA(rank=2, also=["classifier.bias"]))
-    with pytest.raises(ValueError, match=r"classifier.bias trains, and its module does not as a whole"):
+    with pytest.raises(ValueError, match=r"classifier.bias was trained, but not its whole module"):
         eff.export_adapter(partly.model, tmp_path)
     with pytest.raises(ValueError, match="nothing in HuggingFace was made by peft"):
         eff.export_adapter(plain, tmp_path)
@@ -353,10 +352,10 @@ def test_peft_reads_a_tied_embedding_that_trains(also: list[str], tmp_path: Path
     ("settings", "message"),
     [
         ({"rank": 0}, r"rank=0\): expected an integer >= 1"),
-        ({"alpha": 0}, r"alpha=0\): expected a number > 0"),
-        ({"dropout": 1.0}, r"dropout=1.0\): expected a share of the inputs in \[0, 1\)"),
-        ({"b_rate": -1}, r"b_rate=-1\): expected a multiple of A's rate > 0"),
-        ({"names": "q_proj"}, r"names='q_proj'\): expected dotted paths of linear maps"),
+        ({"alpha": 0}, r"alpha=0\): expected a finite number > 0, or None: the scale"),
+        ({"dropout": 1.0}, r"dropout=1.0\): expected a number in \[0, 1\): the probability"),
+        ({"b_rate": -1}, r"b_rate=-1\): expected a finite number > 0: the ratio of B's learning rate"),
+        ({"names": "q_proj"}, r"names='q_proj'\): expected a list of dotted paths or patterns, or None"),
     ],
 )
 def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -367,11 +366,11 @@ def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> N
 def test_what_cannot_be_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"no linear map of TinyGPT is named 'qvk'; .*Nearest: .*qkv"):
         eff.apply(TinyGPT(2), LoRA(names=["qvk"]))
-    with pytest.raises(ValueError, match=r"rank=17\): blocks.0.qkv \(16 to 48\) has rank 16 at most.*Give rank=16"):
+    with pytest.raises(ValueError, match=r"rank=17\): the full rank of blocks.0.qkv \(16 to 48\) is 16\. Give rank=16"):
         eff.apply(TinyGPT(2), LoRA(rank=17, names=["qkv"]))
-    with pytest.raises(ValueError, match=r"no linear map to put factors beside.*rank is 16 at most, which is below 32"):
+    with pytest.raises(ValueError, match=r"no linear layer in TinyGPT to adapt.*full rank is 16, below rank=32"):
         eff.apply(TinyGPT(2), LoRA(rank=32))
-    with pytest.raises(ValueError, match=r"b_rate=2\): got the optimizer LBFGS; expected one of torch.optim"):
+    with pytest.raises(ValueError, match=r"b_rate=2\): LBFGS has no learning rate for each group"):
 
         class Own(TinyGPT):
             def configure_optimizers(self) -> Any:

@@ -21,7 +21,7 @@ from tests.runs import fit, fit_yaml
 # peft asks transformers' models for it by the name of before
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-NO_ROOM = "takes texts of 32 tokens, and not of 3 more, which the prompts are"
+NO_ROOM = "takes texts of 32 tokens, and not of 3 more for the prompts"
 CASES = {
     "PromptTuning": Case(
         active=lambda: PromptTuning(3),
@@ -29,7 +29,7 @@ CASES = {
         model="short",
         architecture=True,
         partial=True,
-        stays="its prompts are no tokens, and stand before each text",
+        stays="its prompts are not tokens",
         refuses={
             "gpt2": NO_ROOM,
             "bert": NO_ROOM,
@@ -169,7 +169,7 @@ def test_it_says_which_calls_get_them(caplog: Any) -> None:
     with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
         eff.apply(families.module("gpt2"), PromptTuning(3))
         eff.apply(TinyGPT(2), PromptTuning(3))
-    assert "3 prompts of 32 numbers in each call of model.transformer (GPT2Model); 96 numbers train" in caplog.text
+    assert "3 prompts of 32 numbers in each call of model.transformer (GPT2Model); trains 96 parameters" in caplog.text
     assert "3 prompts of 16 numbers in each call of the module (TinyGPT)" in caplog.text
 
 
@@ -215,9 +215,12 @@ def test_a_checkpoint_is_the_prompts_and_loads_beside_the_base(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"length": -1}, r"length=-1\): expected how many prompts, an integer >= 0"),
+        ({"length": -1}, r"length=-1\): expected an integer >= 0: the number of prompts"),
         ({"init": "zero"}, r"init='zero'\): expected 'vocabulary' or 'uniform'"),
-        ({"embeddings": ""}, r"embeddings=''\): expected the path of an nn.Embedding"),
+        (
+            {"embeddings": ""},
+            r"embeddings=''\): expected a dotted path, or None: the dotted path of the token embedding",
+        ),
         ({"also": "head"}, r"also='head'\): expected a list of dotted paths"),
     ],
 )
@@ -230,7 +233,9 @@ def test_a_later_longer_text_without_room_is_told() -> None:
     net = eff.apply(TinyGPT(2), PromptTuning(8)).eval()
     x = make_batch("tiny_gpt")["input_ids"]
     assert net(x[:, :SHORT]).shape == (4, SHORT, VOCAB)
-    with pytest.raises(ValueError, match=rf"takes texts of {LENGTH} tokens, and not of 8 more.*room for {LENGTH + 8}"):
+    with pytest.raises(
+        ValueError, match=rf"takes texts of {LENGTH} tokens, and not of 8 more.*room for {LENGTH + 8} positions"
+    ):
         net(x)
     assert net(x[:, :SHORT]).shape == (4, SHORT, VOCAB)
 
@@ -266,9 +271,11 @@ def test_what_cannot_be_is_refused_in_words() -> None:
     net = Reads(2)
     eff.apply(net, PromptTuning(3))(x)  # another token than that of padding stands for them
     net.padding = False
-    with pytest.raises(ValueError, match="reads ids beside its token embedding, as for n-grams"):
+    with pytest.raises(ValueError, match="reads ids elsewhere than in its token embedding, as for n-grams"):
         net(make_batch("tiny_gpt", length=SHORT + 1)["input_ids"])
-    with pytest.raises(ValueError, match=r"weights \(4, 24\) runs along the text, and what it says of prompts is not"):
+    with pytest.raises(
+        ValueError, match=r"weights \(4, 24\) runs along the text, and its values for prompts are unknown"
+    ):
         eff.apply(Along(2), PromptTuning(3))(x, torch.ones(4, SHORT))
     with pytest.raises(ValueError, match="training_step did not call the module itself, whose calls get the prompts"):
         trainer(PromptTuning(3), max_steps=2).fit(Past(2), loader("short"))

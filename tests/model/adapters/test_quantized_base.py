@@ -25,8 +25,8 @@ CASES = {
         on_classifier=lambda: QuantizedBase(4, names=["blocks.*"]),
         neutral=lambda: QuantizedBase(names=[]),
         architecture=True,
-        stays="is not merged into those; first let lightning_eff.dequantize",
-        lost=(no_map, "classifier", "none of the 0 linear maps"),
+        stays="cannot be merged into them; first call lightning_eff.dequantize",
+        lost=(no_map, "classifier", "none of the 0 linear layers"),
     )
 }
 # peft asks transformers' models for it by the name of before
@@ -112,7 +112,7 @@ def test_qlora_on_models_of_others(name: str) -> None:
         for p in net.parameters():
             if p.requires_grad:
                 p.add_(0.1 * torch.randn_like(p))
-    with pytest.raises(ValueError, match=r"QuantizedBase exchanged .* first let lightning_eff.dequantize"):
+    with pytest.raises(ValueError, match=r"QuantizedBase exchanged .* first call lightning_eff.dequantize"):
         eff.export(net)
     whole = eff.export(eff.dequantize(net))
     assert whole.state_dict().keys() == plain.state_dict().keys()
@@ -245,31 +245,31 @@ def test_names_do_not_mean_the_factors_beside_a_map() -> None:
 
 
 def test_what_cannot_be_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"bits=3\): expected 4, for NF4, or 8, for int8"):
+    with pytest.raises(ValueError, match=r"bits=3\): expected 4 or 8: the number of bits per weight"):
         QuantizedBase(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"names='qkv'\): expected dotted paths of linear maps"):
+    with pytest.raises(ValueError, match=r"names='qkv'\): expected a list of dotted paths or patterns, or None"):
         QuantizedBase(names="qkv")
-    with pytest.raises(ValueError, match=r"no linear map of TinyGPT .* is frozen.*Put an adapter such as LoRA\(\)"):
+    with pytest.raises(
+        ValueError, match=r"TinyGPT has no frozen linear layer that can be rounded.*Add an adapter such as LoRA\(\)"
+    ):
         eff.apply(TinyGPT(2), QuantizedBase())
-    with pytest.raises(ValueError, match=r"none of the 9 linear maps of TinyGPT.*Nearest: .*qkv"):
+    with pytest.raises(ValueError, match=r"none of the 9 linear layers of TinyGPT.*Nearest: .*qkv"):
         eff.apply(TinyGPT(2), QuantizedBase(names=["qvk"]))
     with pytest.raises(ValueError, match="nothing of TinyGPT is left to train"):
         eff.apply(TinyGPT(2).requires_grad_(False), QuantizedBase())
-    with pytest.raises(
-        ValueError, match=r"out_proj .* cannot be acted on: its weight is used by nn.MultiheadAttention"
-    ):
+    with pytest.raises(ValueError, match=r"out_proj .* cannot be rounded: its weight is used by nn.MultiheadAttention"):
         eff.apply(nn.Sequential(nn.MultiheadAttention(8, 2)), QuantizedBase(names=["out_proj"]))
-    with pytest.raises(ValueError, match=r"lm_head .* acted on: its weight is that of model.transformer.wte too"):
+    with pytest.raises(ValueError, match=r"lm_head .* rounded: it shares its weight with model.transformer.wte"):
         eff.apply(families.module("gpt2"), QuantizedBase(names=["lm_head"]))
     large = nn.Sequential(nn.Linear(4, 4))
     nn.init.constant_(large[0].weight, 1e5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"bits=8\): the weight of 0 .* too large for 16 bits"):
+    with pytest.raises(ValueError, match=r"bits=8\): the weight of 0 .* too large for float16"):
         eff.apply(large, QuantizedBase(8, names=["0"]))
-    with pytest.raises(ValueError, match="kept in few bits, into which they cannot be merged"):
+    with pytest.raises(ValueError, match="the base weight is quantised"):
         qlora(TinyGPT(1)).blocks[0].qkv.merge()
-    with pytest.raises(ValueError, match=r"names=\['\*out_proj'\]\): none of the maps .* nn.MultiheadAttention"):
+    with pytest.raises(ValueError, match=r"names=\['\*out_proj'\]\): none of these layers .* nn.MultiheadAttention"):
         eff.apply(nn.Sequential(nn.MultiheadAttention(8, 2)), QuantizedBase(names=["*out_proj"]))
-    with pytest.raises(ValueError, match="no map of TinyGPT is kept in few bits"):
+    with pytest.raises(ValueError, match="no linear layer of TinyGPT is quantised"):
         eff.dequantize(TinyGPT(2))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(

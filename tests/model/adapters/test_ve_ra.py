@@ -165,10 +165,10 @@ def test_a_checkpoint_is_the_vectors_and_the_projections_are_drawn_anew(tmp_path
     ("settings", "message"),
     [
         ({"rank": 0}, r"rank=0\): expected an integer >= 1"),
-        ({"d_initial": 0.0}, r"d_initial=0.0\): expected a number other than 0"),
-        ({"dropout": 1.0}, r"dropout=1.0\): expected a share of the inputs in \[0, 1\)"),
+        ({"d_initial": 0.0}, r"d_initial=0.0\): from 0, b gets no gradient"),
+        ({"dropout": 1.0}, r"dropout=1.0\): expected a number in \[0, 1\): the probability"),
         ({"key": -1}, r"key=-1\): expected an integer >= 0"),
-        ({"names": "q_proj"}, r"names='q_proj'\): expected dotted paths of linear maps"),
+        ({"names": "q_proj"}, r"names='q_proj'\): expected a list of dotted paths or patterns, or None"),
     ],
 )
 def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -179,10 +179,10 @@ def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> N
 def test_what_cannot_be_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"no linear map of TinyGPT is named 'qvk'; .*Nearest: .*qkv"):
         eff.apply(TinyGPT(2), VeRA(names=["qvk"]))
-    with pytest.raises(ValueError, match=r"VeRA\(rank=256\): .* has no linear map to put factors beside"):
+    with pytest.raises(ValueError, match=r"VeRA\(rank=256\): found no linear layer in .* to adapt"):
         eff.apply(families.module("resnet"), VeRA())
     rounded = eff.apply(TinyGPT(2, dim=64), VeRA(rank=8), eff.QuantizedBase(4))
-    with pytest.raises(ValueError, match=r"kept in few bits|rounded to few bits"):
+    with pytest.raises(ValueError, match=r"base weight is quantised|rounded to few bits"):
         eff.export(rounded)
 
 

@@ -17,7 +17,7 @@ from tests.cases import Case, classifier
 from tests.models import TinyGPT, hugging_face, loader, make_batch, trainer
 from tests.runs import fit_yaml
 
-NO_TOKENS = "were not seen to be run on tokens"
+NO_TOKENS = "did not each get tokens"
 CASES = {
     "VisualPromptTuning": Case(
         active=lambda: VisualPromptTuning(3),
@@ -29,7 +29,7 @@ CASES = {
         refuses=dict.fromkeys(
             ("tiny_gpt", "short", "padded", "normed", "translator", "gpt2", "llama", "bert"), NO_TOKENS
         ),
-        lost=(classifier, "classifier", "found no stack|were not seen to be run on tokens"),
+        lost=(classifier, "classifier", "found no stack|did not each get tokens"),
     )
 }
 
@@ -191,9 +191,12 @@ def test_in_a_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"length": -1}, r"length=-1\): expected how many prompts, an integer >= 0"),
-        ({"deep": 1}, r"deep=1\): expected True, for prompts in each block"),
-        ({"layers": ""}, r"layers=''\): expected a path, a pattern or a list"),
+        ({"length": -1}, r"length=-1\): expected an integer >= 0: the number of prompts"),
+        ({"deep": 1}, r"deep=1\): expected True or False: whether each block has prompts"),
+        (
+            {"layers": ""},
+            r"layers=''\): expected a dotted path, a pattern or a list of dotted paths, or None: the blocks",
+        ),
         ({"also": "head"}, r"also='head'\): expected a list of dotted paths"),
     ],
 )
@@ -222,13 +225,13 @@ class MaskedPatches(Patches):
 
 
 def test_what_cannot_be_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match=r"blocks at .* were not seen to be run on tokens .* of an image"):
+    with pytest.raises(ValueError, match=r"blocks at .* did not each get tokens .* of an image"):
         eff.apply(TinyGPT(2), VisualPromptTuning(3))
     net = MaskedPatches()
-    with pytest.raises(ValueError, match=r"is handed 1 \(16, 16\) beside its 16 tokens"):
+    with pytest.raises(ValueError, match=r"gets 1 of shape \(16, 16\) with its 16 tokens"):
         eff.apply(net, VisualPromptTuning(3))
     assert all(type(m) is Masked for m in net.blocks) and all(p.requires_grad for p in net.parameters())
-    with pytest.raises(ValueError, match="cannot be run on 3 tokens more"):
+    with pytest.raises(ValueError, match="cannot run on 3 more tokens"):
         eff.apply(families.module("swin"), VisualPromptTuning(3, layers="model.swin.encoder.layers.0.blocks"))
     t = trainer(VisualPromptTuning(3, deep=False), eff.PatchDropout(), max_steps=1)
     with pytest.raises(ValueError, match="give deep=True"):

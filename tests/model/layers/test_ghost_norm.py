@@ -25,7 +25,7 @@ CASES = {
         neutral=lambda: GhostNorm(names=[]),
         model="normed",
         refuses=_NONE,
-        lost=(TinyGPT, "tiny_gpt", r"TinyGPT has no BatchNorm to act on; .*It has 9 LayerNorm"),
+        lost=(TinyGPT, "tiny_gpt", r"TinyGPT has no BatchNorm to act on, but 9 LayerNorm"),
     )
 }
 
@@ -100,7 +100,7 @@ def run(size: int, batch: int, momentum: float | None = 0.1, **settings: Any) ->
 
 
 def test_one_group_is_plain_training_to_the_bit_and_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"size=12\): the batch was one group.*plain training"):
+    with pytest.warns(UserWarning, match=r"size=12\): each BatchNorm saw the batch as one group.*plain training"):
         net, technique = run(12, 12)
     plain, _ = run(12, 12, names=[])
     assert torch.equal(flat(net), flat(plain)) and technique.report() == {"norms": 2, "groups": 1}
@@ -161,15 +161,17 @@ def test_what_cannot_be_says_why() -> None:
         trainer(GhostNorm(2, names=["nrm"]), max_steps=1).fit(TinyClassifier(), loader("classifier"))
     net: Any = TinyClassifier()
     net.norm = Own(8)
-    with pytest.raises(ValueError, match=r"no BatchNorm of TinyClassifier can be acted on: norm: a subclass"):
+    with pytest.raises(ValueError, match=r"no BatchNorm of TinyClassifier can be changed\. norm: it is a subclass"):
         trainer(GhostNorm(2), max_steps=1).fit(net, loader("classifier"))
-    with pytest.raises(ValueError, match=r"norm \(Own\) cannot be acted on: a subclass of BatchNorm with a forward"):
+    with pytest.raises(
+        ValueError, match=r"norm \(Own\) cannot be changed: it is a subclass of BatchNorm with its own forward"
+    ):
         trainer(GhostNorm(2, names=["norm"]), max_steps=1).fit(net, loader("classifier"))
     net.norm = nn.SyncBatchNorm(8)
-    with pytest.raises(ValueError, match="norm: it takes the statistics of all processes' samples"):
+    with pytest.raises(ValueError, match="norm: it takes statistics over the samples of all processes"):
         trainer(GhostNorm(2), max_steps=1).fit(net, loader("classifier"))
     t = trainer(GhostNorm(2), max_steps=1, strategy="ddp", sync_batchnorm=True)
-    with pytest.raises(ValueError, match=r"got Trainer\(sync_batchnorm=True\)"):
+    with pytest.raises(ValueError, match=r"Trainer\(sync_batchnorm=True\) takes statistics over all"):
         eff.GhostNorm(2).check(type("S", (), {"trainer": t})())  # pyright: ignore[reportArgumentType]
 
 

@@ -26,7 +26,7 @@ CASES = {
         stays="LogitSoftcap exchanged Linear at head: a plain head has no cap",
         outside_surveys=True,
         on_classifier=lambda: LogitSoftcap(2.0, names=["head.1"]),
-        lost=(no_map, "classifier", "Scaled has no linear map that could be a head"),
+        lost=(no_map, "classifier", "Scaled has no linear layer that could be a head"),
     )
 }
 
@@ -97,11 +97,11 @@ def test_what_cannot_be_told_must_be_named() -> None:
     mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(
         ValueError,
-        match=r"the head of Sequential cannot be told.*the one whose outputs are logits, .*, of 0 \(.*\), 2 \(",
+        match=r"found no head in Sequential.*the layer whose outputs are logits .*candidates: 0 \(.*\), 2 \(",
     ):
         eff.apply(copy.deepcopy(mlp), LogitSoftcap())
     assert isinstance(eff.apply(copy.deepcopy(mlp), LogitSoftcap(names=["2"]))[2], CappedLinear)
-    with pytest.raises(ValueError, match=r"it means none of the 17 linear maps of TinyGPT; .*Nearest: head"):
+    with pytest.raises(ValueError, match=r"it means none of the 17 linear layers of TinyGPT; .*Nearest: head"):
         eff.apply(TinyGPT(), LogitSoftcap(names=["haed"]))
 
     class Own(nn.Linear):
@@ -136,11 +136,17 @@ class Aside(nn.Module):
     [
         (True, 29, r"Name it, such as LogitSoftcap\(names=\['head'\]\), which shares the weight of an embedding"),
         (False, 29, r"Name it, such as LogitSoftcap\(names=\['head'\]\), which has as many outputs as an embedding"),
-        (False, 5, r"Name the one whose outputs are logits, .*\[...\]\), of head \(8 to 5\), next \(8 to 8\)\."),
+        (
+            False,
+            5,
+            r"Name the layer whose outputs are logits .*\[...\]\); candidates: head \(8 to 5\), next \(8 to 8\)\.",
+        ),
     ],
 )
 def test_the_likely_head_is_offered_and_no_map_of_hidden_states(tied: bool, rows: int, way: str) -> None:
-    with pytest.raises(ValueError, match=rf"these compute what it returns: none; expected one\. {way}"):
+    with pytest.raises(
+        ValueError, match=rf"expected one linear layer that computes the output of Aside, found none\. {way}"
+    ):
         eff.apply(Aside(tied, rows), LogitSoftcap())
     net = eff.apply(Aside(tied, rows), LogitSoftcap(names=["head"]))
     assert isinstance(net.head, CappedLinear) and (net.head.weight is net.embed.weight) == tied
@@ -148,7 +154,7 @@ def test_the_likely_head_is_offered_and_no_map_of_hidden_states(tied: bool, rows
 
 @pytest.mark.parametrize("cap", [0, -1.0, math.nan, True, "30"])
 def test_other_caps_are_refused(cap: Any) -> None:
-    with pytest.raises(ValueError, match="expected a number > 0 in units of logits"):
+    with pytest.raises(ValueError, match=r"expected a finite number > 0 or inf: the largest absolute value of a logit"):
         LogitSoftcap(cap)
 
 
@@ -159,9 +165,7 @@ def test_checkpoints_resume_to_the_bit_and_plain_modules_refuse_them(tmp_path: P
     state = torch.load(checkpoints(tmp_path)[0], weights_only=True)["state_dict"]
     with pytest.raises(RuntimeError, match=r"Unexpected key.*head.lightning_eff_mark"):
         module("tiny_gpt").load_state_dict(state)
-    with pytest.raises(
-        ValueError, match=r"head computes something else than logits capped at 3 here \(its mark is 2\)"
-    ):
+    with pytest.raises(ValueError, match=r"head of the checkpoint is not logits capped at 3 \(its mark is 2\)"):
         eff.apply(TinyGPT(), LogitSoftcap(3.0)).load_state_dict(state)
 
 

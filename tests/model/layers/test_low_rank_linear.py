@@ -119,9 +119,9 @@ def test_maps_are_those_of_the_blocks_and_what_is_left_is_told(caplog: Any) -> N
         net = eff.apply(TinyGPT(2, dim=32), LowRankLinear(rank=0.25, min_features=32))
     made = [path for path, m in net.named_modules() if isinstance(m, FactoredLinear)]
     assert made == [f"blocks.{i}.{name}" for i in range(2) for name in ("qkv", "proj", "mlp.0", "mlp.2")]
-    assert "head (32 to 61) (it lies outside of the blocks)" in caplog.text
-    assert "8 linear maps in two factors of rank 8 to 8" in caplog.text
-    assert f"{2 * 8 * (128 + 64 + 160 + 160):,} weights for {2 * 12 * 32 * 32:,}" in caplog.text
+    assert "head (32 to 61) (it is outside the blocks)" in caplog.text
+    assert "replaced 8 linear layers with factors of rank 8 to 8" in caplog.text
+    assert f"{2 * 8 * (128 + 64 + 160 + 160):,} weights instead of {2 * 12 * 32 * 32:,}" in caplog.text
 
 
 def test_maps_that_two_would_not_make_smaller_are_left_unless_named() -> None:
@@ -131,7 +131,7 @@ def test_maps_that_two_would_not_make_smaller_are_left_unless_named() -> None:
     made = eff.apply(copy.deepcopy(net), LowRankLinear(rank=8, names=["0"]))
     assert isinstance(made[0], FactoredLinear) and type(made[2]) is nn.Linear
     with pytest.raises(
-        ValueError, match=r"has no linear map to factor \(among 2.*two of rank 16 have 512 weights.* has 256"
+        ValueError, match=r"found no linear layer in Sequential.*two factors of rank 16 have 512 weights.* has 256"
     ):
         eff.apply(net, LowRankLinear(rank=16, min_features=1))
 
@@ -171,7 +171,7 @@ def test_dtypes_stay_and_weights_may_lie_nowhere() -> None:
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16} == {p.dtype for p in eff.export(net).parameters()}
     on_meta = eff.apply(nn.Sequential(nn.Linear(32, 32)).to("meta"), LowRankLinear(4, names=["0"]))
     assert all(p.is_meta for p in on_meta.parameters())
-    with pytest.raises(ValueError, match=r"0 lies nowhere \(meta device\).*expected weights, or rank= instead"):
+    with pytest.raises(ValueError, match=r"0 is on the meta device.*Give rank= instead"):
         eff.apply(nn.Sequential(nn.Linear(32, 32)).to("meta"), LowRankLinear(energy=0.5, names=["0"]))
 
 
@@ -261,13 +261,22 @@ def test_two_processes_take_the_first_ones_ranks(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 0}, r"rank=0\): expected an integer >= 1, or a share"),
-        ({"rank": 1.5}, r"rank=1.5\): expected an integer >= 1, or a share of the full rank in \(0, 1\]"),
+        ({"rank": 0}, r"rank=0\): expected an integer >= 1 or a number in"),
+        (
+            {"rank": 1.5},
+            r"rank=1.5\): expected an integer >= 1 or a number in \(0, 1\], or None: the rank of each layer",
+        ),
         ({"rank": True}, "rank=True"),
-        ({"energy": 0.0}, r"energy=0.0\): expected a share of squared singular values in \(0, 1\]"),
+        (
+            {"energy": 0.0},
+            r"energy=0.0\): expected a number in \(0, 1\], or None: the fraction of the sum of squared singular",
+        ),
         ({"energy": 1.1}, "energy=1.1"),
-        ({"rank": 4, "energy": 0.5}, "each says what the rank is; expected one of them"),
-        ({"names": "mlp"}, r"names='mlp'\): expected dotted paths of linear maps"),
+        ({"rank": 4, "energy": 0.5}, "both set the rank. Give one of them"),
+        (
+            {"names": "mlp"},
+            r"names='mlp'\): expected a list of dotted paths or patterns, or None: dotted paths of the linear layers",
+        ),
         ({"min_features": 0}, r"min_features=0\): expected an integer >= 1"),
     ],
 )
@@ -278,20 +287,18 @@ def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> N
 
 def test_what_is_named_and_cannot_be_is_refused_in_words() -> None:
     with pytest.raises(
-        ValueError, match=r"rank=17\): blocks.0.qkv \(Linear\) has rank 16 at most.*Give rank=16, or leave"
+        ValueError, match=r"rank=17\): the full rank of blocks.0.qkv \(Linear\) is 16.*Give rank=16 or less, or leave"
     ):
         eff.apply(TinyGPT(2), LowRankLinear(rank=17, names=["qkv"]))
     with pytest.raises(ValueError, match=r"no linear map of TinyGPT is named 'qvk'; .*Nearest: .*qkv"):
         eff.apply(TinyGPT(2), LowRankLinear(rank=4, names=["qvk"]))
-    reason = r"blocks.0.qkv \(16 to 48\), blocks.0.proj \(16 to 16\), .* and 5 more: it has fewer than min_features=512"
+    reason = r"blocks.0.qkv \(16 to 48\), blocks.0.proj .* and 5 more: it has fewer features than min_features=512"
     with pytest.raises(
-        ValueError, match=rf"no linear map to factor.*{reason}.* Lower min_features= to 16 or less, or"
+        ValueError, match=rf"no linear layer in TinyGPT.*{reason}.* Set min_features=16 or lower, or"
     ) as e:
         eff.apply(TinyGPT(2), LowRankLinear())
     assert str(e.value).count("it has fewer") == 1 and "smaller rank" not in str(e.value)
-    with pytest.raises(
-        ValueError, match=r"rank is 16 at most, which is below 20\. .* Give a smaller rank or energy, or"
-    ):
+    with pytest.raises(ValueError, match=r"full rank is 16, below the rank of 20\. Give a smaller rank or energy, or"):
         eff.apply(TinyGPT(2), LowRankLinear(rank=20, min_features=16))
     assert len(eff.apply(TinyGPT(2), LowRankLinear(min_features=16)).state_dict()) > len(TinyGPT(2).state_dict())
 

@@ -26,10 +26,10 @@ CASES = {
         active=lambda: QKNorm(),
         neutral=lambda: QKNorm(names=[]),
         architecture=True,
-        stays="QKNorm exchanged Linear at .*: queries and keys are normed",
+        stays="QKNorm exchanged Linear at .*: queries and keys are normalised",
         outside_surveys=True,
-        refuses={"classifier": "the attention of TinyClassifier cannot be told"},
-        lost=(classifier, "classifier", "the attention of TinyClassifier cannot be told"),
+        refuses={"classifier": "found no attention in TinyClassifier, because"},
+        lost=(classifier, "classifier", "found no attention in TinyClassifier, because"),
     )
 }
 
@@ -157,26 +157,29 @@ def test_heads_that_do_not_lie_side_by_side_and_attention_that_is_not_seen_are_r
     for kind in ("interleaved", "eager"):
         net = Net(kind)
         before = list(net.state_dict())
-        with pytest.raises(ValueError, match=r"of 2 attentions of Net, 0 are handed queries and keys of one length"):
+        with pytest.raises(ValueError, match=r"0 of 2 attentions of Net receive normalised queries and keys"):
             eff.apply(net, QKNorm())
         assert list(net.state_dict()) == before
 
 
 def test_what_is_refused_says_why() -> None:
-    with pytest.raises(ValueError, match=r"a norm stands behind .*q_proj.weight.* already. Name others"):
+    with pytest.raises(ValueError, match=r"a norm follows .*q_proj.weight.* already. Name other"):
         eff.apply(families.module("qwen3"), QKNorm())
     with pytest.raises(ValueError, match="found no attention in HuggingFace"):
         eff.apply(families.module("resnet"), QKNorm())
     with pytest.raises(
-        ValueError, match=r"it means none of the 4 maps of queries or keys of TinyGPT; .*Nearest: .*qkv"
+        ValueError, match=r"it means none of the 4 layers of queries or keys of TinyGPT; .*Nearest: .*qkv"
     ):
         eff.apply(TinyGPT(), QKNorm(names=["kqv"]))
-    with pytest.raises(ValueError, match=r"names='qkv'\): expected dotted paths of maps of queries or keys"):
+    with pytest.raises(
+        ValueError,
+        match=r"names='qkv'\): expected a list of dotted paths or patterns",
+    ):
         QKNorm(names="qkv")
-    with pytest.raises(ValueError, match=r"weights of TinyGPT lie nowhere \(meta device\)"):
+    with pytest.raises(ValueError, match=r"weights of TinyGPT are on the meta device"):
         eff.apply(TinyGPT().to("meta"), QKNorm())
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
-    with pytest.raises(ValueError, match=r"its weight is a part of MultiheadAttention, and of no map that is called"):
+    with pytest.raises(ValueError, match=r"its weight belongs to MultiheadAttention, not to a layer that is called"):
         eff.apply(nn.Sequential(nn.Embedding(VOCAB, 16), encoder), QKNorm())
 
 

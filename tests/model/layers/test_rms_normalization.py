@@ -101,17 +101,22 @@ def test_what_cannot_be_replaced_says_why() -> None:
     net = nn.Sequential(nn.LayerNorm(8), Own(8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
     made = eff.apply(copy.deepcopy(net), RMSNormalization())
     assert [type(m) for m in made.modules()].count(RMSNorm) == 1 and type(made[1]) is Own
-    with pytest.raises(ValueError, match=r"1 \(Own\) cannot be replaced: a subclass of nn.LayerNorm with a forward"):
+    with pytest.raises(
+        ValueError, match=r"1 \(Own\) cannot be changed: it is a subclass of nn.LayerNorm with its own forward"
+    ):
         eff.apply(copy.deepcopy(net), RMSNormalization(names=["1"]))
     with pytest.raises(
-        ValueError, match=r"2.norm1 \(LayerNorm\) cannot be replaced: nn.TransformerEncoderLayer, which"
+        ValueError, match=r"2.norm1 \(LayerNorm\) cannot be changed: the nn.TransformerEncoderLayer around it"
     ):
         eff.apply(copy.deepcopy(net), RMSNormalization(names=["norm1"]))
-    with pytest.raises(ValueError, match=r"no LayerNorm of Sequential can be replaced: 0: a subclass"):
+    with pytest.raises(ValueError, match=r"no LayerNorm of Sequential can be changed\. 0: it is a subclass"):
         eff.apply(nn.Sequential(Own(8)), RMSNormalization())
     with pytest.raises(ValueError, match=r"it means none of the 9 LayerNorms of TinyGPT; .*Nearest: .*norm1"):
         eff.apply(TinyGPT(), RMSNormalization(names=["nrm1"]))
-    with pytest.raises(ValueError, match=r"names='norm1'\): expected dotted paths of LayerNorms"):
+    with pytest.raises(
+        ValueError,
+        match=r"names='norm1'\): expected a list of dotted paths or patterns, or None: dotted paths of the LayerNorms",
+    ):
         RMSNormalization(names="norm1")
 
 

@@ -24,9 +24,9 @@ CASES = {
         neutral=lambda: SeqNorm(names=[]),
         model="normed",
         architecture=True,
-        stays="SeqNorm exchanged BatchNorm1d at .*: samples are normed over groups of channels first",
+        stays="SeqNorm exchanged BatchNorm1d at .*: samples are first normalised over groups of channels",
         refuses=_NONE,
-        lost=(TinyGPT, "tiny_gpt", r"TinyGPT has no BatchNorm to act on; .*It has 9 LayerNorm"),
+        lost=(TinyGPT, "tiny_gpt", r"TinyGPT has no BatchNorm to act on, but 9 LayerNorm"),
     )
 }
 
@@ -75,7 +75,7 @@ def test_a_residual_network_of_images() -> None:
     assert {key for key in net.state_dict() if "mark" not in key} == plain.keys()
     with pytest.raises(RuntimeError, match="lightning_eff_mark"):
         families.module("resnet").load_state_dict(net.state_dict())
-    with pytest.raises(ValueError, match=r"computes something else than a norm over 8 groups of channels"):
+    with pytest.raises(ValueError, match=r"of the checkpoint is not a norm that starts with 8 groups of channels"):
         eff.apply(families.module("resnet"), SeqNorm(channel_groups=8)).load_state_dict(net.state_dict())
 
 
@@ -87,16 +87,16 @@ def test_what_cannot_be_says_why() -> None:
         SeqNorm(1)
     with pytest.raises(
         ValueError,
-        match=r"channel_groups=3\): no BatchNorm .* left to act on: norm: its 8 channels cannot be divided into 3",
+        match=r"no BatchNorm .* can be changed\. norm: its 8 channels cannot be divided into channel_groups=3",
     ):
         eff.apply(TinyClassifier(), SeqNorm(channel_groups=3))
-    with pytest.raises(ValueError, match=r"norm \(BatchNorm1d\) cannot be replaced: its 8 channels"):
+    with pytest.raises(ValueError, match=r"norm \(BatchNorm1d\) cannot be changed: its 8 channels"):
         eff.apply(TinyClassifier(), SeqNorm(channel_groups=3, names=["norm"]))
     made = eff.apply(nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(8)), SeqNorm(channel_groups=4))
     assert type(made[0]) is nn.BatchNorm1d and type(made[1]) is SequentialNorm
     with pytest.raises(ValueError, match="expected 2D or 3D input"):
         made[1](torch.randn(2, 8, 3, 3))
-    with pytest.raises(ValueError, match=r"got Trainer\(sync_batchnorm=True\)"):
+    with pytest.raises(ValueError, match=r"Trainer\(sync_batchnorm=True\) takes statistics over all"):
         t = trainer(SeqNorm(2), max_steps=1, strategy="ddp", sync_batchnorm=True)
         t.fit(module("classifier"), loader("classifier"))
 

@@ -181,11 +181,11 @@ def test_what_stands_between_two_maps_is_told_by_what_they_hand_on() -> None:
     assert net.train()(torch.randn(3, 5)).shape == (3, 12)
     for kind, why in (
         ("read twice", "it may be gated already"),
-        ("chained", "a map beside it is that of another one, too"),
+        ("chained", "another activation shares a layer next to it"),
     ):
-        with pytest.raises(ValueError, match=f"no activation module to act on. Left as they are: .*{why}"):
+        with pytest.raises(ValueError, match=rf"no activation module to act on\. .*{why}"):
             eff.apply(nn.Sequential(nn.Linear(5, 12), Chain(kind), Chain(kind)), SwapActivation("swiglu"))
-    with pytest.raises(ValueError, match=r"Functions that forward calls, such as F.relu, cannot be exchanged"):
+    with pytest.raises(ValueError, match=r"Replace functions such as F.relu in forward by modules"):
         module = Chain("function")
         del module.act
         eff.apply(nn.Sequential(nn.Linear(5, 12), module), SwapActivation("relu2"))
@@ -213,15 +213,15 @@ def test_what_is_left_is_told(caplog: Any) -> None:
         made = eff.apply(copy.deepcopy(net), SwapActivation("gelu"))
     assert [type(m).__name__ for m in made] == ["Linear", "GELU", "PReLU", "Tanh", "Activation", "Activation"]
     assert "1 (it is gelu already)" in caplog.text
-    with pytest.raises(ValueError, match=r"1 \(GELU\) cannot be replaced: it is gelu already. Leave it out"):
+    with pytest.raises(ValueError, match=r"1 \(GELU\) cannot be changed: it is gelu already. Leave it out"):
         eff.apply(copy.deepcopy(net), SwapActivation("gelu", names=["1"]))
-    with pytest.raises(ValueError, match=r"2 \(PReLU\) cannot be replaced: it has parameters, which would be lost"):
+    with pytest.raises(ValueError, match=r"2 \(PReLU\) cannot be changed: it has parameters, which would be lost"):
         eff.apply(copy.deepcopy(net), SwapActivation("gelu", names=["2"]))
     made = eff.apply(copy.deepcopy(net), SwapActivation("gelu", names=["3"]))
     assert isinstance(made[3], Activation) and type(made[4]) is nn.ReLU
     encoder = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, activation=nn.ReLU(), batch_first=True))
     with pytest.raises(
-        ValueError, match=r"0.activation: nn.TransformerEncoderLayer.* reads it in evaluation instead of"
+        ValueError, match=r"0.activation: the nn.TransformerEncoderLayer.* reads it in evaluation instead of"
     ):
         eff.apply(encoder, SwapActivation("relu2"))
 
@@ -235,7 +235,7 @@ def test_a_plain_module_does_not_load_what_computes_another_function(tmp_path: P
     with pytest.raises(RuntimeError, match=r"Unexpected key.*lightning_eff_mark"):
         module("tiny_gpt").load_state_dict(state)
     eff.apply(TinyGPT(), SwapActivation("relu2")).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"blocks.0.mlp.1 computes something else than isrlu here \(its mark is 1\)"):
+    with pytest.raises(ValueError, match=r"blocks.0.mlp.1 of the checkpoint is not isrlu \(its mark is 1\)"):
         eff.apply(TinyGPT(), SwapActivation("isrlu")).load_state_dict(state)
 
 
@@ -262,8 +262,11 @@ def test_swiglu_learns() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"to": "swish"}, r"to='swish'\): expected one of 'relu', 'relu2', .*'swiglu'"),
-        ({"to": "relu", "names": "act"}, r"names='act'\): expected dotted paths of activations"),
+        ({"to": "swish"}, r"to='swish'\): expected 'relu', 'relu2', .* or 'swiglu'"),
+        (
+            {"to": "relu", "names": "act"},
+            r"names='act'\): expected a list of dotted paths or patterns, or None: dotted paths",
+        ),
         ({"to": "swiglu", "multiple": 0}, r"multiple=0\): expected an integer >= 1"),
     ],
 )

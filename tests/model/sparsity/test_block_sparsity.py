@@ -21,7 +21,7 @@ CASES = {
     "BlockSparsity": Case(
         active=lambda: BlockSparsity(sparsity=0.5, size=4, start=0.3),
         neutral=lambda: BlockSparsity(sparsity=0.0),
-        lost=(no_map, "classifier", "no weight of a linear map or a convolution that trains"),
+        lost=(no_map, "classifier", "no trainable weight of a linear layer or convolution"),
     )
 }
 
@@ -166,11 +166,11 @@ def test_the_largest_blocks_of_the_trained_weights_stay_and_momenta_of_others_ar
 def test_what_is_not_made_of_whole_groups() -> None:
     data = loader("classifier")
     with pytest.raises(
-        ValueError, match=r"BlockSparsity\(size=8\): 1 weights are not made of whole groups, such as head"
+        ValueError, match=r"BlockSparsity\(size=8\): 1 weights do not consist of whole groups of rows, such as head"
     ):
         trainer(BlockSparsity(size=8, names=["head.*"]), max_steps=1).fit(TinyClassifier(), data)
     with pytest.raises(
-        ValueError, match=r"size=16\): 4 weights are not made of whole groups, such as blocks.0.0.weight"
+        ValueError, match=r"size=16\): 4 weights do not consist of whole groups of rows, such as blocks.0.0.weight"
     ):
         trainer(BlockSparsity(), max_steps=1).fit(TinyClassifier(), data)
     odd = TinyClassifier()
@@ -183,11 +183,14 @@ def test_what_is_not_made_of_whole_groups() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sparsity": 1.0}, r"BlockSparsity\(sparsity=1.0\): expected the share"),
-        ({"size": 0}, "size=0.: expected rows of a group"),
-        ({"start": 1.0}, "start=1.0.: expected the share"),
+        (
+            {"sparsity": 1.0},
+            r"BlockSparsity\(sparsity=1.0\): expected a number in \[0, 1\): the fraction of the masked weights",
+        ),
+        ({"size": 0}, "size=0.: expected an integer >= 1: the number of rows"),
+        ({"start": 1.0}, r"start=1.0.: expected a number in \[0, 1\)"),
         ({"regroup": 1}, "regroup=1.: expected True or False"),
-        ({"distribution": "er"}, "expected one of 'uniform', 'erk'"),
+        ({"distribution": "er"}, "expected 'uniform' or 'erk'"),
     ],
 )
 def test_bad_arguments(settings: dict[str, Any], message: str) -> None:

@@ -22,7 +22,7 @@ CASES = {
     "EarlyBird": Case(
         active=lambda: EarlyBird(window=2, distance=1.0, interval=2),
         neutral=lambda: EarlyBird(sparsity=0.0),
-        lost=(no_map, "classifier", "found no BatchNorm that trains"),
+        lost=(no_map, "classifier", "found no units to prune"),
     )
 }
 
@@ -169,12 +169,12 @@ def test_a_resnet_written_by_hand() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sparsity": 1.0}, r"EarlyBird\(sparsity=1.0\): expected the share"),
+        ({"sparsity": 1.0}, r"EarlyBird\(sparsity=1.0\): expected a number in \[0, 1\): the fraction of units"),
         ({"of": "rows"}, "of='rows'.: expected 'channels'"),
-        ({"window": 1}, "window=1.: expected how many masks"),
-        ({"distance": 0.0}, "distance=0.0.: expected the share"),
-        ({"interval": 0}, "interval=0.: expected a number of optimizer steps"),
-        ({"rate": 0.0}, "rate=0.0.: expected a penalty >= 0 and a rate > 0"),
+        ({"window": 1}, "window=1.: expected an integer >= 2: the number of masks"),
+        ({"distance": 0.0}, r"distance=0.0.: expected a number in \(0, 1\]"),
+        ({"interval": 0}, "interval=0.: expected an integer >= 1, or None: the number of optimizer steps"),
+        ({"rate": 0.0}, "rate=0.0.: expected a finite number > 0: the learning rate"),
     ],
 )
 def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
@@ -186,7 +186,10 @@ def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
 def test_what_has_no_such_units_is_refused() -> None:
     with pytest.raises(ValueError, match=r"EarlyBird\(of='channels'\): TinyGPT has no BatchNorm"):
         trainer(EarlyBird(of="channels"), max_steps=1).fit(TinyGPT(1), loader("tiny_gpt"))
-    with pytest.raises(ValueError, match="found no BatchNorm that trains, no attention's heads"):
+    with pytest.raises(
+        ValueError,
+        match="found no units to prune in TinyClassifier: no BatchNorm",
+    ):
         trainer(EarlyBird(of="heads"), max_steps=1).fit(TinyClassifier(), loader("classifier"))
 
 
@@ -195,8 +198,8 @@ def test_what_has_no_such_units_is_refused() -> None:
 )
 def test_a_run_that_is_too_short_is_told(settings: Any, steps: int, every: str) -> None:
     technique = EarlyBird(**settings)
-    told = f"EarlyBird: the run ends after {steps} steps, and a mask is made after every {every}, of which"
-    with pytest.warns(UserWarning, match=rf"{told} window={technique.window} must agree.* Give a smaller interval="):
+    told = f"EarlyBird: the run ends after {steps} steps, and it draws a mask every {every}, of which"
+    with pytest.warns(UserWarning, match=rf"{told} window={technique.window} must agree.* Give a smaller `interval`"):
         trainer(technique, max_steps=steps).fit(TinyClassifier(), loader("classifier"))
     assert technique.report()["drawn"] == 0
     technique = EarlyBird(distance=1e-9, window=2, interval=1)

@@ -21,7 +21,7 @@ CASES = {
     "GraSP": Case(
         active=lambda: GraSP(sparsity=0.5),
         neutral=lambda: GraSP(sparsity=0.0),
-        lost=(no_map, "classifier", "no weight of a linear map or a convolution that trains"),
+        lost=(no_map, "classifier", "no trainable weight of a linear layer or convolution"),
     )
 }
 

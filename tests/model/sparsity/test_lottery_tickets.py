@@ -19,7 +19,7 @@ CASES = {
     "LotteryTickets": Case(
         active=lambda: LotteryTickets(rounds=2),
         neutral=lambda: LotteryTickets(rounds=0),
-        lost=(no_map, "classifier", "no weight of a linear map or a convolution that trains"),
+        lost=(no_map, "classifier", "no trainable weight of a linear layer or convolution"),
     )
 }
 
@@ -96,9 +96,9 @@ def test_unchanged_modules(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rounds": -1}, r"LotteryTickets\(rounds=-1\): expected how often"),
-        ({"share": 1.0}, "share=1.0.: expected the share"),
-        ({"rewind": 1.0}, "rewind=1.0.: expected a share"),
+        ({"rounds": -1}, r"LotteryTickets\(rounds=-1\): expected an integer >= 0: the number of times"),
+        ({"share": 1.0}, r"share=1.0.: expected a number in \(0, 1\): the fraction of the remaining"),
+        ({"rewind": 1.0}, r"rewind=1.0.: expected a number in \[0, 1\)"),
         ({"scope": "row"}, "scope='row'.: expected"),
     ],
 )

@@ -11,7 +11,7 @@ CASES = {
     "RandomMask": Case(
         active=lambda: RandomMask(sparsity=0.5),
         neutral=lambda: RandomMask(sparsity=0.0),
-        lost=(no_map, "classifier", "no weight of a linear map or a convolution that trains"),
+        lost=(no_map, "classifier", "no trainable weight of a linear layer or convolution"),
     )
 }
 

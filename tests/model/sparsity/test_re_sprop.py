@@ -23,7 +23,7 @@ CASES = {
     "ReSprop": Case(
         active=lambda: ReSprop(sparsity=0.8, warmup=0.2),
         neutral=lambda: ReSprop(sparsity=0.0),
-        lost=(no_map, "classifier", "no weight of a linear map or a convolution that trains and could be compared"),
+        lost=(no_map, "classifier", "no trainable weight of a linear layer or convolution that could be reused"),
     )
 }
 
@@ -231,7 +231,7 @@ def test_maps_that_are_not_called_and_other_shapes() -> None:
             return F.cross_entropy(F.linear(hidden, self.two.weight, self.two.bias), batch[1])
 
     data: DataLoader[Any] = DataLoader([make_batch("classifier")] * 2, batch_size=None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="ReSprop: none of the 2 maps of Functional, such as one, had a gradient"):
+    with pytest.raises(ValueError, match="ReSprop: none of the 2 layers of Functional, such as one, had a gradient"):
         trainer(ReSprop(), max_steps=2).fit(Functional(), data)
     batch = make_batch("tiny_gpt")
     short = {name: value[:, :8] for name, value in batch.items()}
@@ -245,11 +245,11 @@ def test_maps_that_are_not_called_and_other_shapes() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sparsity": 1.0}, r"ReSprop\(sparsity=1.0\): expected the share"),
-        ({"warmup": 2.0}, "warmup=2.0.: expected a share"),
-        ({"threshold": -1.0}, "threshold=-1.0.: expected a difference"),
-        ({"threshold": math.nan}, "threshold=nan.: expected a difference"),
-        ({"names": "head"}, "expected dotted paths"),
+        ({"sparsity": 1.0}, r"ReSprop\(sparsity=1.0\): expected a number in \[0, 1\): the fraction of the gradient"),
+        ({"warmup": 2.0}, r"warmup=2.0.: expected a number in \[0, 1\]"),
+        ({"threshold": -1.0}, "threshold=-1.0.: expected a finite number >= 0 or inf"),
+        ({"threshold": math.nan}, "threshold=nan.: expected a finite number >= 0"),
+        ({"names": "head"}, "expected a list of dotted paths"),
     ],
 )
 def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
@@ -261,7 +261,7 @@ def test_what_cannot_be_met_is_refused_at_setup() -> None:
     net = Two()
     net.one.compile()
     data: DataLoader[Any] = DataLoader([make_batch("classifier")], batch_size=None)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="maps of Two are in compiled code"):
+    with pytest.raises(ValueError, match="layers of Two are in compiled code"):
         trainer(ReSprop(), max_steps=1).fit(net, data)
     with pytest.raises(ValueError, match=r"names=\['tow', ...\].*Nearest: two"):
         trainer(ReSprop(names=["tow"]), max_steps=1).fit(Two(), data)

@@ -25,7 +25,7 @@ CASES = {
     "RigL": Case(
         active=lambda: RigL(sparsity=0.5, interval=2),
         neutral=lambda: RigL(sparsity=0.0),
-        lost=(no_map, "classifier", "no weight of a linear map or a convolution that trains"),
+        lost=(no_map, "classifier", "no trainable weight of a linear layer or convolution"),
     )
 }
 
@@ -242,7 +242,7 @@ def test_checkpoints_have_the_zeros_and_other_settings_are_refused(tmp_path: Pat
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
     masks = saved["callbacks"]["RigL"]["masks"]
     assert all(not saved["state_dict"][name][~mask].any() for name, mask in masks.items()) and len(masks) == 4
-    with pytest.raises(ValueError, match=r"masks were made with .*0.5.*this run asks for .*0.6"):
+    with pytest.raises(ValueError, match=r"masks were made with .*0.5.*this run has .*0.6"):
         fit("classifier", lambda: [RigL(sparsity=0.6, interval=2)], resume=tmp_path / "a.ckpt")
     fit("classifier", list, max_steps=2)[1].save_checkpoint(tmp_path / "b.ckpt")
     with pytest.raises(ValueError, match="saved without it"):
@@ -260,15 +260,15 @@ def test_resumes_where_another_has_frozen_what_is_masked(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sparsity": 1.0}, r"RigL\(sparsity=1.0\): expected the share .* in \[0, 1\)"),
-        ({"sparsity": -0.1}, "expected the share"),
-        ({"distribution": "ER"}, "distribution='ER'.: expected one of 'uniform', 'erk'"),
-        ({"interval": 0}, "interval=0.: expected a number of optimizer steps"),
-        ({"fraction": 0.0}, "fraction=0.0.: expected the share"),
-        ({"until": 1.5}, "until=1.5.: expected a share of the budget"),
+        ({"sparsity": 1.0}, r"RigL\(sparsity=1.0\): expected a number in \[0, 1\): the fraction of the masked weights"),
+        ({"sparsity": -0.1}, r"sparsity=-0.1\): expected a number in"),
+        ({"distribution": "ER"}, "distribution='ER'.: expected 'uniform' or 'erk'"),
+        ({"interval": 0}, "interval=0.: expected an integer >= 1: the number of optimizer steps"),
+        ({"fraction": 0.0}, r"fraction=0.0.: expected a number in \(0, 1\]"),
+        ({"until": 1.5}, r"until=1.5.: expected a number in \(0, 1\]: the fraction of the budget"),
         ({"grow": "momentum"}, "grow='momentum'.: expected"),
-        ({"block": (0, 4)}, "expected rows and columns"),
-        ({"names": "head"}, "expected dotted paths"),
+        ({"block": (0, 4)}, r"block=\(0, 4\)\): expected 2 values, each an integer >= 1: rows and columns"),
+        ({"names": "head"}, "expected a list of dotted paths"),
     ],
 )
 def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
@@ -281,8 +281,8 @@ def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
     [
         ({"names": ["blocks.0.1"]}, r"names=\['blocks.0.1', ...\].*means none of the 4 weights .*Nearest: .*blocks.0"),
         ({"dense": ["haed"]}, r"dense=\['haed', ...\].*Nearest: .*head"),
-        ({"dense": ["*"]}, "no weight of a linear map .* beside those of dense"),
-        ({"block": (4, 4)}, r"1 weights are not made of whole blocks, such as head.1.weight \(3, 8\)"),
+        ({"dense": ["*"]}, "no trainable weight of a linear layer .* besides dense="),
+        ({"block": (4, 4)}, r"1 weights do not consist of whole blocks, such as head.1.weight \(3, 8\)"),
     ],
 )
 def test_what_means_nothing_is_refused_at_setup(settings: dict[str, Any], message: str) -> None:
@@ -293,15 +293,15 @@ def test_what_means_nothing_is_refused_at_setup(settings: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("technique", "told"),
     [
-        (RigL(), "after every 100, up to until=0.75 of the run, so they stay the random ones"),
-        (RigL(interval=10), "after every 10, up to until=0.75"),
-        (SET(), "after every 100, so they stay"),
+        (RigL(), "every 100, up to until=0.75 of the run, so they keep their random start"),
+        (RigL(interval=10), "every 10, up to until=0.75"),
+        (SET(), "every 100, so they keep"),
     ],
 )
 def test_a_run_in_which_no_mask_moves_is_told(technique: RigL | SET, told: str) -> None:
     who = type(technique).__name__
     with pytest.warns(
-        UserWarning, match=rf"{who}: the run ends after 12 steps, and masks move {told}.* smaller interval="
+        UserWarning, match=rf"{who}: the run ends after 12 steps, and masks change {told}.* smaller `interval`"
     ):
         trainer(technique, max_steps=12).fit(gpt(), loader("tiny_gpt"))
     assert technique.report()["changes"] == 0

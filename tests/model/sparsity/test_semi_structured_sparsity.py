@@ -22,7 +22,7 @@ CASES = {
     "SemiStructuredSparsity": Case(
         active=lambda: SemiStructuredSparsity(),
         neutral=lambda: SemiStructuredSparsity(until=0.0),
-        lost=(no_map, "classifier", "no weight of a linear map or a convolution that trains"),
+        lost=(no_map, "classifier", "no trainable weight of a linear layer or convolution"),
     )
 }
 
@@ -227,9 +227,9 @@ def test_gradient_checkpointing_computes_with_masked_weights_again() -> None:
     ("settings", "message"),
     [
         ({"decay": -1.0}, r"SemiStructuredSparsity\(decay=-1.0\): expected a finite number >= 0"),
-        ({"until": 1.5}, r"until=1.5.: expected the share of the budget"),
+        ({"until": 1.5}, r"until=1.5.: expected a number in \[0, 1\]: the fraction of the budget"),
         ({"tiles": 1}, "tiles=1.: expected True or False"),
-        ({"names": "head"}, "expected dotted paths"),
+        ({"names": "head"}, "expected a list of dotted paths"),
     ],
 )
 def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
@@ -251,10 +251,10 @@ class Odd(TinyClassifier):
     [
         (
             {"names": ["odd"], "tiles": True},
-            r"two of each four cannot be kept: odd.weight \(6, 8\): its 6 and 8 outputs",
+            r"1 weights cannot be 2:4: odd.weight \(6, 8\): its 6 and 8 outputs",
         ),
         ({"names": ["od"]}, r"names=\['od', ...\].*Nearest: .*odd"),
-        ({"dense": ["*"]}, "no weight of a linear map .* beside those of dense"),
+        ({"dense": ["*"]}, "no trainable weight of a linear layer .* besides dense="),
     ],
 )
 def test_what_cannot_be_masked_is_refused_at_setup(settings: dict[str, Any], message: str) -> None:

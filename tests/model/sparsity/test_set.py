@@ -16,7 +16,7 @@ CASES = {
     "SET": Case(
         active=lambda: SET(sparsity=0.5, interval=3),
         neutral=lambda: SET(sparsity=0.0),
-        lost=(no_map, "classifier", "no weight of a linear map or a convolution that trains"),
+        lost=(no_map, "classifier", "no trainable weight of a linear layer or convolution"),
     )
 }
 

@@ -22,7 +22,7 @@ CASES = {
     "TrainLargeThenCompress": Case(
         active=lambda: TrainLargeThenCompress(sparsity=0.5, window=2, patience=20, latest=0.5, retrain=0.5, rounds=2),
         neutral=lambda: TrainLargeThenCompress(sparsity=0.0, bits=None),
-        lost=(no_map, "classifier", "no weight of a linear map or a convolution that trains"),
+        lost=(no_map, "classifier", "no trainable weight of a linear layer or convolution"),
     )
 }
 
@@ -224,21 +224,21 @@ def test_quantises_alone(tmp_path: Path) -> None:
         if isinstance(m, nn.Linear):
             assert max(len(row.unique()) for row in m.weight) <= 3
     t.save_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match=r"masks were made with .*'bits': 2.*this run asks for .*'bits': 4"):
+    with pytest.raises(ValueError, match=r"masks were made with .*'bits': 2.*this run has .*'bits': 4"):
         fit("classifier", lambda: [TrainLargeThenCompress(sparsity=0.0, bits=4)], resume=tmp_path / "a.ckpt")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"sparsity": 1.0}, r"TrainLargeThenCompress\(sparsity=1.0\): expected the share"),
-        ({"bits": 1}, "bits=1.: expected bits of a weight from 2 to 16"),
+        ({"sparsity": 1.0}, r"TrainLargeThenCompress\(sparsity=1.0\): expected a number in \[0, 1\)"),
+        ({"bits": 1}, r"bits=1.: expected an integer in \[2, 16\], or None: the number of bits"),
         ({"window": 0}, "window=0.: expected an integer >= 1"),
         ({"patience": 1.5}, "patience=1.5.: expected an integer"),
         ({"rounds": None}, "rounds=None.: expected an integer"),
-        ({"gain": 1.0}, "gain=1.0.: expected the share by which"),
-        ({"latest": 1.0}, "latest=1.0.: expected a share of the budget"),
-        ({"latest": 0.9}, "latest=0.9, retrain=0.25.: expected retrain above 0 and at most 0.1"),
+        ({"gain": 1.0}, r"gain=1.0.: expected a number in \[0, 1\): the fraction by which"),
+        ({"latest": 1.0}, r"latest=1.0.: expected a number in \(0, 1\): the fraction of the budget"),
+        ({"latest": 0.9}, r"latest=0.9, retrain=0.25.: together they exceed the budget\. Give retrain=0.1 or less"),
         ({"scope": "row"}, "scope='row'.: expected"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What is made by peft; imported where peft is there."""
+"""Layers of peft in any module. Files that import peft are imported only if they are used."""

@@ -1,4 +1,4 @@
-"""What a folder of peft holds: its config, and tensors by peft's names."""
+"""The contents of peft's folder: its config, and tensors by peft's names."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_eff.model.adapters._peft.layers import NAME
 from lightning_eff.model.adapters._peft.vera import VeRALinear, projections_of, vera_config_of
 
-#: What PeftModel puts before the paths of the model that it wraps.
+#: The prefix of PeftModel for paths of the model that it wraps.
 PREFIX = "base_model.model."
 
 
@@ -53,4 +53,4 @@ def states_of(module: nn.Module, layers: Mapping[str, Any], modules: Sequence[st
     several = Counter(t.data_ptr() for t in tensors.values())
     return {
         name: t.clone() if several[t.data_ptr()] > 1 else t for name, t in tensors.items()
-    }  # none is shared in a file
+    }  # a file has no shared tensors

@@ -1,4 +1,4 @@
-"""peft's layers of VeRA, whose two projections are shared, with the way back that ``lightning_eff.export`` asks for."""
+"""peft's VeRA layers, which share two projections, with the methods that ``lightning_eff.export`` needs."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from lightning_eff.model.adapters._peft.layers import NAME, Beside
 
 
 class VeRALinear(Beside, Linear):
-    """peft's linear map with scaled projections beside it: ``W x + bias + b * B (d * A x)``.
+    """peft's linear layer with scaled projections: ``W x + bias + b * B (d * A x)``.
 
     Attributes:
-        lightning_eff_key: of which the projections were drawn.
+        lightning_eff_key: the seed of the projections.
     """
 
     lightning_eff_who = "VeRA"
@@ -28,7 +28,7 @@ class VeRALinear(Beside, Linear):
 
     @override
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """peft's own; where vectors were cast, as in true half precision, with projections that are cast likewise."""
+        """peft's own; if the vectors were cast, as in true half precision, the projections are cast likewise."""
         made: Any = self  # peft's attributes are None until its layer is made
         d, b = made.vera_lambda_d[NAME], made.vera_lambda_b[NAME]
         shared_a, shared_b = made.vera_A[NAME], made.vera_B[NAME]
@@ -40,7 +40,7 @@ class VeRALinear(Beside, Linear):
 
 
 def projections(rank: int, in_features: int, out_features: int, key: int) -> tuple[BufferDict, BufferDict]:
-    """A of (r, K) and B of (N, r), as peft draws them of the key: in no checkpoint, and one for all layers."""
+    """A of (r, K) and B of (N, r), drawn as in peft; checkpoints do not hold them, and all layers share them."""
     generator = torch.Generator(device="cpu").manual_seed(key)
     with torch.device("cpu"):
         a, b = (_kaiming_init(shape, generator=generator) for shape in ((rank, in_features), (out_features, rank)))
@@ -50,14 +50,14 @@ def projections(rank: int, in_features: int, out_features: int, key: int) -> tup
 def vera_layer(
     base: nn.Module, shared: tuple[BufferDict, BufferDict], config: VeraConfig, *, transposed: bool, read: bool
 ) -> nn.Module:
-    """A map with scaled projections beside it, as peft makes it.
+    """A layer with scaled projections, as peft makes it.
 
     Args:
-        base: the map.
+        base: the linear layer.
         shared: A and B.
-        config: peft's.
-        transposed: its weight is (in, out), as GPT-2's.
-        read: it lies in a layer that may read its weight instead of calling it.
+        config: peft's config.
+        transposed: whether its weight is (in, out), as in GPT-2.
+        read: whether it is inside a layer that may read its weight instead of calling it.
     """
     own = copy.copy(config)
     own.fan_in_fan_out = transposed
@@ -81,7 +81,7 @@ def vera_config_of(layers: Mapping[str, Any], modules: Sequence[str]) -> VeraCon
 
 
 def projections_of(layers: Mapping[str, Any]) -> dict[str, Tensor]:
-    """As much of A and B as the largest of these layers reads, by peft's names in a file."""
+    """The part of A and B that the largest of these layers reads, by peft's names in a file."""
     first = next(iter(layers.values()))
     a = first.vera_A[NAME][:, : max(m.in_features for m in layers.values())]
     b = first.vera_B[NAME][: max(m.out_features for m in layers.values())]

@@ -1,1 +1,1 @@
-"""Prompts of learnt numbers before the tokens of a text, or the patches of an image."""
+"""Trained prompts before the tokens of a text, or after the patches of an image."""

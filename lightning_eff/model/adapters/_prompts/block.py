@@ -1,6 +1,5 @@
-"""Blocks of a vision transformer that are run on prompts beside their tokens."""
+"""Blocks of a vision transformer that run on prompts in addition to their tokens."""
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -12,18 +11,19 @@ from typing_extensions import override
 from lightning_eff._core._tokens.inputs import leaves, mapped
 from lightning_eff._core._tokens.sequences import sequence_dims
 from lightning_eff._core.blocks import hidden_of, split_output
+from lightning_eff.model.adapters._prompts.derived import Derived, derived
 
 #: The name of the parameter, (k, d).
 PROMPTS = "prompts"
 
 
-class PromptedBlock(nn.Module):
-    """What a class of blocks is made to have: prompts behind its tokens as it begins, and none as it ends, or one of the two.
+class PromptedBlock(Derived):
+    """A mixin for a class of blocks that adds prompts after its input tokens, removes them from its output, or both.
 
     Attributes:
-        enter: k, as many prompts are put in.
-        leave: k, as many tokens are taken out at the end.
-        times: how often each prompt stands there.
+        enter: k, the number of prompts that are added.
+        leave: k, the number of tokens that are removed at the end.
+        times: the number of copies of each prompt.
     """
 
     enter: int
@@ -43,7 +43,7 @@ class PromptedBlock(nn.Module):
 
     @contextmanager
     def twice(self) -> Iterator[None]:
-        """Each prompt stands twice, as tokens do where it is tried whether a block goes by places."""
+        """Use each prompt twice, as tokens are in the test of whether a block depends on positions."""
         self.times = 2
         try:
             yield
@@ -54,51 +54,35 @@ class PromptedBlock(nn.Module):
         hidden, prompts = hidden_of(args, kwargs), cast(Tensor, getattr(self, PROMPTS))
         if hidden.ndim != 3 or hidden.shape[-1] != prompts.shape[-1]:
             raise ValueError(
-                f"VisualPromptTuning: a block of {type(self).__bases__[1].__name__} was handed a hidden state of the shape"
-                f" {tuple(hidden.shape)}; expected tokens (B, T, {prompts.shape[-1]}). Take the technique out."
+                f"VisualPromptTuning: a {type(self).__bases__[1].__name__} got a hidden state of shape {tuple(hidden.shape)};"
+                f" expected tokens (B, T, {prompts.shape[-1]}). Name other blocks with layers=, or remove the callback."
             )
         for path, value in leaves((args, kwargs)):
             if isinstance(value, Tensor) and value is not hidden and _runs_along(value, hidden.shape[1]):
                 raise ValueError(
-                    f"VisualPromptTuning: a block of {type(self).__bases__[1].__name__} is handed {path[-1]}"
-                    f" {tuple(value.shape)} beside its {hidden.shape[1]} tokens, and what that says of prompts is not known, as"
-                    " of masks and rotary tables. Expected blocks of tokens alone. Take the technique out."
+                    f"VisualPromptTuning: a {type(self).__bases__[1].__name__} gets {path[-1]} of shape {tuple(value.shape)}"
+                    f" with its {hidden.shape[1]} tokens, such as a mask or rotary table, which has no entries for prompts."
+                    " Name other blocks with layers=, or remove the callback."
                 )
         # [E; P], (B, T + k, d)
         beside = prompts if self.times == 1 else prompts.repeat_interleave(self.times, dim=0)
         longer = torch.cat([hidden, beside.to(hidden.dtype).expand(len(hidden), -1, -1)], dim=1)
         return mapped((args, kwargs), lambda path, value: longer if value is hidden else value)
 
-    @override
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _blank, (type(self).__bases__[1],), self.__dict__
-
 
 def _runs_along(value: Tensor, length: int) -> bool:
     return bool(sequence_dims(value.shape, length)) or (value.ndim > 0 and value.shape[0] in (length, length - 1))
 
 
-@functools.cache
-def _prompted_class(cls: type[nn.Module]) -> type[PromptedBlock]:
-    return cast("type[PromptedBlock]", type(f"Prompted{cls.__name__}", (PromptedBlock, cls), {"__module__": __name__}))
-
-
-def _blank(cls: type[nn.Module]) -> PromptedBlock:
-    made = _prompted_class(cls)
-    return made.__new__(made)
-
-
 def prompted_block(plain: nn.Module, first: Tensor | None, *, leave: int) -> PromptedBlock:
-    """A block of ``plain``'s own class, parameters and settings.
+    """A block of ``plain``'s class, with its parameters and settings.
 
     Args:
         plain: the block.
-        first: prompts at first, (k, d); None where none are put in.
-        leave: how many tokens are taken out at its end.
+        first: initial prompts, (k, d), or None if it adds none.
+        leave: the number of tokens to remove from its output.
     """
-    made = _blank(type(plain))
-    made.__dict__.update(plain.__dict__)
-    made.__dict__.update(_parameters=dict(plain._parameters), enter=0 if first is None else len(first), leave=leave)
+    made = derived(PromptedBlock, plain, enter=0 if first is None else len(first), leave=leave)
     if first is not None:
         made.register_parameter(PROMPTS, nn.Parameter(first))
     return made

@@ -1,24 +1,25 @@
-"""A token embedding that puts prompts before what it looks up, where the network that it is a part of asks for them."""
+"""A token embedding that puts prompts before its output, if the network around it asks for them."""
 
-import functools
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff.model.adapters._prompts.derived import Derived, derived
+
 #: The name of the parameter, (k, d).
 PROMPTS = "prompts"
 
 
-class Prompted(nn.Module):
-    """What a class of embeddings is made to have: k rows that stand for the first k ids of a call that is awaited.
+class Prompted(Derived):
+    """A mixin for a class of embeddings, whose k prompts replace the first k ids of the next call.
 
     Attributes:
-        prompts: the rows, (k, d).
-        waiting: the next call is on ids (B, k + T), whose first k are none.
-        given: how often prompts were put in.
-        as_before: the table means by itself what it did, so that a head may have it.
+        prompts: the prompts, (k, d).
+        waiting: whether the next call has ids (B, k + T), whose first k stand for prompts.
+        given: the number of calls with prompts.
+        as_before: parameters that mean the same without the prompts, so that a head may share them.
     """
 
     as_before = ("weight",)
@@ -38,25 +39,9 @@ class Prompted(nn.Module):
         # [P; E(x)], (B, k + T, d)
         return torch.cat([self.prompts.to(found.dtype).expand(len(found), -1, -1), found], dim=1)
 
-    @override
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _blank, (type(self).__bases__[1],), self.__dict__
-
-
-@functools.cache
-def _prompted_class(cls: type[nn.Module]) -> type[Prompted]:
-    return cast("type[Prompted]", type(f"Prompted{cls.__name__}", (Prompted, cls), {"__module__": __name__}))
-
-
-def _blank(cls: type[nn.Module]) -> Prompted:
-    made = _prompted_class(cls)
-    return made.__new__(made)
-
 
 def prompted(plain: nn.Embedding, first: Tensor) -> Prompted:
-    """An embedding of ``plain``'s own class, table and settings, with prompts that begin at ``first``, (k, d)."""
-    made = _blank(type(plain))
-    made.__dict__.update(plain.__dict__)
-    made.__dict__.update(_parameters=dict(plain._parameters), waiting=False, given=0)
+    """An embedding of ``plain``'s class, with its table and settings, and with the initial prompts ``first``, (k, d)."""
+    made = derived(Prompted, plain, waiting=False, given=0)
     made.register_parameter(PROMPTS, nn.Parameter(first))
     return made

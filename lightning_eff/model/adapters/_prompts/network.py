@@ -1,4 +1,4 @@
-"""Which module's calls get prompts: the smallest that is called with the ids and has all blocks in it."""
+"""Finds the module whose calls get prompts: the smallest that is called with the ids and contains all blocks."""
 
 import inspect
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_eff._core._branches.probing import aside, attempts
+from lightning_eff._core._run.words import first_line
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.patches import hook_before, hook_behind
 
@@ -18,9 +19,9 @@ class Network:
     """A module whose calls get prompts.
 
     Attributes:
-        path: dotted.
-        module: it.
-        ids: the name of the argument that is the ids, (B, T).
+        path: the dotted path.
+        module: the module.
+        ids: the name of the argument with the ids, (B, T).
     """
 
     path: str
@@ -30,7 +31,7 @@ class Network:
 
 @dataclass
 class _Seen:
-    """What one pass showed: the modules that were called with the ids, outermost first, and how often they were looked up."""
+    """The modules that one pass called with the ids, outermost first, and the number of look-ups."""
 
     calls: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
     found: list[tuple[nn.Module, str]] = field(default_factory=list)
@@ -48,17 +49,16 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def network(root: nn.Module, embeddings: dict[str, nn.Embedding], batch: Any, *, who: str) -> Network:
-    """The network of a language model, by a pass over a batch, or an input that is made up.
+    """The module whose calls get prompts, found in a pass on a batch or a made-up input.
 
     Args:
         root: the module tree.
-        embeddings: those of the tokens.
-        batch: of the module's data; None makes an input up.
+        embeddings: the token embeddings by path.
+        batch: a batch of the module's data; None makes one up.
         who: the technique, for messages.
 
     Raises:
-        ValueError: where nothing ran, or tokens are looked up several times in a pass, or by no module that was called with
-            them.
+        ValueError: if nothing ran, tokens are looked up several times in a pass, or no module was called with them.
     """
     blocks = [m for stack in candidates(root) if stack.composite for m in stack.container.children()]
     paths = {id(m): path for path, m in root.named_modules()}
@@ -70,34 +70,29 @@ def network(root: nn.Module, embeddings: dict[str, nn.Embedding], batch: Any, *,
                 for handle in _watching(root, embeddings, seen):
                     scope.callback(handle.remove)
                 call()
-        except Exception as e:  # what is made up may not be what the module takes: the next may be
-            tried.append(f"{of} raised {type(e).__name__} ({str(e).splitlines()[0][:100] if str(e) else ''})")
+        except Exception as e:  # the module may not accept a made-up input, and may accept the next
+            tried.append(f"{of} raised {type(e).__name__} ({first_line(e, 100)})")
             continue
         if not seen.lookups:
-            tried.append(f"{of} ran, and looked up no tokens")
+            tried.append(f"{of} looked up no tokens")
             continue
         if seen.lookups > 1:
             raise ValueError(
-                f"{who}: {type(root).__name__} looks up tokens {seen.lookups} times in a pass, as encoder-decoders do: which"
-                " text the prompts are for, and who is to see them, cannot be told. Expected a model of one text, an encoder or"
-                " a decoder. Take the technique out, or tune by LoRA."
+                f"{who}: {type(root).__name__} looks up tokens {seen.lookups} times in a pass, as encoder-decoders do, and"
+                " prompts need a single text. Use LoRA instead, or remove the callback."
             )
         around = [(m, name) for m, name in seen.found if {*map(id, blocks)} <= {*map(id, m.modules())}]
         whole = sum(p.numel() for p in root.parameters())
         if not blocks:
             around = [(m, name) for m, name in around if 2 * sum(p.numel() for p in m.parameters()) > whole]
         if not around:
-            tried.append(
-                f"{of} ran, and no module that has the blocks in it was called with the ids that were looked up"
-            )
+            tried.append(f"{of} called no module that contains the blocks with the ids")
             continue
         m, name = around[-1]
         return Network(paths[id(m)], m, name)
     raise ValueError(
-        f"{who}: no call of {type(root).__name__} was seen to which prompts could be given. {'; '.join(tried[:3])}. Expected"
-        " a module whose forward, or that of a part with all blocks in it, is called with ids (B, T). Give a batch,"
-        " lightning_eff.apply(module, technique, batch=batch), or an example_input_array to the LightningModule; or take the"
-        " technique out."
+        f"{who}: found no call of {type(root).__name__} with ids (B, T) that could get prompts ({'; '.join(tried[:3])}). Call"
+        f" lightning_eff.apply(module, {who}(), batch=batch), or set example_input_array on the LightningModule."
     )
 
 
@@ -123,7 +118,7 @@ def _watching(root: nn.Module, embeddings: dict[str, nn.Embedding], seen: _Seen)
 
 
 def _same(value: Any, ids: Tensor) -> bool:
-    """Whether an argument is the ids that were looked up, in whatever view, (B, T)."""
+    """Whether an argument is the ids that were looked up, in any view, (B, T)."""
     return (
         isinstance(value, Tensor)
         and value.ndim == 2

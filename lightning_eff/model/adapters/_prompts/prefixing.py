@@ -1,8 +1,8 @@
-"""Calls of a network that become k places longer, and what it returns that becomes as long as it was.
+"""Makes calls of a network k positions longer, and cuts its outputs back.
 
-The ids become ``[c .. c; ids]`` for c any token, whose k look-ups are prompts; the network computes places, masks and rotary
-tables of k + T ids by itself. So it is the plain network on the embeddings ``[P; E(ids)]``, and that is tried: with the rows of
-some token for P, it must compute what it does on those tokens before the text.
+The ids become ``[c .. c; ids]`` for any token c, whose k embeddings are replaced by prompts; the network computes positions,
+masks and rotary tables of k + T ids itself. So it is the plain network on the embeddings ``[P; E(ids)]``. This is verified:
+with the embedding of a token for P, it must compute the same as with that token before the text.
 """
 
 import math
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_eff._core import rng
+from lightning_eff._core._run.words import first_line
 from lightning_eff._core._tokens.inputs import is_cache
 from lightning_eff._core._tokens.sequences import sequence_dims
 from lightning_eff._core.steps import in_evaluation, looking_on, silent
@@ -29,13 +30,13 @@ class Prefix:
     """The hooks of one network.
 
     Attributes:
-        longest: T of the longest texts that were tried.
-        given: calls that got prompts.
-        divided: no process can run the network without the others, which then do so all or none.
+        longest: the length T of the longest verified texts.
+        given: the number of calls that got prompts.
+        divided: whether no process can run the network alone, so that all verify it together.
 
     Args:
-        embedding: the network's, which has the prompts.
-        ids: the name of the argument that is the ids.
+        embedding: the network's embedding, which has the prompts.
+        ids: the name of the argument with the ids.
         who: the technique, for messages.
     """
 
@@ -45,15 +46,15 @@ class Prefix:
         self.given = 0
         self.divided = False
         self._token = 0
-        self._dims: list[tuple[TreeSpec, Dims]] = []  # by what is returned
+        self._dims: list[tuple[TreeSpec, Dims]] = []  # by the structure of the output
         self._call: Call | None = None
 
     # -- the hooks
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call, k places longer."""
+        """The call, k positions longer."""
         ids = arguments(module, args, kwargs).get(self.ids)
-        if not isinstance(ids, Tensor):  # on embeddings that the caller made
+        if not isinstance(ids, Tensor):  # a call with embeddings of the caller
             self._call = None
             return None
         call = (args, kwargs)
@@ -64,20 +65,20 @@ class Prefix:
         return self._longer(module, call, self._token)
 
     def behind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """What it returned, without the places of the prompts."""
+        """The output without the positions of the prompts."""
         call, self._call = self._call, None
         if call is None:
             return output
         if self.embedding.waiting:
             self.embedding.waiting = False
             raise ValueError(
-                f"{self.who}: {type(module).__name__} was called with the ids {self.ids!r} and did not look them up by its"
-                " token embedding, so that the prompts had no effect. Expected a call as those before. Take the technique out."
+                f"{self.who}: {type(module).__name__} was called with the ids {self.ids!r} and did not look them up in its"
+                " token embedding, so the prompts had no effect. Call it as before, or remove the callback."
             )
         self.given += 1
         leaves, spec = _flat(output)
         dims = next((dims for known, dims in self._dims if known == spec), None)
-        if dims is None:  # as where hidden states are asked for
+        if dims is None:  # such as when hidden states are requested
             with _aside(module):
                 dims = self._learn(module, call)[0]
         return tree_unflatten([_cut(t, along, self._k) for t, along in zip(leaves, dims, strict=True)], spec)
@@ -99,12 +100,12 @@ class Prefix:
         named = arguments(module, *call)
         ids = cast(Tensor, named[self.ids])
         if ids.ndim != 2:
-            raise ValueError(f"{self.who}: {self.ids} has the shape {tuple(ids.shape)}; expected ids of texts, (B, T).")
+            raise ValueError(f"{self.who}: {self.ids} has shape {tuple(ids.shape)}. Pass ids of shape (B, T).")
         for name, value in named.items():
             if is_cache(value):
                 raise ValueError(
-                    f"{self.who}: {name} is a cache of keys and values, which would have the prompts in it already at the next"
-                    " token; expected calls with the whole text. Give generate(..., use_cache=False)."
+                    f"{self.who}: {name} is a cache of keys and values, which already contains the prompts at the next token."
+                    " Call the module with the whole text, such as generate(..., use_cache=False)."
                 )
 
     def _longer(self, module: nn.Module, call: Call, token: int) -> Call:
@@ -120,10 +121,10 @@ class Prefix:
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def _first(self, name: str, value: Any, length: int) -> Tensor | None:
-        """What an argument says of the prompts' places, before what it says of the others; None where it is as it is.
+        """An argument's values for the positions of the prompts, before its other values; None if it stays unchanged.
 
         Raises:
-            ValueError: where an argument runs along the text, and what it says of prompts is not known.
+            ValueError: if an argument runs along the text, and its values for prompts are unknown.
         """
         if not isinstance(value, Tensor):
             return None
@@ -134,36 +135,38 @@ class Prefix:
             places = torch.arange(self._k, device=value.device, dtype=value.dtype)
             return places.expand(*value.shape[:-1], -1)
         if value.ndim == 2 and "mask" in name:
-            padded = "padding" in name and value.dtype == torch.bool  # torch's, which is true of what is hidden
+            padded = (
+                "padding" in name and value.dtype == torch.bool
+            )  # torch's padding masks are True for hidden positions
             return value.new_full((len(value), self._k), 0 if padded else 1)
         if value.ndim == 2 and "type" in name:
             return value[:, :1].expand(-1, self._k)
         raise ValueError(
-            f"{self.who}: {name} {tuple(value.shape)} runs along the text, and what it says of prompts is not known; expected"
-            " ids, a mask (B, T), positions and types of tokens. Take it out of the batch, or the technique out."
+            f"{self.who}: {name} {tuple(value.shape)} runs along the text, and its values for prompts are unknown (known are"
+            " ids, masks (B, T), positions and token types). Remove it from the batch, or remove the callback."
         )
 
-    # -- the trial
+    # -- verification
 
     def _learn(self, module: nn.Module, call: Call, token: int = 0) -> tuple[Dims, list[Any]]:
-        """Which dimensions of what is returned are longer by the prompts, and what is returned of a token in their place."""
-        plain, _ = _flat(module.forward(*call[0], **call[1]))  # past the hooks, which are these
+        """The dimensions of the outputs that grow with the prompts, and the outputs with a token in their place."""
+        plain, _ = _flat(module.forward(*call[0], **call[1]))  # without these hooks
         longer = self._longer(module, call, token)
         try:
             known, spec = _flat(module.forward(*longer[0], **longer[1]))
         except Exception as e:
             length = cast(Tensor, arguments(module, *call)[self.ids]).shape[1]
             raise ValueError(
-                f"{self.who}: {type(module).__name__} takes texts of {length} tokens, and not of {self._k} more, which the"
-                f" prompts are ({type(e).__name__}: {str(e).splitlines()[0][:120] if str(e) else ''}). Expected room for"
-                f" {length + self._k} in its table of places. Shorten the texts, or give fewer prompts."
+                f"{self.who}: {type(module).__name__} takes texts of {length} tokens, and not of {self._k} more for the prompts"
+                f" ({type(e).__name__}: {first_line(e, 120)}). Shorten the texts, give fewer prompts, or make room for"
+                f" {length + self._k} positions."
             ) from e
         dims = [_grown(a, b, self._k) for a, b in zip(plain, known, strict=True)]
         self._dims = [(s, d) for s, d in self._dims if s != spec] + [(spec, dims)]
         return dims, known
 
     def _try(self, module: nn.Module, call: Call, length: int) -> None:
-        """See that the network takes k places more, and that ids are but looked up: with one of two tokens that stand there."""
+        """Verify that the network takes k more positions, and uses ids only for look-ups."""
         pads = {getattr(self.embedding, "padding_idx", None), getattr(_config(module), "pad_token_id", None)}
         first, second, token = [i for i in range(8) if i not in pads][:3]
         prompts = self.embedding.prompts
@@ -183,15 +186,14 @@ class Prefix:
                 prompts.copy_(kept)
                 self.embedding.waiting = False
         raise ValueError(
-            f"{self.who}: {type(module).__name__} computes something else of prompts that are the embeddings of a token than of"
-            " that token: it reads ids beside its token embedding, as for n-grams. Expected one that looks them up alone. Take"
-            " the technique out."
+            f"{self.who}: {type(module).__name__} computes something else from the embedding of a token than from that token,"
+            " because it reads ids elsewhere than in its token embedding, as for n-grams. Remove the callback."
         )
 
 
 @contextmanager
 def _aside(module: nn.Module) -> Iterator[None]:
-    """A pass without a trace."""
+    """Run passes without a trace."""
     with looking_on(), torch.no_grad(), rng.fork(), in_evaluation(module.modules()), silent(cast(Any, module)):
         yield
 

@@ -1,1 +1,1 @@
-"""Frozen linear maps whose weights are kept in few bits, by bitsandbytes' own rounding."""
+"""Frozen linear layers with quantised weights, rounded by bitsandbytes."""

@@ -1,4 +1,4 @@
-"""A linear map whose weight is kept in few bits, in the place of one that does not train."""
+"""A frozen linear layer whose weight is kept in few bits."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Self, cast
@@ -14,16 +14,16 @@ from lightning_eff.model.adapters._quantized.rounding import Product, dequantize
 
 
 class QuantizedLinear(nn.Module):
-    """``x W^T + b`` with W in ``bits`` bits, whose gradients are those of x and b.
+    """``x W^T + b`` with W in ``bits`` bits, and gradients for x and b only.
 
     Args:
-        plain: the map, whose weight is read; its bias is taken over.
+        plain: the linear layer, whose weight is rounded and whose bias is reused.
 
     Attributes:
         bits: 4 or 8.
-        shape: of W, (N, K).
-        transposed: the plain map's weight is ``W^T``.
-        dtype: of the plain map's weight; it changes as the module is cast.
+        shape: the shape of W, (N, K).
+        transposed: whether the plain layer's weight is ``W^T``.
+        dtype: the dtype of the plain layer's weight; it changes when the module is cast.
     """
 
     def __init__(self, plain: LinearMap, bits: int) -> None:
@@ -43,18 +43,18 @@ class QuantizedLinear(nn.Module):
 
     @property
     def stored(self) -> Mapping[str, Tensor]:
-        """What W is kept as."""
+        """The tensors that represent W."""
         return {name: cast(Tensor, self._buffers[name]) for name in self.names}
 
     @property
     def weight(self) -> Tensor:
-        """The rounded weight, made anew, as the plain map has it."""
+        """The rounded weight in the plain layer's layout, computed at each access."""
         made = dequantized(self.stored, self.bits, self.shape, self.dtype)
         return made.T.contiguous() if self.transposed else made
 
     @override
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """torch's own; the weight that is made anew follows, as the plain map's would with ``module.to(torch.bfloat16)``."""
+        """Torch's own; the dtype of the computed weight follows, as with ``module.to(torch.bfloat16)``."""
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return super()._apply(fn, recurse)
 
@@ -70,7 +70,7 @@ class QuantizedLinear(nn.Module):
 
 
 def plain_tensors(layer: QuantizedLinear) -> dict[str, Tensor]:
-    """The rounded weight and the bias, as the plain map has them."""
+    """The rounded weight and the bias, in the plain layer's layout."""
     with torch.no_grad():
         found = {"weight": layer.weight}
     return found if layer.bias is None else {**found, "bias": cast(Tensor, layer.bias)}

@@ -1,6 +1,6 @@
 """Weights in NF4 or int8 and back, by bitsandbytes (Dettmers et al. 2022, 2023), and the product with them.
 
-Numbers in 32 bits beside the codes are kept as bytes, so that ``module.to(torch.bfloat16)`` does not round them.
+32-bit scales are kept as bytes, so that ``module.to(torch.bfloat16)`` does not round them.
 """
 
 import functools
@@ -13,23 +13,23 @@ from bitsandbytes import functional as bnb
 from torch import Tensor
 from typing_extensions import override
 
-#: Numbers that have one scale, and scales that have one.
+#: The number of weights per scale, and of scales per nested scale.
 BLOCK, NESTED = 64, 256
 _KEPT = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def quantized(weight: Tensor, bits: int) -> dict[str, Tensor]:
-    """``weight`` (N, K) as tensors of bytes by name.
+    """``weight`` (N, K) as byte tensors by name.
 
-    With 4 bits ``W ~ c NF4[code]``, with one c for 64 numbers, which is itself in 8 bits (QLoRA's double quantisation):
-    0.52 bytes a number. With 8 bits ``W ~ c code / 127``, with one c = max |W| for each row.
+    With 4 bits, ``W ~ c NF4[code]`` with one c per 64 weights, itself in 8 bits (QLoRA's double quantisation): 0.52 bytes per
+    weight. With 8 bits, ``W ~ c code / 127`` with one c = max |W| per row.
     """
     weight = weight.detach().contiguous()
     if bits == 8:
         codes, scales, _ = bnb.int8_vectorwise_quant(weight.to(torch.float16))
         return {"codes": codes.view(torch.uint8), "scales": _bytes(scales)}
     given = weight if weight.dtype in _KEPT else weight.to(torch.float32)
-    given = F.pad(given.flatten(), (0, weight.numel() % 2))  # two codes are one byte
+    given = F.pad(given.flatten(), (0, weight.numel() % 2))  # a byte holds two codes
     codes, state = bnb.quantize_4bit(given, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
     nested: Any = state.state2
     return {
@@ -41,7 +41,7 @@ def quantized(weight: Tensor, bits: int) -> dict[str, Tensor]:
 
 
 def dequantized(stored: Mapping[str, Tensor], bits: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The rounded weight of ``shape`` (N, K) that :func:`quantized` made the tensors of."""
+    """The rounded weight of ``shape`` (N, K), from the tensors that :func:`quantized` returned."""
     codes, scales = stored["codes"], stored["scales"]
     if bits == 8:
         return bnb.int8_vectorwise_dequant(codes.view(torch.int8), _floats(scales)).to(dtype)
@@ -62,14 +62,14 @@ def dequantized(stored: Mapping[str, Tensor], bits: int, shape: tuple[int, int],
     return bnb.dequantize_4bit(codes[:, None], state).flatten()[: shape[0] * shape[1]].view(shape).to(dtype)
 
 
-@torch.compiler.assume_constant_result  # which the compiler cannot look into
+@torch.compiler.assume_constant_result  # the compiler cannot trace it
 def _made(device: str) -> tuple[Tensor, Tensor]:
     return _maps(device)
 
 
 @functools.cache
 def _maps(device: str) -> tuple[Tensor, Tensor]:
-    """What the codes of NF4, and those of its scales, stand for."""
+    """The values of the codes of NF4, and of the codes of its scales."""
     nf4 = bnb.get_4bit_type("nf4", device=torch.device(device))
     return nf4, bnb.create_dynamic_map().to(device)
 
@@ -83,7 +83,7 @@ def _floats(t: Tensor) -> Tensor:
 
 
 class Product(torch.autograd.Function):
-    """``x W^T + b``, and ``dx = dy W``, for which W is made anew both times and not kept between them."""
+    """``x W^T + b`` and ``dx = dy W``, with W computed both times and not kept in between."""
 
     generate_vmap_rule = True
 

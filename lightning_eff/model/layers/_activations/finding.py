@@ -1,4 +1,4 @@
-"""Where a module has activations, and between which linear maps they stand."""
+"""Finds the activations of a module, and the linear layers before and after each."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ from lightning_eff._core._architecture.linear_maps import LinearMap, linear_maps
 from lightning_eff._core._branches.probing import probed
 from lightning_eff._core.patches import hook_behind
 
-#: Classes of rectifiers: those that are meant where none is named.
+#: Classes of rectifier-like activations, which are replaced if no names are given.
 _RECTIFIERS = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish),
     *(nn.RReLU, nn.Softplus),
@@ -22,12 +22,12 @@ _PASSED = (nn.Dropout, nn.Identity)
 
 
 def is_rectifier(m: nn.Module) -> bool:
-    """Whether ``m`` is an activation of torch, or of transformers, that is rather zero on one side."""
+    """Whether ``m`` is an activation of torch or transformers that is close to zero on one side."""
     return isinstance(m, _RECTIFIERS) or (_of_transformers(m) and not _is_linear(m))
 
 
 def is_activation(m: nn.Module) -> bool:
-    """Whether ``m`` is one of any kind."""
+    """Whether ``m`` is an activation of any kind."""
     return is_rectifier(m) or isinstance(m, _OTHERS) or _of_transformers(m)
 
 
@@ -40,24 +40,25 @@ def _is_linear(m: nn.Module) -> bool:
 
 
 def computes(m: nn.Module, function: Any) -> bool:
-    """Whether an activation has this function's values from -4 to 4, to rounding."""
+    """Whether an activation has this function's values from -4 to 4, up to rounding."""
     x = torch.linspace(-4.0, 4.0, 65, device="cpu")
     with torch.no_grad():
         try:
             return bool(torch.allclose(m(x.clone()), function(x), atol=1e-6))
-        except (RuntimeError, ValueError, TypeError):  # one of images, or whose parameters lie elsewhere
+        except (RuntimeError, ValueError, TypeError):  # it takes images, or its parameters are on another device
             return False
 
 
 @dataclass
 class Between:
-    """What a pass showed of one activation.
+    """What a pass showed about one activation.
 
     Attributes:
-        calls: how often it was called.
-        first: paths of the maps whose outputs it was given.
-        last: paths of the maps that took its outputs, dropout in between allowed.
-        odd: why it does not stand between two maps, if so.
+        calls: the number of its calls.
+        taken: the number of calls in which a linear layer took its output.
+        first: paths of the linear layers that computed its inputs.
+        last: paths of the linear layers that took its outputs, with dropout in between allowed.
+        odd: why it is not between two linear layers; empty if it is.
     """
 
     calls: int = 0
@@ -68,14 +69,14 @@ class Between:
 
 
 def between(root: nn.Module, activations: Mapping[str, nn.Module], *, who: str, batch: Any) -> dict[str, Between]:
-    """For each activation, by path, the linear maps before and after it in one pass over an input that is made up.
+    """The linear layers before and after each activation, by path, in one pass on a made-up input.
 
     Raises:
-        ValueError: if nothing of the module could be run.
+        ValueError: if no part of the module could be run.
     """
     found = {path: Between() for path in activations}
     maps = {m.path: m for m in linear_maps(root)}
-    kept: list[Tensor] = []  # so that no id is given twice
+    kept: list[Tensor] = []  # keeps ids unique
     made: dict[int, str] = {}
     acted: dict[int, str] = {}
 
@@ -98,7 +99,7 @@ def between(root: nn.Module, activations: Mapping[str, nn.Module], *, who: str, 
             if args and id(args[0]) in made:
                 one.first[made[id(args[0])]] = None
             else:
-                one.odd = "what it is given is not just what a linear map put out"
+                one.odd = "its input is not just the output of a linear layer"
             kept.append(output)
             acted[id(output)] = path
 
@@ -129,9 +130,9 @@ def between(root: nn.Module, activations: Mapping[str, nn.Module], *, who: str, 
 
 def _odd(one: Between, maps: Mapping[str, LinearMap]) -> str:
     if not one.calls:
-        return "the pass that was looked at does not call it"
+        return "the forward pass does not call it"
     if one.taken < one.calls:
-        return "what it puts out does not go straight into a linear map; it may be gated already"
+        return "its output does not go straight into a linear layer; it may be gated already"
     for path in (*one.first, *one.last):
         reason = unfit(maps[path])
         if reason is not None:

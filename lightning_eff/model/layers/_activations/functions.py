@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def isrlu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    """``x`` where x >= 0, else ``x / sqrt(1 + alpha x^2)``, which ends at -1/sqrt(alpha) (Carlile et al. 2017)."""
+    """``x`` if x >= 0, else ``x / sqrt(1 + alpha x^2)``, which tends to -1/sqrt(alpha) (Carlile et al. 2017)."""
     return torch.where(x >= 0, x, x * torch.rsqrt(1.0 + alpha * x * x))
 
 
@@ -23,12 +23,12 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """``SiLU(a) b`` of the two halves of the last dimension of ``x``, (..., 2 w) to (..., w) (Shazeer 2020)."""
+    """``SiLU(a) b`` for the halves a and b of the last dimension of ``x``, (..., 2 w) to (..., w) (Shazeer 2020)."""
     a, b = x.chunk(2, dim=-1)
     return F.silu(a) * b
 
 
-#: By name, in an order that checkpoints' marks go by.
+#: By name. The marks in checkpoints depend on this order.
 ELEMENTWISE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": relu2,
@@ -44,7 +44,7 @@ NAMES = (*ELEMENTWISE, *GATED)
 
 
 def gated_width(width: int, multiple: int) -> int:
-    """The multiple that is nearest to two thirds of ``width``: three maps of that width have as many weights as two of it.
+    """The multiple nearest to two thirds of ``width``: three layers of that width have as many weights as two of ``width``.
 
     ``3 d w = 2 d width``, so ``w = 2/3 width``.
     """

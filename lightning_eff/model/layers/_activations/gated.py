@@ -1,4 +1,4 @@
-"""A feed-forward network of two maps and an activation made one of three: ``W_3 (SiLU(W_1 x) * W_2 x)``."""
+"""Turns a feed-forward network of two linear layers into a gated one of three: ``W_3 (SiLU(W_1 x) * W_2 x)``."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,8 +17,8 @@ class Activation(Marked):
     """One of the functions, with its name's mark in checkpoints.
 
     Args:
-        to: its name.
-        device: of the mark.
+        to: the name of the function.
+        device: the device of the mark.
     """
 
     def __init__(self, to: str, device: torch.device | None) -> None:
@@ -36,15 +36,15 @@ class Activation(Marked):
 
 
 class Gating(NamedTuple):
-    """The parts of the networks that become gated: by the module's id.
+    """The parts of the networks that become gated, by the module's id.
 
     Attributes:
-        first: maps that become ``W_1`` and ``W_2`` in one, with the new width.
-        last: maps that become ``W_3``, with the new width.
-        activations: what stands between.
-        left: by path, why an activation stays.
-        before: weights and biases that there were.
-        after: and that there will be.
+        first: layers that become ``W_1`` and ``W_2`` in one, with the new width.
+        last: layers that become ``W_3``, with the new width.
+        activations: the activations between them.
+        left: by path, why an activation is left.
+        before: the number of weights and biases before the change.
+        after: the number of weights and biases after it.
     """
 
     first: dict[int, tuple[LinearMap, int]]
@@ -55,7 +55,7 @@ class Gating(NamedTuple):
     after: int
 
     def build(self, plain: nn.Module) -> nn.Linear:
-        """The map that takes the place of ``plain``."""
+        """The linear layer that replaces ``plain``."""
         if id(plain) in self.first:
             m, width = self.first[id(plain)]
             return _drawn(plain, m.in_features, 2 * width)
@@ -64,7 +64,7 @@ class Gating(NamedTuple):
 
 
 def _drawn(plain: nn.Module, in_features: int, out_features: int) -> nn.Linear:
-    """A map with weights as far spread as those of ``plain``, and a bias of zeros where that has one."""
+    """A linear layer with the standard deviation of the weights of ``plain``, and a bias of zeros if that has one."""
     new = nn.Linear(in_features, out_features, bias=plain.bias is not None)
     weight = plain.weight
     assert isinstance(weight, Tensor)
@@ -76,13 +76,13 @@ def _drawn(plain: nn.Module, in_features: int, out_features: int) -> nn.Linear:
 
 
 def gating(root: nn.Module, activations: Mapping[str, nn.Module], seen: Mapping[str, Between], multiple: int) -> Gating:
-    """Which maps become what.
+    """Decide which linear layers become what.
 
     Args:
         root: the module tree.
-        activations: by path.
-        seen: what a pass showed of each.
-        multiple: of which widths are.
+        activations: the activations by path.
+        seen: what a pass showed about each.
+        multiple: the number that widths are a multiple of.
     """
     maps = {m.path: m for m in linear_maps(root)}
     users: dict[int, int] = {}
@@ -97,13 +97,13 @@ def gating(root: nn.Module, activations: Mapping[str, nn.Module], seen: Mapping[
         reason = one.odd
         taken = made.first.keys() | made.last.keys()
         if not reason and any(users[id(m.module.weight)] > 1 for m in (*first, *last)):
-            reason = "the weight of a map beside it is another module's too"
+            reason = "another module shares the weight of a layer next to it"
         elif not reason and len(width) != 1:
-            reason = "the maps before and behind it have other widths"
+            reason = "the layers before and after it have different widths"
         elif not reason and (
             any(id(m.module) in taken for m in (*first, *last)) or not one.first.keys().isdisjoint(one.last)
         ):
-            reason = "a map beside it is that of another one, too"
+            reason = "another activation shares a layer next to it"
         if reason:
             made.left[path] = reason
             continue

@@ -1,1 +1,1 @@
-"""Which maps make queries, keys and values, before anything has run, and what is put in their places."""
+"""Finds the linear layers of queries, keys and values before the run, and replaces them."""

@@ -1,4 +1,4 @@
-"""A linear map of which some outputs are queries or keys, each head's divided by their root mean square."""
+"""A linear layer that normalises those of its outputs that are heads of queries or keys."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -16,7 +16,7 @@ def normed_heads(x: Tensor, gain: Tensor, eps: float = EPS) -> Tensor:
     """``q / sqrt(mean(q^2) + eps) g`` for each head q of ``x``.
 
     Args:
-        x: shape (..., heads * D), a head's features side by side.
+        x: shape (..., heads * D), with the features of a head adjacent.
         gain: g, shape (D,).
         eps: > 0.
     """
@@ -25,12 +25,12 @@ def normed_heads(x: Tensor, gain: Tensor, eps: float = EPS) -> Tensor:
 
 
 class NormedHeads(nn.Module):
-    """``W x + b`` with heads of queries and keys normed, and a gain for each of the two roles.
+    """``W x + b`` with normalised heads of queries and keys, and one gain for queries and one for keys.
 
     Args:
-        plain: the map, which it holds.
-        parts: by role, the outputs that are of it, as a mask of shape (out,).
-        width: features of a head.
+        plain: the linear layer, which it contains.
+        parts: by role, a mask of shape (out,) of the outputs that have it.
+        width: the number of features of a head.
     """
 
     def __init__(self, plain: nn.Module, parts: Mapping[str, Tensor], width: int) -> None:
@@ -43,17 +43,17 @@ class NormedHeads(nn.Module):
 
     @property
     def undecayed(self) -> Sequence[str]:
-        """Gains, which weight decay passes over."""
+        """The gains, which weight decay skips."""
         return [f"{role}_gain" for role in self.roles]
 
     @property
     def weight(self) -> Tensor:
-        """The map's own."""
+        """The linear layer's weight."""
         return cast(Tensor, self.map.weight)
 
     @property
     def bias(self) -> Tensor | None:
-        """The map's own."""
+        """The linear layer's bias."""
         return cast("Tensor | None", self.map.bias)
 
     @override
@@ -78,11 +78,11 @@ class NormedHeads(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        return f"{', '.join(self.roles)} of {self.width} normed"
+        return f"{', '.join(self.roles)} normalised in heads of {self.width}"
 
 
 def runs(mask: Tensor) -> list[tuple[int, int]]:
-    """The stretches of a mask of shape (n,) that are set: start and stop of each."""
+    """The start and stop of each stretch of a mask of shape (n,) that is set."""
     found: list[tuple[int, int]] = []
     for i in mask.nonzero().flatten().tolist():
         if found and found[-1][1] == i:

@@ -1,4 +1,4 @@
-"""Linear maps of which a part of the bias is gone, or moved here from elsewhere."""
+"""Linear layers that lose part of their bias, or receive a bias from another layer."""
 
 from collections.abc import Mapping
 
@@ -11,11 +11,11 @@ from lightning_eff._core._architecture.linear_maps import LinearMap
 
 
 class RebiasedLinear(nn.Linear):
-    """An ``nn.Linear`` with the plain one's weight and another bias, or none.
+    """An ``nn.Linear`` with the plain layer's weight and another bias, or none.
 
     Args:
-        plain: the map.
-        bias: shape (out,), a tensor whose values it begins with, or None.
+        plain: the linear layer.
+        bias: the initial bias, shape (out,), or None.
     """
 
     def __init__(self, plain: nn.Linear, bias: Tensor | None) -> None:
@@ -24,18 +24,18 @@ class RebiasedLinear(nn.Linear):
         self.bias = None if bias is None else nn.Parameter(bias.clone())  # pyright: ignore[reportAttributeAccessIssue]
 
     def fold(self) -> Mapping[str, Tensor]:
-        """The weight itself, and a bias of zeros where there is none."""
+        """The weight, and a bias of zeros if there is none."""
         bias = self.weight.new_zeros(self.out_features) if self.bias is None else self.bias
         return {"weight": self.weight, "bias": bias}
 
 
 class PartlyBiased(nn.Module):
-    """``W x + b`` with b zero for some outputs, of which there are no parameters.
+    """``W x + b`` with b fixed to zero for some outputs, which have no bias parameters.
 
     Args:
-        m: the plain map.
-        bias: shape (out,), whose values it begins with.
-        kept: shape (out,), for which outputs there is a bias.
+        m: the plain linear layer.
+        bias: the initial bias, shape (out,).
+        kept: a mask of shape (out,) of the outputs with a bias.
     """
 
     index: Tensor
@@ -50,7 +50,7 @@ class PartlyBiased(nn.Module):
 
     @property
     def bias(self) -> Tensor:
-        """The whole of it, (out,), zero where there is no parameter."""
+        """The whole bias, (out,), zero where there is no parameter."""
         whole = self.bias_left.new_zeros(self.out_features)
         return whole.index_copy(0, self.index, self.bias_left)
 
@@ -59,7 +59,7 @@ class PartlyBiased(nn.Module):
         return F.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
 
     def fold(self) -> Mapping[str, Tensor]:
-        """The weight itself, and the whole bias."""
+        """The weight, and the whole bias."""
         return {"weight": self.weight, "bias": self.bias}
 
     @override
@@ -68,17 +68,17 @@ class PartlyBiased(nn.Module):
 
 
 def rebiased(m: LinearMap, bias: Tensor, kept: Tensor) -> nn.Module:
-    """The map with this bias where ``kept`` holds, and without one elsewhere; both of shape (out,)."""
+    """The layer with ``bias`` where ``kept`` is set and no bias elsewhere; both have shape (out,)."""
     if type(m.module) is nn.Linear and (bool(kept.all()) or not bool(kept.any())):
         return RebiasedLinear(m.module, bias if bool(kept.all()) else None)
     return PartlyBiased(m, bias, kept)
 
 
 def moved(m: LinearMap, values: Tensor) -> Tensor:
-    """``b + W c``: the bias of an output map once attention's results are less by c.
+    """``b + W c``: the bias of an output layer that makes up for values without their biases c.
 
     Args:
-        m: the output map.
+        m: the output layer.
         values: c, the biases of the values, of shape (in,).
     """
     weight, bias = m.module.weight, m.module.bias

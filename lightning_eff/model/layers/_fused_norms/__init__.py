@@ -1,1 +1,1 @@
-"""Which modules are norms, and what one kernel needs to know of each."""
+"""Which modules are norms, and what a kernel needs to know about each."""

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm in any module: torch's by their class, others by what they compute."""
+"""Finds LayerNorm and RMSNorm in any module: torch's by class, others by what they compute."""
 
 import copy
 import inspect
@@ -13,7 +13,7 @@ from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import tensors_of
 from lightning_eff.kernels.norm import MAX_FUSED, layer_norm, rms_norm
 
-#: How near what a module computes must be to the formula, in float32.
+#: The tolerance between a module and the formula, in float32.
 _NEAR = 1e-5
 
 
@@ -22,11 +22,11 @@ class Kind:
     """What a norm computes: ``n g + b`` with ``n`` of the formulas in ``kernels.norm``.
 
     Attributes:
-        centred: LayerNorm, and otherwise RMSNorm.
-        eps: None for the smallest step of the input's dtype from 1, as ``nn.RMSNorm`` has it by default.
-        added: to the weight, to be ``g``: 1 in Gemma's norms.
-        weight: the parameter's name; None for ``g`` of 1.
-        bias: the parameter's name; None for ``b`` of 0.
+        centred: whether it is LayerNorm; otherwise it is RMSNorm.
+        eps: None for the machine epsilon of the input's dtype, the default of ``nn.RMSNorm``.
+        added: added to the weight to give ``g``: 1 in Gemma's norms.
+        weight: the name of the parameter; None for ``g`` of 1.
+        bias: the name of the parameter; None for ``b`` of 0.
     """
 
     centred: bool
@@ -36,7 +36,7 @@ class Kind:
     bias: str | None
 
     def __call__(self, m: nn.Module, x: Tensor) -> Tensor:
-        """The norm of ``x`` over its last dimension by one kernel, where there is one for its device."""
+        """The norm of ``x`` over its last dimension, by one kernel if there is one for its device."""
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         gain: Tensor | None = None if self.weight is None else m._parameters[self.weight]
         bias: Tensor | None = None if self.bias is None else m._parameters[self.bias]
@@ -48,7 +48,7 @@ class Kind:
 
 
 def norms(root: nn.Module) -> dict[str, tuple[nn.Module, Kind | str]]:
-    """The norms of ``root`` by path, each with its kind, or why it is left."""
+    """The norms of ``root`` by path, each with its kind or the reason why it is skipped."""
     found: dict[str, tuple[nn.Module, Kind | str]] = {}
     for path, m in root.named_modules():
         if not path or not _may_be(m):
@@ -60,7 +60,7 @@ def norms(root: nn.Module) -> dict[str, tuple[nn.Module, Kind | str]]:
 
 
 def _may_be(m: nn.Module) -> bool:
-    """Whether a module is one of torch's, or is called a norm and holds a vector or two and nothing else."""
+    """Whether a module is one of torch's norms, or is called a norm and has nothing but one or two vectors."""
     if isinstance(m, nn.LayerNorm | nn.RMSNorm):
         return True
     own = [p for p in m._parameters.values() if p is not None]
@@ -69,9 +69,9 @@ def _may_be(m: nn.Module) -> bool:
 
 
 def kind_of(m: nn.Module) -> Kind | str | None:
-    """What a module computes, or why it is no norm that a kernel has; None where it is no norm of rows at all."""
+    """What a module computes, or why no kernel computes it; None if it does not normalise rows."""
     if isinstance(m, nn.LayerNorm | nn.RMSNorm) and len(m.normalized_shape) != 1:
-        return f"it norms over {len(m.normalized_shape)} dimensions, and the kernels over the last one"
+        return f"it normalises over {len(m.normalized_shape)} dimensions, and the kernels only over the last one"
     if type(m).forward is nn.LayerNorm.forward:
         assert isinstance(m, nn.LayerNorm)
         names = ["weight" if m.weight is not None else None, "bias" if m.bias is not None else None]
@@ -84,7 +84,7 @@ def kind_of(m: nn.Module) -> Kind | str | None:
     if len(sizes) != 1:
         return None
     if any(p.is_meta for p in vectors.values()):
-        return "it lies nowhere (meta device), so what it computes cannot be seen"
+        return "it is on the meta device, so its function cannot be checked"
     size = sizes.pop()
     seen = next((kind for kind in _kinds(m, list(vectors)) if _computes(m, kind, size)), None)
     return None if seen is None else _fitting(m, size, seen)
@@ -92,14 +92,14 @@ def kind_of(m: nn.Module) -> Kind | str | None:
 
 def _fitting(m: nn.Module, size: int, kind: Kind) -> Kind | str:
     if size > MAX_FUSED:
-        return f"its rows have {size:,} elements, and the kernels take {MAX_FUSED:,} at most"
+        return f"its rows have {size:,} elements, and the kernels take at most {MAX_FUSED:,}"
     if "forward" in m.__dict__:
-        return "it has a forward of its own on the instance"
+        return "its instance has its own forward"
     return kind
 
 
 def _kinds(m: nn.Module, vectors: list[str]) -> Iterator[Kind]:
-    """What the module may compute, by its parameters and its small numbers."""
+    """The norms that the module may compute, from its parameters and its small numbers."""
     numbers = {value for value in vars(m).values() if isinstance(value, float) and 0.0 < value < 1e-2}
     for eps in sorted(numbers) or [1e-6, 1e-5]:
         for added in (0.0, 1.0):
@@ -111,7 +111,7 @@ def _kinds(m: nn.Module, vectors: list[str]) -> Iterator[Kind]:
 
 
 def _computes(m: nn.Module, kind: Kind, size: int) -> bool:
-    """Whether a copy of ``m`` computes ``kind``, of rows so small that epsilon counts, and of large ones."""
+    """Whether a copy of ``m`` computes ``kind``, on rows so small that epsilon matters and on large ones."""
     required = [p for p in inspect.signature(m.forward).parameters.values() if p.default is p.empty]
     if len(required) != 1:
         return False
@@ -125,7 +125,7 @@ def _computes(m: nn.Module, kind: Kind, size: int) -> bool:
         for scale in (1e-3, 1.0, 30.0):
             try:
                 y = twin(scale * rows)
-            except Exception:  # it takes other things, and is no norm of rows
+            except Exception:  # it takes other inputs, so it does not normalise rows
                 return False
             if not isinstance(y, Tensor) or y.shape != rows.shape:
                 return False

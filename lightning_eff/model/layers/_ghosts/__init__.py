@@ -1,1 +1,1 @@
-"""Batch norms by parts of a batch."""
+"""BatchNorm over parts of a batch."""

@@ -1,1 +1,1 @@
-"""Maps and convolutions as products of two smaller ones."""
+"""Modules as products of two thin factors."""

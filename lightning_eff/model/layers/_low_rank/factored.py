@@ -1,4 +1,4 @@
-"""Modules that compute with two factors where a plain one has a whole weight."""
+"""Modules that compute with two factors where a plain module has one weight."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +12,13 @@ from lightning_eff.model.layers._low_rank.factors import at_least_single
 
 
 class Factored(nn.Module):
-    """What both kinds share: two plain modules, ``first`` and then ``second``, and a rank that a checkpoint may change.
+    """Two plain modules in sequence, ``first`` and then ``second``; loading a checkpoint may change their rank.
 
-    To others ``weight`` is the plain module's, made of the factors at each look, and ``bias`` is its own.
+    ``weight`` is the plain module's weight, computed from the factors at each access. ``bias`` is its own.
 
     Attributes:
         first: from the inputs to r channels, without bias.
-        second: from these to the outputs, with the plain module's bias.
+        second: from the r channels to the outputs, with the plain module's bias.
     """
 
     first: nn.Module
@@ -30,7 +30,7 @@ class Factored(nn.Module):
 
     @property
     def rank(self) -> int:
-        """r, the channels between the two."""
+        """r, the number of channels between the two modules."""
         weight = self.first.weight
         assert isinstance(weight, Tensor)
         return weight.shape[0]
@@ -47,24 +47,24 @@ class Factored(nn.Module):
         return bias if isinstance(bias, Tensor) else None
 
     def begin(self, left: Tensor, right: Tensor) -> None:
-        """Take the factors of :func:`factors`, as matrices."""
+        """Copy the factors of :func:`factors`, given as matrices."""
         with torch.no_grad():
             for m, matrix in ((self.first, right), (self.second, left)):
                 assert isinstance(m.weight, Tensor)
                 m.weight.copy_(self.as_weight(m, matrix))
 
     def as_weight(self, m: nn.Module, matrix: Tensor) -> Tensor:
-        """A factor in the shape of one of the two weights."""
+        """A factor in the shape of the weight of ``m``."""
         return matrix
 
     def fold(self) -> Mapping[str, Tensor]:
-        """The product, in the plain weight's layout, and the bias itself."""
+        """The product in the plain weight's layout, and the bias."""
         found = {"weight": self.weight}
         return found if self.bias is None else {**found, "bias": self.bias}
 
     @override
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """A rank that went by the weights of another start is that of what is loaded."""
+        """Resize to the checkpoint's rank first: another run's initial weights may have given another."""
         saved = state_dict.get(f"{prefix}first.weight")
         if isinstance(saved, Tensor) and saved.ndim > 1 and saved.shape[0] != self.rank:
             self.resize(saved.shape[0])
@@ -84,14 +84,14 @@ class Factored(nn.Module):
 
 
 class FactoredLinear(Factored):
-    """``A (B x) + b`` for ``W x + b``, with A of (out, r) and B of (r, in).
+    """``A (B x) + b`` instead of ``W x + b``, with A of shape (out, r) and B of shape (r, in).
 
     Args:
         in_features: K.
         out_features: N.
         rank: r.
-        transposed: the plain weight is of shape (K, N) and not (N, K).
-        plain: whose bias it takes, as the same parameter.
+        transposed: whether the plain weight has shape (K, N) instead of (N, K).
+        plain: the plain module, whose bias becomes this module's parameter.
     """
 
     def __init__(self, in_features: int, out_features: int, rank: int, *, transposed: bool, plain: nn.Module) -> None:
@@ -117,11 +117,11 @@ class FactoredLinear(Factored):
 
 
 class FactoredConv2d(Factored):
-    """A convolution down columns, and then one along rows (Tai et al. 2015): ``W_nc(y, x) = sum_k H_nk(x) V_kc(y)``.
+    """A vertical convolution followed by a horizontal one (Tai et al. 2015): ``W_nc(y, x) = sum_k H_nk(x) V_kc(y)``.
 
     Args:
-        plain: the convolution, of one group; its bias is taken as the same parameter.
-        rank: channels between the two.
+        plain: the convolution, with one group; its bias becomes this module's parameter.
+        rank: the number of channels between the two.
     """
 
     def __init__(self, plain: nn.Conv2d, rank: int) -> None:
@@ -161,6 +161,6 @@ class FactoredConv2d(Factored):
 
 
 def conv_matrix(weight: Tensor) -> Tensor:
-    """A convolution's weight (N, C, ky, kx) as the matrix (N kx, C ky) whose rank is that of columns and rows."""
+    """A convolution's weight (N, C, ky, kx) as the matrix (N kx, C ky) that the two convolutions factor."""
     n, c, ky, kx = weight.shape
     return weight.permute(0, 3, 1, 2).reshape(n * kx, c * ky)

@@ -1,22 +1,22 @@
-"""The best factors of a matrix, by its singular values (Eckart & Young 1936), and how many are needed."""
+"""The best factors of a matrix, from its singular values (Eckart & Young 1936), and the rank that is needed."""
 
 import torch
 from torch import Tensor
 
 
 def at_least_single(matrix: Tensor) -> Tensor:
-    """In float32, or as it is in float64."""
+    """``matrix`` in float32, or unchanged if it is float64."""
     return matrix if matrix.dtype == torch.float64 else matrix.float()
 
 
 def rank_of_energy(singular_values: Tensor, energy: float) -> int:
-    """The smallest r whose singular values have this share of the sum of all squares.
+    """The smallest r whose singular values hold this fraction of the sum of all squares.
 
     ``min r: sum_{i <= r} s_i^2 >= energy sum_i s_i^2``; 1 for a matrix of zeros.
 
     Args:
-        singular_values: shape (R,), in falling order.
-        energy: in (0, 1]; 1 is reached by all that are not zero.
+        singular_values: shape (R,), in descending order.
+        energy: in (0, 1]; 1 needs all singular values that are not zero.
     """
     squares = singular_values.double().square()
     total = float(squares.sum())
@@ -27,26 +27,26 @@ def rank_of_energy(singular_values: Tensor, energy: float) -> int:
 
 
 def energy_of_rank(singular_values: Tensor, rank: int) -> float:
-    """``sum_{i <= r} s_i^2 / sum_i s_i^2``: 1 for a matrix of zeros."""
+    """``sum_{i <= r} s_i^2 / sum_i s_i^2``; 1 for a matrix of zeros."""
     squares = singular_values.double().square()
     total = float(squares.sum())
     return float(squares[:rank].sum()) / total if total > 0.0 else 1.0
 
 
 def decomposition(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``U, s, V^T`` of a matrix (m, n), in float32 at least."""
+    """``U, s, V^T`` of a matrix (m, n), in float32 or float64."""
     u, s, vh = torch.linalg.svd(at_least_single(matrix.detach()), full_matrices=False)
     return u, s, vh
 
 
 def factors(u: Tensor, s: Tensor, vh: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """``A = U_r sqrt(S_r)`` and ``B = sqrt(S_r) V_r^T``: of all products of this rank, A B is nearest to the matrix.
+    """``A = U_r sqrt(S_r)`` and ``B = sqrt(S_r) V_r^T``: the product of rank r that is nearest to the matrix.
 
-    Both have the same singular values, so that steps move one as fast as the other (Khodak et al. 2021, section 3.1).
+    Both factors have the same singular values, so optimizer steps move them equally fast (Khodak et al. 2021, section 3.1).
 
     Args:
         u: shape (m, R).
-        s: shape (R,), in falling order.
+        s: shape (R,), in descending order.
         vh: shape (R, n).
         rank: r, in [1, R].
 

@@ -1,37 +1,42 @@
-"""What LowRankLinear and LowRankConv share: which modules become two, and of which rank."""
+"""What LowRankLinear and LowRankConv share: which modules they replace, and with which rank."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._architecture.naming import by_reason, check_names
+from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff.model.layers._low_rank.factored import Factored
 from lightning_eff.model.layers._low_rank.factors import decomposition, energy_of_rank, factors, rank_of_energy
+from lightning_eff.model.layers._shared.choosing import ByName
 
-#: The share of the full rank that is kept where nothing is said.
-SHARE = 0.25
+#: The fraction of the full rank where neither a rank nor an energy is given.
+DEFAULT = 0.25
+
+#: The fraction of the sum of squared singular values that is kept.
+Energy = Annotated[float | None, Fraction(above=0)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A module that two could stand in the place of.
+    """A module that two smaller ones could replace.
 
     Attributes:
-        path: dotted.
+        path: the dotted path.
         module: the plain module.
-        size: elements of its weight.
-        by_rank: elements of the two factors' weights, for each unit of rank.
-        matrix: makes the matrix whose factors they are, (m, n).
-        full: its rank at most, min(m, n).
-        build: makes the pair, given the rank, with weights of any value.
-        named: asked for by name.
+        size: the number of elements of its weight.
+        by_rank: the number of elements of both factors per unit of rank.
+        matrix: makes the matrix to factor, (m, n).
+        full: the full rank, min(m, n).
+        build: makes the pair for a rank, with weights of any value.
+        named: whether the user named it.
     """
 
     path: str
@@ -44,51 +49,34 @@ class Place:
     named: bool
 
 
-class LowRank(Architecture):
-    """Modules in two factors.
+class LowRank(ByName, Architecture):
+    """Replace modules with two factors each.
 
     Attributes:
-        rank: of each, or its share of the full one.
-        energy: the share of squared singular values that is kept.
-        names: patterns of paths; None takes all that are found.
+        rank: the rank of each, or a fraction of its full rank.
+        energy: the fraction of the squared singular values that is kept.
+        names: patterns of paths; None takes every module that is found.
     """
 
     change_at: ClassVar[Change] = Change.STRUCTURE
     what: ClassVar[str]
     rank: int | float | None
     energy: float | None
-    names: list[str] | None
-    _floor: tuple[str, int] | None = None  # an argument, and from which value down it takes some that it left
+    _floor: tuple[str, int] | None = None  # an argument, and the highest value at which it would take another module
     _count = 0
     _before = 0
     _after = 0
 
-    def _take(
-        self, rank: float | None, energy: float | None, names: Sequence[str] | None, what: str, example: str
-    ) -> None:
-        """Check and keep the arguments that both have."""
-        who = type(self).__name__
-        whole = isinstance(rank, int) and not isinstance(rank, bool)
-        if rank is not None and not ((whole and rank >= 1) or (isinstance(rank, float) and 0.0 < rank <= 1.0)):
-            raise ValueError(
-                f"{who}({rank=}): expected an integer >= 1, or a share of the full rank in (0, 1] such as {SHARE}."
-            )
-        share = isinstance(energy, int | float) and not isinstance(energy, bool) and 0.0 < energy <= 1.0
-        if energy is not None and not share:
-            raise ValueError(f"{who}({energy=}): expected a share of squared singular values in (0, 1], such as 0.9.")
+    def _take(self, rank: float | None, energy: float | None, names: Sequence[str] | None) -> None:
+        """Keep the arguments that both techniques have."""
         if rank is not None and energy is not None:
-            raise ValueError(f"{who}({rank=}, {energy=}): each says what the rank is; expected one of them.")
+            raise ValueError(f"{type(self).__name__}({rank=}, {energy=}): both set the rank. Give one of them.")
         self.rank, self.energy = rank, energy
-        self.names = check_names(names, who=who, what=what, example=example)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
+        self._take_names(names)
 
     @abstractmethod
     def _places(self, root: nn.Module) -> tuple[list[Place], dict[str, str]]:
-        """What could be acted on, and reasons by the names of what is left."""
+        """The modules to factor, and why others are left, by name."""
 
     @override
     def change(self, surgeon: Surgeon) -> None:
@@ -96,27 +84,25 @@ class LowRank(Architecture):
         places, left = self._places(surgeon.root)
         parts = {p.path: None if p.module.weight.is_meta else decomposition(p.matrix()) for p in places}  # pyright: ignore[reportCallIssue, reportArgumentType]
         ranks = {p.path: self._rank_of(p, parts[p.path]) for p in places}
-        if self._session is not None:  # ranks that go by random weights are those of the first process
+        if self._session is not None:  # random weights may give each process other ranks: take those of the first
             ranks = self._session.replicas.everyone(ranks)[0]
         chosen: dict[int, Place] = {}
         for p in places:
             r = ranks[p.path]
             if r > p.full and not p.named:
-                left[p.path] = f"its rank is {p.full} at most, which is below {r}"
+                left[p.path] = f"its full rank is {p.full}, below the rank of {r}"
             elif r * p.by_rank >= p.size and not p.named:
-                left[p.path] = f"two of rank {r} have {r * p.by_rank:,} weights, and the one has {p.size:,}"
+                left[p.path] = f"two factors of rank {r} have {r * p.by_rank:,} weights, and the module has {p.size:,}"
             else:
                 chosen[id(p.module)] = p
         if not chosen:
-            mends = ["give a smaller rank or energy"] if places else []
-            if self._floor is not None:
-                mends.insert(0, f"lower {self._floor[0]}= to {self._floor[1]} or less")
-            mends.append(f"name some, {who}(names=[...])")
-            mends[0] = mends[0][0].upper() + mends[0][1:]
+            fixes = [] if self._floor is None else [f"set {self._floor[0]}={self._floor[1]} or lower"]
+            fixes += ["give a smaller rank or energy"] if places else []
+            fixes.append(f"name some with {who}(names=[...])")
+            fix = ", or ".join(fixes)
             raise ValueError(
-                f"{who}: {type(surgeon.root).__name__} has no {self.what} to factor (among {len(places)} that could be)."
-                f"{by_reason(left)} Expected some that a lower rank makes smaller. {', or '.join(mends)}; or take"
-                " the technique out."
+                f"{who}: found no {self.what} in {type(surgeon.root).__name__} that two factors would make smaller."
+                f"{by_reason(left)} {fix[0].upper()}{fix[1:]}, or remove the callback."
             )
         surgeon.leave(left)
         kept: list[float] = []
@@ -135,10 +121,10 @@ class LowRank(Architecture):
         self._before = sum(p.size for p in chosen.values())
         self._after = sum(p.by_rank * ranks[p.path] for p in chosen.values())
         found = {ranks[p.path] for p in chosen.values()}
-        energies = f"{min(kept):.3g} to {max(kept):.3g} of their squares" if kept else "values that are not there yet"
+        energies = f" The factors keep {min(kept):.3g} to {max(kept):.3g} of the squared weights." if kept else ""
         rank_zero_info(
-            f"{who}: {self._count} {self.what}s in two factors of rank {min(found)} to {max(found)}, which keep {energies}:"
-            f" {self._after:,} weights for {self._before:,}."
+            f"{who}: replaced {self._count} {self.what}s with factors of rank {min(found)} to {max(found)}, which have"
+            f" {self._after:,} weights instead of {self._before:,}.{energies}"
         )
 
     def _rank_of(self, place: Place, parts: tuple[Tensor, Tensor, Tensor] | None) -> int:
@@ -146,21 +132,21 @@ class LowRank(Architecture):
         if self.energy is not None:
             if parts is None:
                 raise ValueError(
-                    f"{who}(energy={self.energy}): {place.path} lies nowhere (meta device), so its singular values are not"
-                    " known; expected weights, or rank= instead."
+                    f"{who}(energy={self.energy}): {place.path} is on the meta device, so it has no singular values. Give"
+                    " rank= instead."
                 )
             return rank_of_energy(parts[1], self.energy)
-        rank = SHARE if self.rank is None else self.rank
+        rank = DEFAULT if self.rank is None else self.rank
         if isinstance(rank, float):
             return max(1, round(rank * place.full))
         if rank > place.full and place.named:
             raise ValueError(
-                f"{who}({rank=}): {place.path} ({type(place.module).__name__}) has rank {place.full} at most; expected no more."
-                f" Give rank={place.full}, or leave it out of the names."
+                f"{who}({rank=}): the full rank of {place.path} ({type(place.module).__name__}) is {place.full}. Give"
+                f" rank={place.full} or less, or leave it out of `names`."
             )
         return rank
 
-    # -- what is told
+    # -- reports
 
     @override
     def report(self) -> "dict[str, float | int | Tensor]":
@@ -169,5 +155,5 @@ class LowRank(Architecture):
     @override
     def summary(self) -> str:
         if not self._count:
-            return "the module had its factors already"
-        return f"{self._count} {self.what}s in two factors, {self._after:,} weights for {self._before:,}"
+            return "the module already had its factors"
+        return f"{self._count} {self.what}s as two factors, {self._after:,} weights instead of {self._before:,}"

@@ -1,1 +1,1 @@
-"""Matrices as products of two block-diagonal ones with a permutation between."""
+"""Matrices as products of two block-diagonal ones with permutations."""

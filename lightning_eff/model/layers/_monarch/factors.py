@@ -1,15 +1,15 @@
 """The nearest product of two block-diagonal matrices with permutations (Dao et al. 2022, arXiv:2204.00595).
 
-Inputs of a matrix W (N, K) are divided into k runs, and outputs into l classes: number ``t l + i`` is the t-th of class i. In
-``W ~ Q L P R``,
+The inputs of a matrix W (N, K) are divided into k runs, and its outputs into l classes: output ``t l + i`` is the t-th of
+class i. In ``W ~ Q L P R``,
 
-    R (k, l r, K / k):  block j makes l r numbers of the j-th run of inputs, r for each class of outputs
+    R (k, l r, K / k):  block j computes l r numbers from the j-th run of inputs, r for each class of outputs
     P:                  number (j, i, s) of the k l r becomes number (i, j, s)
-    L (l, N / l, k r):  block i makes the N / l outputs of its class of its k r numbers
+    L (l, N / l, k r):  block i computes the N / l outputs of its class from its k r numbers
     Q:                  output (i, t) becomes number t l + i
 
-the part of the product at class i and run j is ``L[i, :, j] R[j, i]``, any matrix of rank r. So the nearest product has the
-nearest matrix of rank r in each part, which is that of its r largest singular values (Dao et al. 2022, theorem 1, for r = 1).
+The part of the product at class i and run j is ``L[i, :, j] R[j, i]``, any matrix of rank r. The nearest product therefore
+has the nearest matrix of rank r in each part: its r largest singular values (Dao et al. 2022, theorem 1, for r = 1).
 """
 
 import torch
@@ -17,17 +17,17 @@ from torch import Tensor
 
 
 def at_least_single(matrix: Tensor) -> Tensor:
-    """In float32, or as it is in float64."""
+    """``matrix`` in float32, or unchanged if it is float64."""
     return matrix if matrix.dtype == torch.float64 else matrix.float()
 
 
 def num_weights(outputs: int, inputs: int, blocks: tuple[int, int], rank: int) -> int:
-    """``r (l K + k N)``: elements of both factors.
+    """``r (l K + k N)``, the number of elements of both factors.
 
     Args:
         outputs: N.
         inputs: K.
-        blocks: l and k, classes of outputs and runs of inputs.
+        blocks: l and k, the numbers of classes of outputs and of runs of inputs.
         rank: r.
     """
     classes, runs = blocks
@@ -35,15 +35,15 @@ def num_weights(outputs: int, inputs: int, blocks: tuple[int, int], rank: int) -
 
 
 def project(matrix: Tensor, blocks: tuple[int, int], rank: int) -> tuple[Tensor, Tensor]:
-    """The factors L and R whose product is nearest to ``matrix``, by the sum of squares.
+    """The factors L and R whose product is nearest to ``matrix`` in the sum of squares.
 
     Args:
-        matrix: W of shape (N, K), which ``blocks`` divide.
+        matrix: W of shape (N, K); l divides N and k divides K.
         blocks: l and k.
         rank: r, at most min(N / l, K / k).
 
     Returns:
-        L of shape (l, N / l, k r) and R of shape (k, l r, K / k), in float32 at least; the singular values are split evenly
+        L of shape (l, N / l, k r) and R of shape (k, l r, K / k), in float32 or float64. The singular values are split evenly
         between the two.
     """
     (rows, columns), (n, m) = blocks, matrix.shape
@@ -60,7 +60,7 @@ def project(matrix: Tensor, blocks: tuple[int, int], rank: int) -> tuple[Tensor,
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """``Q L P R`` as a matrix (N, K), in float32 at least."""
+    """``Q L P R`` as a matrix (N, K), in float32 or float64."""
     (rows, n, _), (columns, made, m) = left.shape, right.shape
     a = at_least_single(left).view(rows, n, columns, made // rows)
     b = at_least_single(right).view(columns, rows, made // rows, m)
@@ -68,7 +68,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def apply(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``Q L P R x`` for vectors ``x`` of shape (..., K), by two batches of small products."""
+    """``Q L P R x`` for vectors ``x`` of shape (..., K), as two batches of small products."""
     (rows, n, taken), (columns, made, m) = left.shape, right.shape
     runs = x.reshape(-1, columns, m).transpose(0, 1)  # (k, T, K / k)
     inner = torch.bmm(runs, right.transpose(1, 2))  # R: (k, T, l r)

@@ -1,4 +1,4 @@
-"""A module that computes with two block-diagonal factors where a plain one has a whole weight."""
+"""A module that computes with two block-diagonal factors where a plain one has one weight."""
 
 from collections.abc import Mapping
 
@@ -10,15 +10,15 @@ from lightning_eff.model.layers._monarch import factors
 
 
 class MonarchLinear(nn.Module):
-    """``Q L P R x + b`` for ``W x + b``; to others ``weight`` is the plain module's, made of the factors at each look.
+    """``Q L P R x + b`` instead of ``W x + b``; ``weight`` is the plain weight, computed from the factors at each access.
 
     Args:
         in_features: K.
         out_features: N.
-        blocks: l and k, classes of outputs and runs of inputs; see ``factors``.
+        blocks: l and k, the numbers of classes of outputs and of runs of inputs; see ``factors``.
         rank: r, of each block.
-        transposed: the plain weight is of shape (K, N) and not (N, K).
-        bias: the plain module's, taken as the same parameter; or None.
+        transposed: whether the plain weight has shape (K, N) instead of (N, K).
+        bias: the plain module's bias, which becomes this module's parameter, or None.
     """
 
     bias: nn.Parameter | None
@@ -43,14 +43,14 @@ class MonarchLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Factors whose product is as far spread as a new ``nn.Linear``'s weight: variance 1 / (3 K)."""
+        """Draw factors whose product has the variance of a new ``nn.Linear``'s weight, 1 / (3 K)."""
         runs, _, m = self.right.shape
         with torch.no_grad():
             self.right.normal_(0.0, m**-0.5)
             self.left.normal_(0.0, (3.0 * runs * self.rank) ** -0.5)
 
     def begin(self, matrix: Tensor) -> None:
-        """Take the factors nearest to a weight of shape (N, K)."""
+        """Copy the factors nearest to a weight of shape (N, K)."""
         left, right = factors.project(matrix, self.blocks, self.rank)
         with torch.no_grad():
             self.left.copy_(left)
@@ -63,7 +63,7 @@ class MonarchLinear(nn.Module):
         return whole.t() if self.transposed else whole
 
     def fold(self) -> Mapping[str, Tensor]:
-        """The product, in the plain weight's layout, and the bias itself."""
+        """The product in the plain weight's layout, and the bias."""
         found = {"weight": self.weight}
         return found if self.bias is None else {**found, "bias": self.bias}
 

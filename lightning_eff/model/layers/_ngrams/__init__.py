@@ -1,1 +1,1 @@
-"""What a table of n-grams needs: an optimizer whose cost goes with the rows, caches told."""
+"""A table of n-grams that is added to the token embedding."""

@@ -1,4 +1,4 @@
-"""A hook that says so where a module is called to go on from what a cache holds, of which an n-gram would see too little."""
+"""A hook that refuses calls that continue from a cache, where an n-gram would miss earlier tokens."""
 
 import inspect
 import re
@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Names under which modules are handed keys and values of earlier tokens, or how many of them there are.
+#: Names of arguments with keys and values of earlier tokens, or with the number of these tokens.
 _NAMES = re.compile(r"past|cache|^(start|input)_pos$")
 
 
 def holds(value: Any) -> bool:
-    """Whether a cache, or what counts its tokens, says that there were some before."""
+    """Whether a cache, or a count of its tokens, shows that there were earlier tokens."""
     if value is None or isinstance(value, bool):
         return False
     if callable(length := getattr(value, "get_seq_length", None)):
@@ -28,13 +28,13 @@ def holds(value: Any) -> bool:
 
 
 class RefuseCache:
-    """A forward pre-hook with keywords for what contains an embedding of n-grams.
+    """A forward pre-hook with keywords for a module that contains an embedding of n-grams.
 
     Args:
-        module: for which it is.
+        module: the module.
 
     Raises:
-        ValueError: where a call goes on from a cache that holds tokens.
+        ValueError: if a call continues from a cache that holds tokens.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,7 +44,6 @@ class RefuseCache:
         for name, value in (*zip(self.arguments, args, strict=False), *kwargs.items()):
             if _NAMES.search(name) and holds(value):
                 raise ValueError(
-                    f"NgramEmbedding: {type(module).__name__} is called with {name}, which holds earlier tokens: the ids of"
-                    " this call come without those before them, of which its n-grams are made, and another function would be"
-                    " computed. Call it with all ids and without a cache, such as generate(..., use_cache=False)."
+                    f"NgramEmbedding: {type(module).__name__} is called with {name}, which holds earlier tokens, and n-grams"
+                    " need their ids. Call it with all ids and without a cache, such as generate(..., use_cache=False)."
                 )

@@ -1,4 +1,4 @@
-"""Whether the gradients of a table can have a sparse layout in a run, which all that reads them must know of."""
+"""Whether the gradients of a table can be sparse in a run, given everything that reads them."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -13,17 +13,17 @@ _READS_GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "configure_
 
 
 def dense_for(session: Session) -> str:
-    """Why gradients of the table are dense in this run; empty where they are sparse."""
+    """Why gradients of the table are dense in this run; empty if they are sparse."""
     trainer, module = session.trainer, session.module
     plugin = trainer.strategy.precision_plugin
     if not is_exactly(trainer.strategy, SingleDeviceStrategy):
-        return f"{type(trainer.strategy).__name__} exchanges whole ones"
+        return f"{type(trainer.strategy).__name__} exchanges whole gradients"
     if not module.automatic_optimization:
         return "under manual optimization the module may read them"
     if not is_lightnings(type(plugin)):
         return f"{type(plugin).__name__} may read them"
     if compiled_around(module, [m for m in module.modules() if isinstance(m, Ngrams)]):
-        return "the embedding lies in what is compiled as a whole"
+        return "the embedding is in a module that is compiled as a whole"
     for technique in session.working:
         if not (isinstance(technique, Technique) and technique.sparse_gradients):
             return f"{type(technique).__name__} may read them"

@@ -1,4 +1,4 @@
-"""Adam on the rows of tables that have a gradient, as ``torch.optim.SparseAdam`` makes it, for gradients of either layout."""
+"""Adam on the rows of tables that have a gradient, like ``torch.optim.SparseAdam``, for sparse and dense gradients."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -37,26 +37,26 @@ def row_adam(
     betas: tuple[float, float],
     eps: float,
 ) -> int:
-    """One step of Adam in ``rows`` alone, in place; all other rows of ``w``, ``m`` and ``v`` stay bit for bit.
+    """Take one step of Adam in ``rows``, in place; all other rows of ``w``, ``m`` and ``v`` stay unchanged bit for bit.
 
-    With the bias corrected by ``t``, the table's steps, however many of them a row took part in::
+    The bias is corrected by ``t``, the number of the table's steps, whichever of them a row took part in::
 
         m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
         w = w - lr sqrt(1 - b2^t) / (1 - b1^t) m / (sqrt(v) + eps)
 
     Args:
         w: the table, (R, D).
-        rows: different ones, (K,).
+        rows: different rows, (K,).
         g: their gradients, (K, D).
         m: the means of gradients, (R, D).
         v: the means of their squares, (R, D).
-        t: steps so far, this one included.
-        lr: the rate.
+        t: the number of steps so far, including this one.
+        lr: the learning rate.
         betas: (b1, b2).
         eps: keeps the denominator away from zero.
 
     Returns:
-        How many elements were written.
+        The number of elements written.
     """
     b1, b2 = betas
     # m := b1 m + (1 - b1) g;  v := b2 v + (1 - b2) g^2
@@ -71,23 +71,23 @@ def row_adam(
 
 
 class RowAdam(Optimizer):
-    """Adam for tables, of which a step moves the rows that have a gradient, and reads and writes no others.
+    """Adam for tables: a step updates only the rows that have a gradient, and reads and writes no others.
 
-    With gradients of sparse layout that is ``torch.optim.SparseAdam``, but for rows whose gradient is zero throughout, which
-    it takes for rows without one; so a dense gradient gives the same steps. Means of rows that rest do not decay meanwhile.
+    With sparse gradients it is ``torch.optim.SparseAdam``, except that rows whose gradient is all zero count as rows without
+    one. A dense gradient therefore gives the same steps. The means of rows without a gradient do not decay.
 
     Args:
         params: tables, (R, D).
-        lr: the rate, >= 0.
-        betas: of the means of gradients and of their squares, each in [0, 1).
-        eps: > 0 keeps the denominator away from zero.
+        lr: the learning rate, >= 0.
+        betas: the decay of the means of gradients and of their squares, each in [0, 1).
+        eps: > 0, keeps the denominator away from zero.
 
     Attributes:
-        written: elements written in the last step.
-        rows: rows that took part in it.
+        written: the number of elements written in the last step.
+        rows: the number of rows updated in it.
 
     Raises:
-        ValueError: for other values, or a tensor that is no table.
+        ValueError: for other values, or a tensor that is not a table.
     """
 
     def __init__(

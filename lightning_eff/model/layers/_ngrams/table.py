@@ -1,7 +1,8 @@
-"""The token embedding with a table of n-grams beside it, and which row of the table each n-gram has.
+"""The token embedding with a table of n-grams, and the row of the table for each n-gram.
 
-Rows are the n-grams' numbers to the base of the vocabulary where a table has one for each, else a hash: a linear function as
-Carter & Wegman 1979 (J. Comput. Syst. Sci. 18) have them, mixed, in integers that fit in 64 bits: the same on every device.
+A row is the n-gram's number in base ``vocabulary`` if the table has a row for each, and a hash otherwise: a linear function
+as in Carter & Wegman 1979 (J. Comput. Syst. Sci. 18), mixed, in integers that fit in 64 bits and are the same on every
+device.
 """
 
 import copy
@@ -23,7 +24,7 @@ MULTIPLIER = 950_706_376
 
 
 def mixed(x: Tensor) -> Tensor:
-    """A permutation of the numbers below 2^32 without the lattice that multiples of a constant lie on (Mueller's)."""
+    """A permutation of the numbers below 2^32 that breaks up the lattice of multiples of a constant (by Mueller)."""
     for _ in range(2):
         x = (((x >> 16) ^ x) * 0x45D9F3B) & 0xFFFFFFFF
     return (x >> 16) ^ x
@@ -32,7 +33,7 @@ def mixed(x: Tensor) -> Tensor:
 def ngram_rows(ids: Tensor, n: int, rows: int, *, vocabulary: int, padding: int | None = None, dim: int = 1) -> Tensor:
     """The row of the n-gram that ends at each position; ``rows``, one past the last, where there is none.
 
-    With ``x[t-n+1 .. t]`` the n-gram, V the vocabulary, R the rows, p and a the constants of this file::
+    With the n-gram ``x[t-n+1 .. t]``, the vocabulary V, R rows, and the constants p and a of this file::
 
         row = sum_k x[t-k] V^k                            if V^n <= R
         row = mix(sum_k (a^(k+1) mod p) x[t-k] mod p) mod R   else
@@ -41,11 +42,11 @@ def ngram_rows(ids: Tensor, n: int, rows: int, *, vocabulary: int, padding: int 
 
     Args:
         ids: in [0, V), of any integer dtype.
-        n: ids in an n-gram, >= 1.
+        n: the number of ids in an n-gram, >= 1.
         rows: R.
         vocabulary: V.
-        padding: the id that stands for no token; None where there is none.
-        dim: along which tokens follow one another.
+        padding: the id that stands for no token, or None.
+        dim: the dimension along which tokens follow one another.
 
     Returns:
         int64, the shape of ``ids``.
@@ -71,10 +72,10 @@ def ngram_rows(ids: Tensor, n: int, rows: int, *, vocabulary: int, padding: int 
 
 
 class RowLookup(torch.autograd.Function):
-    """``weight[rows]`` whose gradient is sparse, each row in it once, and to the bit the dense one's sums.
+    """``weight[rows]`` with a sparse gradient that has each row once, equal to the dense gradient bit for bit.
 
-    So whether gradients are sparse changes nothing but what they cost: torch's own sparse ones have a row for each look-up,
-    which are added up in another order.
+    Sparse gradients therefore change only the cost. Torch's sparse gradients have a row for each look-up, and add them up in
+    another order.
     """
 
     @staticmethod
@@ -101,9 +102,9 @@ class RowLookup(torch.autograd.Function):
 
 
 class NgramTable(nn.Embedding):
-    """Rows for n-grams, and a last one for those that there are none for, which stays zero.
+    """Rows for n-grams, and a last one that stays zero for positions without an n-gram.
 
-    With ``sparse`` set gradients are those of :class:`RowLookup`.
+    With ``sparse`` set, gradients are those of :class:`RowLookup`.
     """
 
     def __init__(self, rows: int, dim: int) -> None:
@@ -121,16 +122,16 @@ class NgramTable(nn.Embedding):
 
 
 class Ngrams(nn.Embedding):
-    """What a class of embeddings is made to have: the row of each n-gram, added to what the embedding gives.
+    """An embedding that adds the row of each n-gram to its output.
 
-    N-grams of several orders have the rows of one table, those of each order after those of the one before.
+    N-grams of several orders share one table, with the rows of each order after those of the order before.
     """
 
-    as_before = ("weight",)  # heads go on using it
+    as_before = ("weight",)  # heads keep using it
 
     ngrams: NgramTable
     orders: tuple[int, ...]
-    rows: tuple[int, ...]  #: of each order
+    rows: tuple[int, ...]  #: the number of rows of each order
     batch_first: bool
 
     @override
@@ -138,14 +139,14 @@ class Ngrams(nn.Embedding):
         plain = super().forward(input, *args, **kwargs)
         if input.ndim != 2:
             raise ValueError(
-                f"NgramEmbedding: the token embedding got ids of shape {tuple(input.shape)}; expected (B, T), since in others"
-                " it cannot be told which ids stand before which. Do not flatten them before the embedding."
+                f"NgramEmbedding: the token embedding got ids of shape {tuple(input.shape)}; expected (B, T), to know the order"
+                " of the tokens. Do not flatten ids before the embedding."
             )
         added = self.ngrams(self.rows_of(input, 1 if self.batch_first else 0))
         return plain + (added[0] if len(self.orders) == 1 else added.sum(0)).to(plain.dtype)
 
     def rows_of(self, ids: Tensor, dim: int) -> Tensor:
-        """The table's row of each n-gram; with K orders (K, B, T), of ids (B, T)."""
+        """The table's row of each n-gram, (K, B, T) for K orders and ids (B, T)."""
         none, found, first = self.ngrams.num_embeddings - 1, [], 0
         for n, rows in zip(self.orders, self.rows, strict=True):
             row = ngram_rows(ids, n, rows, vocabulary=self.num_embeddings, padding=self.padding_idx, dim=dim)
@@ -154,18 +155,18 @@ class Ngrams(nn.Embedding):
         return torch.stack(found)
 
     def exact(self, order: int) -> bool:
-        """Whether each n-gram of this order, the number of it, has a row of its own."""
+        """Whether each n-gram of an order has its own row; ``order`` is an index into ``orders``."""
         return self.num_embeddings ** self.orders[order] <= self.rows[order]
 
     def fold(self) -> Mapping[str, Tensor]:
-        """The plain embedding's weight, where n is 1."""
+        """The plain embedding's weight, if n is 1."""
         if max(self.orders) > 1:
             raise CannotFold(
-                f"what it gives goes by {max(self.orders)} tokens, which no embedding of one does. Keep the module as it is,"
-                " and build it by lightning_eff.apply(plain, NgramEmbedding(...)) where its checkpoints are used"
+                f"its output depends on {max(self.orders)} tokens, and that of nn.Embedding on one. Keep the module, and"
+                " build it with lightning_eff.apply(plain, NgramEmbedding(...)) to load its checkpoints"
             )
         if self.max_norm is not None or type(self).__mro__[2].forward is not nn.Embedding.forward:
-            raise CannotFold(f"what {type(self).__mro__[2].__name__} makes of its weight is not the weight alone")
+            raise CannotFold(f"the output of {type(self).__mro__[2].__name__} is not just rows of its weight")
         ids = torch.arange(self.num_embeddings, device=self.weight.device)[None]
         added = self.ngrams.weight[self.rows_of(ids, 1)[0, 0]]
         return {"weight": self.weight + added.to(self.weight.dtype) if bool(added.any()) else self.weight}
@@ -193,14 +194,14 @@ def _blank(cls: type[nn.Embedding]) -> Ngrams:
 def beside(
     plain: nn.Embedding, table: NgramTable, orders: Sequence[int], rows: Sequence[int], *, batch_first: bool
 ) -> Ngrams:
-    """An embedding with ``plain``'s own class, parameters and settings, and ``table`` added to what it gives.
+    """An embedding with ``plain``'s class, parameters and settings that adds ``table``.
 
     Args:
         plain: the embedding.
-        table: of as many rows as all orders have together.
-        orders: tokens of an n-gram, each once.
-        rows: of each order.
-        batch_first: whether it gets ids of (B, T).
+        table: has as many rows as all orders together.
+        orders: the number of tokens of each n-gram, without repetitions.
+        rows: the number of rows of each order.
+        batch_first: whether ids have shape (B, T).
     """
     made = _blank(type(plain))
     made.__dict__.update({k: copy.copy(v) if isinstance(v, dict | set) else v for k, v in plain.__dict__.items()})

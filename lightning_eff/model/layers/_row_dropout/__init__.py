@@ -1,1 +1,1 @@
-"""Dropout of hidden units by regular patterns, of which products are smaller."""
+"""Dropout of hidden units in regular patterns, which makes the products smaller."""

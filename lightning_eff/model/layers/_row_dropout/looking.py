@@ -1,4 +1,4 @@
-"""The look at a module's feed-forward networks with its first batch: found, and seen to compute with fewer units."""
+"""Finds a module's feed-forward networks on its first batch, and verifies that they compute with fewer units."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,14 +17,14 @@ from lightning_eff.model.layers._row_dropout.thinning import Thinned
 def found(
     session: Session, batch: Any, batch_idx: int, *, most: int, names: Sequence[Sequence[str]] | None, who: str
 ) -> Thinned | None:
-    """The feed-forward networks of the run's module, seen to be with some units what the masked ones are with all.
+    """The feed-forward networks of the run's module, verified to compute the same with some units as with the others masked.
 
-    Three forward passes on the run's first batch, in evaluation mode, whose cost is counted; None for a batch that the step
-    passes over.
+    It runs three forward passes on the first batch in evaluation mode, and counts their cost. It returns None for a batch
+    that the step skips.
 
     Raises:
         ValueError: if there is none, one has fewer than ``most`` hidden units, the step does not call them as modules, or a
-            network does not treat each unit by itself; no weight has changed then.
+            network does not treat each unit separately. No weight has changed then.
     """
     graph = traced(session, batch, batch_idx, who=who)
     if graph is None:
@@ -37,14 +37,12 @@ def found(
         if not ffns:
             why = "; ".join(f"{name}: {reason}" for name, reason in refused.items()) or "there are no residual branches"
             raise ValueError(
-                f"{who}: found no feed-forward network x + W_2 f(W_1 x) in {type(module).__name__} ({why}); expected at least"
-                " one. Name them by ffn=, such as ffn=[['blocks.*.fc1', 'blocks.*.fc2']], or take the technique out."
+                f"{who}: found no feed-forward network x + W_2 f(W_1 x) in {type(module).__name__} ({why}). Name them, such as"
+                " ffn=[['blocks.*.fc1', 'blocks.*.fc2']], or remove the callback."
             )
     small = next((ffn for ffn in ffns if ffn.hidden < most), None)
     if small is not None:
-        raise ValueError(
-            f"{who}(most={most}): {small} has fewer units than a period; expected {most} at least. Give a smaller most."
-        )
+        raise ValueError(f"{who}(most={most}): {small} has fewer units than the longest period. Give a smaller `most`.")
     thinned = Thinned(module, ffns)
     thinned.patterns = [Pattern(2, 1)] * len(ffns) if most > 1 else thinned.patterns
     try:
@@ -53,23 +51,23 @@ def found(
     except (RuntimeError, TypeError, IndexError) as error:
         raise ValueError(
             f"{who}: {type(module).__name__} cannot compute with half of the hidden units of"
-            f" {', '.join(map(str, ffns[:3]))}: {first_line(error)}. Expected code that takes their number from what it is"
-            " given. Name other networks by ffn=, or take the technique out."
+            f" {', '.join(map(str, ffns[:3]))}: {first_line(error)}. Its code must read the width from its input; name other"
+            " networks by ffn=, or remove the callback."
         ) from error
     with thinned.masked(), thinned.watched() as masked:
         traced(session, batch, batch_idx, who=who)
     differ = [name for name in masked if not _same(thin.get(name, []), masked[name])]
     if differ or not masked:
         raise ValueError(
-            f"{who}: with half of their hidden units, {', '.join(differ) or 'no map'} would return other values than with the"
-            " others' weights at zero; expected networks that treat each hidden unit by itself, called as modules. Name"
-            " other networks by ffn=, or take the technique out."
+            f"{who}: {', '.join(differ) or 'every layer'} returns other values with half of the hidden units than with the"
+            " others' weights at zero, so it does not treat each unit separately or is not called as a module. Name other"
+            " networks by ffn=, or remove the callback."
         )
     return thinned
 
 
 def _same(few: Sequence[Tensor], all_: Sequence[Tensor]) -> bool:
-    """Whether values are equal but for rounding."""
+    """Whether values are equal up to rounding."""
     if len(few) != len(all_):
         return False
     for a, b in zip(few, all_, strict=True):

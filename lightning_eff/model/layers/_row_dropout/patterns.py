@@ -1,4 +1,4 @@
-"""Regular patterns: of each ``period`` units that lie side by side, one is kept (Song et al. 2018, section 3)."""
+"""Regular patterns that keep one of every ``period`` neighbouring units (Song et al. 2018, section 3)."""
 
 import math
 from typing import NamedTuple
@@ -8,9 +8,9 @@ from torch import Generator, Tensor
 
 
 class Pattern(NamedTuple):
-    """Kept are the units ``first, first + period, first + 2 period, ...``; ``first`` lies in [0, period).
+    """Keep the units ``first, first + period, first + 2 period, ...``; ``first`` is in [0, period).
 
-    A kept unit counts ``period`` times, so that for each period the mean over ``first`` is what all units give.
+    A kept unit counts ``period`` times, so the mean over ``first`` equals the result of all units, for each period.
     """
 
     period: int
@@ -18,10 +18,10 @@ class Pattern(NamedTuple):
 
 
 def probabilities(rate: float, most: int) -> list[float]:
-    """How likely each period from 1 to ``most`` is, for units to be dropped at ``rate`` on average.
+    """The probability of each period from 1 to ``most`` that drops a fraction ``rate`` of the units on average.
 
-    Of all distributions with ``sum_i d_i (1 - 1/i) = rate`` that of the largest entropy, ``-sum_i d_i log d_i``, so that
-    patterns are many: ``d_i = exp(t (1 - 1/i)) / Z``. The source searches for it by gradients on both terms.
+    Of all distributions with ``sum_i d_i (1 - 1/i) = rate``, take the one with the largest entropy ``-sum_i d_i log d_i``, so
+    that patterns vary: ``d_i = exp(t (1 - 1/i)) / Z``. The paper searches for it with gradients on both terms.
 
     Args:
         rate: in [0, 1 - 1 / most].
@@ -45,7 +45,7 @@ def probabilities(rate: float, most: int) -> list[float]:
 
 
 def draw(likely: list[float], generator: Generator) -> Pattern:
-    """A period by its probability, and any of its places to begin."""
+    """Draw a period by its probability, and its first unit uniformly."""
     numbers = torch.rand(2, generator=generator, dtype=torch.float64).tolist()
     period, above = len(likely), 0.0
     for i, p in enumerate(likely, start=1):
@@ -57,7 +57,7 @@ def draw(likely: list[float], generator: Generator) -> Pattern:
 
 
 def kept(tensor: Tensor, dim: int, groups: int, pattern: Pattern) -> Tensor:
-    """The part of ``tensor`` of the kept units, which lie along ``dim``, ``groups`` times one after the other."""
+    """The part of ``tensor`` that belongs to the kept units; these run along ``dim``, repeated ``groups`` times."""
     if groups == 1:
         return tensor[(slice(None),) * dim + (slice(pattern.first, None, pattern.period),)]
     apart = tensor.unflatten(dim, (groups, -1))

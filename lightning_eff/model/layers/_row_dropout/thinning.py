@@ -1,4 +1,4 @@
-"""Feed-forward networks that compute with some of their hidden units for a step, while their parameters have all of them."""
+"""Feed-forward networks that compute with some of their hidden units for a step, and keep all parameters."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff._core._branches.ffns import FFN, Part
-from lightning_eff._core._stack.showing import Worn, put_on, take_off, worn_by
+from lightning_eff._core._stack.showing import Worn, worn_by
 from lightning_eff._core.patches import hook_behind
 from lightning_eff.model.layers._row_dropout.patterns import Pattern, kept
+from lightning_eff.model.layers._shared.wearing import worn
 
 WHOLE = Pattern(1, 0)
 
 
 class Thin(Worn):
-    """A module that computes with the kept hidden units along its parameters."""
+    """A module that computes with the part of its parameters that belongs to the kept hidden units."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own ``forward`` on a part of its parameters."""
@@ -27,11 +28,11 @@ class Thin(Worn):
 
 
 class Thinned:
-    """Which hidden units of feed-forward networks are kept.
+    """The patterns that feed-forward networks compute with.
 
     Attributes:
         ffns: the networks.
-        patterns: of each of them.
+        patterns: the pattern of each.
 
     Args:
         root: the module.
@@ -59,17 +60,12 @@ class Thinned:
     def view(self, training: bool) -> Iterator[None]:
         """Let modules compute with the kept units in training, until the context ends."""
         some = training and any(pattern.period > 1 for pattern in self.patterns)
-        worn = [m for m, _ in self._owners.values()] if some else []
-        for m in worn:
-            put_on(m, Thin, cast(Any, self))
-        try:
+        modules = [m for m, _ in self._owners.values()] if some else []
+        with worn(Thin, modules, [self] * len(modules)):
             yield
-        finally:
-            for m in worn:
-                take_off(m)
 
     def run(self, m: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """``plain.forward`` of ``m`` with what is kept in place of its own parameters."""
+        """Run ``plain.forward`` of ``m`` with the kept part in place of its parameters."""
         names = self._owners[id(m)][1]
         held: dict[str, Any] = m._parameters
         before, nf = {name: held[name] for name in names}, m.__dict__.get("nf")
@@ -91,11 +87,11 @@ class Thinned:
         taken = kept(p, part.dim, part.groups, pattern)
         return taken * pattern.period if part.last else taken
 
-    # -- the look
+    # -- verification
 
     @contextmanager
     def masked(self) -> Iterator[None]:
-        """The plain network with dropped units' weights to the stream at zero, and those of kept ones ``period`` times."""
+        """Set the output weights of dropped units to zero, and scale those of kept units by ``period``."""
         values = [(p, p.detach().clone()) for p, _, _ in self._last]
         try:
             with torch.no_grad():
@@ -111,7 +107,7 @@ class Thinned:
 
     @contextmanager
     def watched(self) -> Iterator[dict[str, list[Tensor]]]:
-        """What the last maps return, by their weights' names."""
+        """Collect the outputs of the last layers, by the names of their weights."""
         seen: dict[str, list[Tensor]] = {}
         with ExitStack() as scope:
             for _, part, m in self._last:

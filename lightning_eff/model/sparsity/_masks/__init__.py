@@ -1,1 +1,1 @@
-"""The engine of masks: which weights can be zero, how many of each are, and who sees to it."""
+"""Masks of weights: how they are chosen, changed and kept."""

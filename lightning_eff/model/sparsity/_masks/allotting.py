@@ -1,24 +1,21 @@
-"""How many numbers of each weight are kept: the same share of all, or more of the small ones (ERK)."""
+"""The number of elements that each weight keeps: the same fraction of each, or more of the small weights (ERK)."""
 
 from collections.abc import Mapping
 from math import prod
-from typing import Literal
 
+from lightning_eff.model.sparsity._masks.arguments import Distribution
 from lightning_eff.model.sparsity._masks.finding import Block, Weight
-
-Distribution = Literal["uniform", "erk"]
-DISTRIBUTIONS = ("uniform", "erk")
 
 
 def erk(dims: Mapping[str, tuple[int, ...]], counts: Mapping[str, int], sparsity: float) -> dict[str, float]:
-    """The share of each weight that is kept, by Erdős-Rényi-Kernel (Evci et al. 2019).
+    """The fraction of each weight that is kept under Erdős-Rényi-Kernel (Evci et al. 2019).
 
-    ``1 - s^l = eps (n_out + n_in + w + h) / (n_out n_in w h)``, at most 1, with ``eps`` such that all together keep
+    ``1 - s^l = eps (n_out + n_in + w + h) / (n_out n_in w h)``, at most 1, with ``eps`` such that all weights together keep
     ``1 - sparsity``.
 
     Args:
-        dims: the sizes of each weight's map.
-        counts: how many numbers each has.
+        dims: the sizes of each weight.
+        counts: the number of elements of each.
         sparsity: of all together, in [0, 1).
     """
     budget, whole = (1.0 - sparsity) * sum(counts.values()), set[str]()
@@ -36,7 +33,7 @@ def erk(dims: Mapping[str, tuple[int, ...]], counts: Mapping[str, int], sparsity
 def allotted(
     weights: Mapping[str, Weight], sparsity: float, distribution: Distribution, block: Block = (1, 1)
 ) -> dict[str, int]:
-    """How many blocks of each weight are kept, at least 1."""
+    """The number of blocks that each weight keeps, at least 1."""
     if distribution == "uniform":
         shares = dict.fromkeys(weights, 1.0 - sparsity)
     else:

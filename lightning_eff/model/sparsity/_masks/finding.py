@@ -1,4 +1,4 @@
-"""Which parameters of any module can be masked: weights of linear maps and convolutions."""
+"""Finds the parameters of a module that can be masked: weights of linear layers and convolutions."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Weight:
     """A parameter that is masked.
 
     Attributes:
-        name: in ``module.named_parameters()``.
-        shape: of it.
-        stack: it is (k, ..., ...), a matrix for each of k experts.
+        name: the name in ``module.named_parameters()``.
+        shape: the shape.
+        stack: whether it is (k, ..., ...), a matrix for each of k experts.
     """
 
     name: str
@@ -34,39 +34,39 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """How many numbers it has."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The sizes of one map of it: inputs, outputs and the kernel's sides."""
+        """The sizes of one matrix or kernel: inputs, outputs and the sides of the kernel."""
         return self.shape[1:] if self.stack else self.shape
 
     @property
     def _matrices(self) -> tuple[int, int, int]:
-        """It as (k, rows, columns)."""
+        """The sizes as (k, rows, columns)."""
         if self.stack:
             return self.shape[0], self.shape[1], self.shape[2]
         return 1, self.shape[0], prod(self.shape[1:])
 
     def num_blocks(self, block: Block) -> int:
-        """How many blocks it is made of."""
+        """The number of blocks."""
         return self.numel // prod(block)
 
     def divides(self, block: Block) -> bool:
-        """Whether it is made of whole blocks."""
+        """Whether it consists of whole blocks."""
         _, rows, columns = self._matrices
         return rows % block[0] == 0 and columns % block[1] == 0
 
     def pool(self, values: Tensor, block: Block) -> Tensor:
-        """The sum of ``values``, of the weight's shape, in each block: (blocks,)."""
+        """The sum of ``values``, which have the weight's shape, in each block: (blocks,)."""
         if block == (1, 1):
             return values.reshape(-1)
         k, rows, columns = self._matrices
         return values.reshape(k, rows // block[0], block[0], columns // block[1], block[1]).sum((2, 4)).flatten()
 
     def spread(self, blocks: Tensor, block: Block) -> Tensor:
-        """What ``blocks``, (blocks,), say of each number, in the weight's shape."""
+        """The value in ``blocks``, (blocks,), for each element, in the weight's shape."""
         if block == (1, 1):
             return blocks.reshape(self.shape)
         k, rows, columns = self._matrices
@@ -75,14 +75,14 @@ class Weight:
 
 
 def prunable(module: nn.Module, masked: Container[str] = ()) -> dict[str, Weight]:
-    """The weights of linear maps and convolutions that train, by name, whatever the modules that hold them are called.
+    """The trainable weights of linear layers and convolutions by name, however the modules that hold them are called.
 
-    Those are torch's own modules, transformers' ``Conv1D``, modules that say ``in_features`` and ``out_features``, and
-    experts' matrices in one tensor. Never what is an embedding, too, as a tied head's weight is; norms, biases and tables.
+    These are torch's modules, transformers' ``Conv1D``, modules with ``in_features`` and ``out_features``, and experts'
+    matrices in one tensor. Norms, biases, embeddings, and weights tied to an embedding are never included.
 
     Args:
         module: the module.
-        masked: names of what is masked already, which may be frozen by now.
+        masked: names of weights that are masked already, which may be frozen by now.
     """
     trains = _training(module, masked)
     tables = {id(p) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
@@ -102,7 +102,7 @@ def prunable(module: nn.Module, masked: Container[str] = ()) -> dict[str, Weight
 
 
 def _training(module: nn.Module, masked: Container[str]) -> set[int]:
-    """The ids of parameters that train, or are masked already."""
+    """The ids of parameters that are trained, or masked already."""
     return {
         id(p) for name, p in module.named_parameters() if p.is_floating_point() and (p.requires_grad or name in masked)
     }
@@ -140,16 +140,16 @@ def chosen(
 
     Args:
         module: the module.
-        names: patterns of weights or of the modules that hold them; None for all that :func:`prunable` finds. What it does
-            not find, such as an embedding, is masked if a pattern means it and none of those.
+        names: patterns of weights or of the modules that hold them; None for all that :func:`prunable` finds. Another weight,
+            such as an embedding, is masked if a pattern means it and none of those.
         dense: patterns of weights that are left alone.
-        block: each weight must be made of whole ones.
+        block: rows and columns of the blocks that each weight must consist of.
         who: the technique.
-        masked: names of what a checkpoint's masks are for, which may be frozen by now.
-        use: what would be done to them, for the message.
+        masked: names of weights with masks in a checkpoint, which may be frozen by now.
+        use: what the technique does to them, for the message.
 
     Raises:
-        ValueError: if a pattern means nothing, nothing is left, or a weight is not made of whole blocks.
+        ValueError: if a pattern means nothing, nothing is left, or a weight does not consist of whole blocks.
     """
     maps, trains = prunable(module, masked), _training(module, masked)
     every = {
@@ -174,21 +174,20 @@ def chosen(
     left = {name: found[name] for name in order if not any(_means(name, pattern) for pattern in dense)}
     if not left:
         raise ValueError(
-            f"{who}: {type(module).__name__} has no weight of a linear map or a convolution that trains and could be {use}"
-            f"{' beside those of dense=' + repr([*dense]) if dense else ''}; expected one or more, such as that of nn.Linear."
-            " Name the weights by names=, or take the technique out."
+            f"{who}: {type(module).__name__} has no trainable weight of a linear layer or convolution that could be {use}"
+            f"{' besides dense=' + repr([*dense]) if dense else ''}. Name weights with names=[...], or remove the callback."
         )
     uneven = [f"{name} {w.shape}" for name, w in left.items() if not w.divides(block)]
     if uneven:
         raise ValueError(
-            f"{who}(block={block}): {len(uneven)} weights are not made of whole blocks, such as {uneven[0]}; expected rows and"
-            " columns that the block's sides divide. Leave them out by dense=, or give another block."
+            f"{who}(block={block}): {len(uneven)} weights do not consist of whole blocks, such as {uneven[0]}. Leave them out"
+            " with dense=[...], or give another block."
         )
     return left
 
 
 def _tell_computed(module: nn.Module, trains: set[int], *, who: str, use: str) -> None:
-    """Warn of weights that cannot have zeros where a mask wants them, since their layers compute them."""
+    """Warn about weights that cannot have zeros, because a parametrization computes them."""
     left = [
         f"{one.path}.{one.name}"
         for one in computed_weights(module)
@@ -197,13 +196,12 @@ def _tell_computed(module: nn.Module, trains: set[int], *, who: str, use: str) -
     if left:
         rank_zero_warn(
             f"{who}: {', '.join(left[:5])}{' and others' if len(left) > 5 else ''} cannot be {use}, because a parametrization"
-            " computes them and would fill the zeros. Take the parametrization off these layers, or name other weights by"
-            " names=[...]."
+            " computes them and would fill the zeros. Remove the parametrization, or name other weights with names=[...]."
         )
 
 
 def _means(name: str, pattern: str) -> bool:
-    """Whether ``pattern`` is that of a weight, of a module that holds it, or of a layer that computes its weight of it."""
+    """Whether ``pattern`` means a weight, the module that holds it, or the layer that computes its weight from it."""
     owner = name.rpartition(".")[0]
     layer = owner.partition(".parametrizations.")[0]
     return any(meets(at, pattern) for at in dict.fromkeys((name, owner, layer, f"{layer}.weight")))
@@ -212,13 +210,12 @@ def _means(name: str, pattern: str) -> bool:
 def _refuse(pattern: str, argument: str, maps: list[str], every: list[str], module: nn.Module, who: str) -> None:
     near = nearest(pattern, maps or every) or (maps or every)[:4]
     raise ValueError(
-        f"{who}({argument}=[{pattern!r}, ...]): it means none of the {len(maps)} weights of linear maps and convolutions of"
-        f" {type(module).__name__}, and no other parameter of two dimensions that trains; expected a dotted path, its last"
-        f" part, or a pattern of one. Nearest: {', '.join(near) or 'none'}."
+        f"{who}({argument}=[{pattern!r}, ...]): it means none of the {len(maps)} weights of linear layers and convolutions of"
+        f" {type(module).__name__}. Give a dotted path, its last part, or a pattern. Nearest: {', '.join(near) or 'none'}."
     )
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """A mask of the ``count`` largest of ``scores``, (n,); of equal ones the first. NaN counts as the smallest."""
+    """A mask of the ``count`` largest of ``scores``, (n,); ties keep the first, and NaN counts as the smallest."""
     order = scores.nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
     return torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, order[:count], True)

@@ -1,4 +1,4 @@
-"""The base of techniques that keep weights at zero by masks, whoever chooses them."""
+"""The base of techniques that keep weights at zero by masks."""
 
 import functools
 from abc import abstractmethod
@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff._core._architecture.naming import check_names
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
-from lightning_eff.model.sparsity._masks.allotting import DISTRIBUTIONS, Distribution
+from lightning_eff.model.sparsity._masks.arguments import Distribution
 from lightning_eff.model.sparsity._masks.finding import Block, Weight, chosen
 
 _ROOM = (
@@ -30,7 +29,6 @@ _ROOM = (
     "SemiStructuredSparsity",
     "TrainLargeThenCompress",
 )
-NO_TIME = "masked products take as long as dense ones, so that no second is saved"
 _AVERAGES = (
     "ExponentialMovingAverage",
     "LatestWeightAveraging",
@@ -43,47 +41,39 @@ _AVERAGES = (
 _GROWTH = ("AutoProg", "CompoundGrowth", "DropIn", "GreedyLayerwise", "ProgressiveStacking", "ShallowToDeep")
 _ADAPTERS = ("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning", "VeRA", "VisualPromptTuning")
 _ANYWHERE: Mapping[str, str] = {
-    **dict.fromkeys(_AVERAGES, "an average of weights under several masks has the zeros of none"),
-    **dict.fromkeys(("LocalSGD", "ResIST"), "each rank would choose masks by weights of its own"),
-    **dict.fromkeys(_ADAPTERS, "it freezes the weights that masks are for"),
+    **dict.fromkeys(_AVERAGES, "an average of weights with different masks has no zeros"),
+    **dict.fromkeys(("LocalSGD", "ResIST"), "each rank would choose other masks, because its weights differ"),
+    **dict.fromkeys(_ADAPTERS, "it freezes the weights to mask"),
 }
-#: What masks that are chosen over the whole network cannot train with, for ``conflicts``.
+#: For ``conflicts``: the techniques that masks chosen over the whole network cannot train with.
 RIVALS: Mapping[str, str] = {
     **_ANYWHERE,
-    **dict.fromkeys(_GROWTH, "masks are chosen over the whole network, of which a part is trained first"),
+    **dict.fromkeys(_GROWTH, "masks are chosen over the whole network, and it first trains a part"),
 }
-#: What masks that change cannot train with, beside those.
+#: For ``conflicts``: the techniques that masks which change cannot train with either.
 RIVALS_IN_STATE: Mapping[str, str] = {
-    "EightBitOptimizer": "states of 8 bits have no zero for one weight alone",
-    "OptimizerOffload": "it holds states where those of single weights cannot be set to zero",
+    "EightBitOptimizer": "its 8-bit states cannot be set to zero for single weights",
+    "OptimizerOffload": "its states on the host cannot be set to zero for single weights",
 }
 
 
 def rivals(who: str) -> dict[str, str]:
-    """``conflicts`` of the class ``who`` with others of its room, and with :data:`RIVALS`."""
+    """``conflicts`` of the class ``who`` with the other techniques of its folder, and with :data:`RIVALS`."""
     return {**RIVALS, **neighbours(who)}
 
 
 def neighbours(who: str) -> dict[str, str]:
-    """``conflicts`` of the class ``who``, whose masks are those of each weight by itself, with others of its room too."""
-    return {**_ANYWHERE, **{name: "both say which weights are zero" for name in _ROOM if name != who}}
+    """``conflicts`` of the class ``who``, which chooses the masks of each weight separately."""
+    return {**_ANYWHERE, **{name: "both choose which weights are zero" for name in _ROOM if name != who}}
 
 
 def no_time(profile: RunProfile) -> str | None:
-    """Why a search for a faster recipe need not try it, in words."""
-    return NO_TIME
-
-
-def check_sparsity(sparsity: float, *, who: str) -> None:
-    """Raise ``ValueError`` unless it is a share in [0, 1)."""
-    if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0.0 <= sparsity < 1.0:
-        raise ValueError(
-            f"{who}({sparsity=}): expected the share of the weights that is zero, in [0, 1); 0 is plain training."
-        )
+    """Why a search for a faster recipe need not try it."""
+    return "masked products take as long as dense ones, so it saves no time"
 
 
 def agreed(session: Session, values: Tensor) -> Tensor:
-    """The mean of ``values`` over the ranks, the same number on each."""
+    """The mean of ``values`` over the ranks, the same on each rank."""
     if session.replicas.count == 1:
         return values
     return session.trainer.strategy.reduce(values.detach().clone(), reduce_op="mean")  # pyright: ignore[reportReturnType]
@@ -93,21 +83,21 @@ def stepped(session: Session, names: Iterable[str], *, who: str) -> dict[str, nn
     """The parameters of these names.
 
     Raises:
-        ValueError: if the optimizers step none of them.
+        ValueError: if the optimizers have none of them.
     """
     named = dict(session.module.named_parameters())
     found = {name: named[name] for name in names}
     held = {id(p) for o in session.optimizers for group in o.param_groups for p in group["params"]}
     if not any(id(p) in held for p in found.values()):
         raise ValueError(
-            f"{who}: the optimizers of {type(session.module).__name__} step none of the weights that it would mask;"
-            f" expected some of {', '.join([*found][:4])}. Let an optimizer step them, or take it out."
+            f"{who}: the optimizers of {type(session.module).__name__} have none of the weights to mask, such as"
+            f" {', '.join([*found][:4])}. Give them to an optimizer, or remove the callback."
         )
     return found
 
 
 def before_clipping(session: Session, fn: Callable[[], None]) -> None:
-    """Call ``fn`` before gradients are clipped, once those of all micro-batches and ranks are summed."""
+    """Call ``fn`` before gradients are clipped, once they are summed over micro-batches and ranks."""
     clip = session.module.configure_gradient_clipping
 
     @functools.wraps(clip)
@@ -119,19 +109,19 @@ def before_clipping(session: Session, fn: Callable[[], None]) -> None:
 
 
 class Masked(Technique):
-    """A technique that holds some weights at exactly zero.
+    """A technique that keeps some weights at exactly zero.
 
-    A subclass says in :meth:`begin` which, as the first batch comes, after all others have set weights. From then on
+    A subclass chooses them in :meth:`begin`, on the first batch, after other techniques have set weights. From then on
 
-    * gradients of masked weights are set to zero before they are clipped, once those of all micro-batches and ranks are
-      summed, so that norms are those of the sparse network and momenta of masked weights stay zero;
-    * the masked weights are zero after each optimizer step, whatever the optimizer;
-    * masks are in checkpoints, whose ``state_dict`` is the plain module's, with zeros in it.
+    * gradients of masked weights are set to zero before clipping, once they are summed over micro-batches and ranks, so that
+      norms are those of the sparse network and momenta of masked weights stay zero;
+    * masked weights are zero after each optimizer step, for every optimizer;
+    * checkpoints hold the masks, and their ``state_dict`` is the plain module's with zeros in it.
 
     Attributes:
         masks: by parameter name, True where a weight is kept; empty until the first batch.
-        weights: what is masked, by name.
-        sparsity: the share that is zero in the end.
+        weights: the weights to mask, by name.
+        sparsity: the fraction that is zero in the end.
     """
 
     needs_optimizer: ClassVar[bool] = True
@@ -153,20 +143,8 @@ class Masked(Technique):
         dense: Sequence[str] = (),
         block: Sequence[int] = (1, 1),
     ) -> None:
-        """Check and keep the arguments that all have."""
-        who = type(self).__name__
-        check_sparsity(sparsity, who=who)
-        if distribution not in DISTRIBUTIONS:
-            raise ValueError(f"{who}({distribution=}): expected one of {', '.join(map(repr, DISTRIBUTIONS))}.")
-        whole = len(block) == 2 and all(isinstance(b, int) and not isinstance(b, bool) and b >= 1 for b in block)
-        if isinstance(block, str) or not whole:
-            raise ValueError(
-                f"{who}({block=}): expected rows and columns of a block, two integers >= 1, such as (4, 4); (1, 1) masks"
-                " single weights."
-            )
-        example = "layers.*.mlp.*"
-        self.names = check_names(names, who=who, what="weights, or of the modules that hold them", example=example)
-        self.dense = check_names(dense, who=who, what="weights that stay dense", example="lm_head") or []
+        """Keep the arguments that all have."""
+        self.names, self.dense = None if names is None else list(names), list(dense)
         self.sparsity, self.distribution, self.block = float(sparsity), distribution, (block[0], block[1])
         self._reset()
 
@@ -182,23 +160,23 @@ class Masked(Technique):
     def neutral(self) -> bool:
         return self.sparsity == 0.0 or self.names == []
 
-    # -- what subclasses say
+    # -- methods of subclasses
 
     @abstractmethod
     def begin(self, session: Session, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
-        """The first masks, the same on all ranks; None where this batch cannot tell, and no weight will move by it."""
+        """The first masks, the same on all ranks; None if this batch cannot show them and its step will be skipped."""
 
     def before_step(self, session: Session) -> None:
-        """Gradients are whole, and not masked yet."""
+        """Called when gradients are complete and not masked yet."""
 
     def after_step(self, session: Session) -> None:
-        """An optimizer has stepped, and masked weights are zero."""
+        """Called after an optimizer step, when masked weights are zero."""
 
     def asked(self) -> dict[str, Any]:
-        """The settings that masks follow from, which a checkpoint's run must have had too."""
+        """The settings that determine the masks; a resumed run must have the checkpoint's."""
         return {"sparsity": self.sparsity, "distribution": self.distribution, "block": list(self.block)}
 
-    # -- what subclasses use
+    # -- methods for subclasses
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name."""
@@ -206,7 +184,7 @@ class Masked(Technique):
 
     @torch.no_grad()
     def put(self, masks: Mapping[str, Tensor]) -> None:
-        """Let these be the masks, and the weights zero where they say so."""
+        """Take these masks, and set masked weights to zero."""
         self.masks = {name: mask.to(self._parameters[name].device) for name, mask in masks.items()}
         self._kept = sum(int(mask.sum()) for mask in self.masks.values())
         self._total = sum(mask.numel() for mask in self.masks.values())
@@ -214,18 +192,18 @@ class Masked(Technique):
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Let masked weights be zero."""
+        """Set masked weights to zero."""
         for name, mask in self.masks.items():
             self._parameters[name].mul_(mask)
         self._dirty = False
 
     def tell_of_empty(self) -> None:
-        """Say which weights have nothing left."""
+        """Report weights of which nothing is left."""
         empty = [name for name, mask in self.masks.items() if not bool(mask.any())]
         if empty:
             rank_zero_info(
-                f"{type(self).__name__}: {len(empty)} of {len(self.masks)} weights have no number left that is not masked, such"
-                f" as {empty[0]}, so nothing passes through them. Lower the sparsity, or leave them out by dense=."
+                f"{type(self).__name__}: {len(empty)} of {len(self.masks)} weights are masked completely, such as {empty[0]}."
+                f" Lower the sparsity, or leave them out with dense=[{empty[0]!r}]."
             )
 
     @torch.no_grad()
@@ -247,13 +225,13 @@ class Masked(Technique):
         who = type(self).__name__
         if state is None:
             raise ValueError(
-                f"{who}: the checkpoint was saved without it, and in mid-run it would set weights to zero that were trained;"
-                " expected a checkpoint of a run with it. Begin a new fit from the checkpoint's weights, or take it out."
+                f"{who}: the checkpoint was saved without it, and it would now set trained weights to zero. Start a new fit"
+                " from the checkpoint's weights, or remove the callback."
             )
         if state["asked"] != self.asked():
             raise ValueError(
-                f"{who}: the checkpoint's masks were made with {state['asked']}, and this run asks for {self.asked()}; expected"
-                " the same settings. Resume with those of the checkpoint."
+                f"{who}: the checkpoint's masks were made with {state['asked']}, and this run has {self.asked()}. Resume with"
+                " the settings of the checkpoint."
             )
 
     @override
@@ -265,15 +243,15 @@ class Masked(Technique):
         if not session.fitting:
             return
         self.weights = self.find(session.module)
-        # what others begin with, and what they step by, is masked afterwards, in whatever order they are given
+        # masks apply after other techniques' changes of weights and steps, in any order of the callbacks
         session.rest(self)
         session.working.append(self)
 
     def find(self, module: nn.Module) -> dict[str, Weight]:
-        """What is masked.
+        """The weights to mask.
 
         Raises:
-            ValueError: if there is nothing, or a name means nothing.
+            ValueError: if there are none, or a name means nothing.
         """
         return chosen(module, self.names, self.dense, self.block, who=type(self).__name__, masked=self.masks)
 
@@ -285,9 +263,8 @@ class Masked(Technique):
         wrong = [n for n, m in self.masks.items() if n not in named or named[n].shape != m.shape]
         if wrong or (self.masks and self.masks.keys() != self.weights.keys()):
             raise ValueError(
-                f"{who}: the checkpoint's masks are of other weights than {type(session.module).__name__} has, or of other"
-                f" shapes{', such as ' + wrong[0] if wrong else ''}; expected a checkpoint of the same model and names. Resume"
-                " with those."
+                f"{who}: the checkpoint's masks do not fit the weights of {type(session.module).__name__}"
+                f"{', such as ' + wrong[0] if wrong else ''}. Resume with the checkpoint's model and names."
             )
         if self.masks:
             self.put(self.masks)
@@ -335,9 +312,9 @@ class Masked(Technique):
     @override
     def summary(self) -> str:
         if not self._total:
-            return "no weight masked"
+            return "masked no weight"
         share = 1.0 - self._kept / self._total
-        return f"{share:.1%} of {self._total:,} numbers in {len(self.masks)} weights are zero; that saved no time"
+        return f"{share:.1%} of {self._total:,} elements in {len(self.masks)} weights are zero; this saved no time"
 
     @override
     def state_dict(self) -> dict[str, Any]:

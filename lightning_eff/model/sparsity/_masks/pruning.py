@@ -1,27 +1,18 @@
-"""The smallest of the weights that are left are masked: of all together, or of each weight by itself."""
+"""Masks the smallest of the weights that are left, in the whole network or in each weight."""
 
 from collections.abc import Callable
-from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from lightning_eff._core.session import Session
+from lightning_eff.model.sparsity._masks.arguments import Scope
 from lightning_eff.model.sparsity._masks.finding import largest
 from lightning_eff.model.sparsity._masks.masked import Masked, agreed
 
-Scope = Literal["global", "layer"]
 
-
-def check_scope(scope: object, *, who: str) -> Scope:
-    """``scope``, or ``ValueError`` where it is none."""
-    if scope not in ("global", "layer"):
-        raise ValueError(f"{who}({scope=}): expected 'global' or 'layer'.")
-    return cast(Scope, scope)
-
-
-def num_survivors(total: int, *, share: float, rounds: int) -> int:
-    """``round(n (1 - p)^r)``: how many of ``n`` numbers are left after ``r`` rounds that prune the share ``p`` each."""
+def num_survivors(total: int, *, share: float, rounds: float) -> int:
+    """``round(n (1 - p)^r)``, at least 1: the rest of ``n`` elements after ``r`` prunings by a fraction ``p``."""
     return max(round(total * (1.0 - share) ** rounds), 1)
 
 
@@ -29,13 +20,13 @@ def num_survivors(total: int, *, share: float, rounds: int) -> int:
 def smallest_masked(
     technique: Masked, session: Session, scope: Scope, count: Callable[[int], int]
 ) -> dict[str, Tensor]:
-    """The next masks, which keep the largest of those that the present ones keep; the same on all ranks.
+    """The next masks: those that keep the largest of the weights that the present masks keep, the same on all ranks.
 
     Args:
-        technique: whose masks they are.
+        technique: the technique with the present masks.
         session: the run.
-        scope: "global", of all weights together; "layer", of each by itself.
-        count: how many of so many numbers are kept.
+        scope: "global" compares all weights together, "layer" each weight separately.
+        count: the number to keep, given the number of elements.
     """
     sizes = {
         name: agreed(session, technique.parameter(name).detach().abs().float()).masked_fill(~mask, -1.0)

@@ -1,4 +1,4 @@
-"""Masks that change as the run goes on: some weights are dropped, and as many others grow from zero."""
+"""Masks that change during the run: some weights are dropped, and as many others grow from zero."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -19,27 +19,27 @@ _OTHER_BASES = ("SOAP", "Shampoo")
 
 
 def drop_and_grow(magnitude: Tensor, growth: Tensor, kept: Tensor, fraction: float) -> Tensor:
-    """The next mask, which keeps as many as ``kept``.
+    """The next mask, which keeps as many elements as ``kept``.
 
-    ``k = floor(fraction |kept|)`` of those that are kept are dropped, the smallest of ``magnitude``; then of all that are not
-    kept, the dropped ones too, the ``k`` largest of ``growth`` are.
+    It drops the ``k = floor(fraction |kept|)`` kept elements with the smallest ``magnitude``. Of all elements that are not
+    kept then, including the dropped ones, the ``k`` with the largest ``growth`` grow.
 
     Args:
         magnitude: ``|w|``, (n,).
-        growth: by what others grow, (n,), such as the gradient's magnitude.
+        growth: the score by which elements grow, (n,), such as the gradient's magnitude.
         kept: the mask, (n,).
         fraction: in [0, 1].
     """
     count = int(kept.sum())
     k = int(fraction * count)
-    # θ ← ArgTopK(|θ|, n − k) of those that are kept
+    # θ ← ArgTopK(|θ|, n − k) of the kept elements
     stay = largest(magnitude.masked_fill(~kept, -torch.inf), count - k)
     # grow ArgTopK_{i ∉ θ}(growth, k)
     return stay | largest(growth.masked_fill(stay, -torch.inf), k)
 
 
 def random_masks(technique: Masked, session: Session) -> dict[str, Tensor]:
-    """A mask for each weight, drawn uniformly among those of its number of blocks."""
+    """A random mask for each weight, with its number of blocks."""
     counts = allotted(technique.weights, technique.sparsity, technique.distribution, technique.block)
     generator = session.generator("masks")
     masks: dict[str, Tensor] = {}
@@ -50,25 +50,16 @@ def random_masks(technique: Masked, session: Session) -> dict[str, Tensor]:
 
 
 class Rewired(ActsLate, Masked):
-    """A technique whose masks begin at random, and of which a part moves every ``interval`` optimizer steps.
+    """A technique whose masks start at random and change in part every ``interval`` optimizer steps.
 
     Attributes:
-        interval: optimizer steps between two changes.
-        until: the share of the budget from which on masks stay.
+        interval: the number of optimizer steps between two changes.
+        until: the fraction of the budget after which masks stay.
     """
 
     interval: int
     until: float
     needs_budget: ClassVar[bool] = True
-
-    def _check_schedule(self, interval: int, fraction: float, until: float) -> None:
-        who = type(self).__name__
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise ValueError(f"{who}({interval=}): expected a number of optimizer steps >= 1.")
-        if not 0.0 < fraction <= 1.0:
-            raise ValueError(f"{who}({fraction=}): expected the share of the kept weights that moves, in (0, 1].")
-        if not 0.0 < until <= 1.0:
-            raise ValueError(f"{who}({until=}): expected a share of the budget, in (0, 1], from which on masks stay.")
 
     @override
     def _reset(self) -> None:
@@ -78,11 +69,11 @@ class Rewired(ActsLate, Masked):
 
     @abstractmethod
     def share(self, u: float) -> float:
-        """Which part of the kept weights moves at the share ``u`` of the budget."""
+        """The fraction of the kept weights that moves when a fraction ``u`` of the budget is used."""
 
     @abstractmethod
     def growth(self, session: Session, name: str, step: int) -> Tensor | None:
-        """By what the numbers of a weight grow, in its shape; None to leave its mask as it is."""
+        """The scores by which elements of a weight grow, in its shape; None leaves its mask unchanged."""
 
     @override
     def asked(self) -> dict[str, Any]:
@@ -96,9 +87,8 @@ class Rewired(ActsLate, Masked):
             for part in parts:
                 if type(part).__name__ in _OTHER_BASES:
                     raise ValueError(
-                        f"{type(self).__name__}: {type(part).__name__} keeps moments of sums of weights, so those of a weight"
-                        " that grows cannot be set to zero; expected an optimizer that keeps them weight by weight, such as"
-                        " AdamW or SGD. Use one, or take the technique out."
+                        f"{type(self).__name__}: {type(part).__name__} keeps moments of sums of weights, so those of a single"
+                        " weight cannot be set to zero. Use an optimizer such as AdamW or SGD, or remove the callback."
                     )
 
     @override
@@ -137,7 +127,7 @@ class Rewired(ActsLate, Masked):
         self._moved = sum(int(one.sum()) for one in changed.values()) // 2
         self._changes += 1
 
-    # -- what it tells and keeps
+    # -- reports and state
 
     @property
     @override
@@ -152,8 +142,7 @@ class Rewired(ActsLate, Masked):
     def idle(self, length: Length) -> str:
         until = f", up to until={self.until} of the run" if self.until < 1 else ""
         return (
-            f"masks move after every {self.interval:,}{until}, so they stay the random ones that it begins with. Give a"
-            " smaller interval=."
+            f"masks change every {self.interval:,}{until}, so they keep their random start. Give a smaller `interval`."
         )
 
     @override
@@ -162,7 +151,7 @@ class Rewired(ActsLate, Masked):
 
     @override
     def summary(self) -> str:
-        return f"{super().summary()}; masks changed {self._changes:,} times, the last time by {self._moved:,}"
+        return f"{super().summary()}; masks changed {self._changes:,} times, and {self._moved:,} elements moved the last time"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -175,6 +164,6 @@ class Rewired(ActsLate, Masked):
 
 
 def drawn(session: Session, who: str, name: str, step: int, like: Tensor) -> Tensor:
-    """Numbers in [0, 1) of the shape of ``like``, the same on all ranks and after a resume."""
+    """Random numbers in [0, 1) with the shape of ``like``, the same on all ranks and after a resume."""
     generator = session.generator(who, step, name)
     return torch.rand(like.shape, generator=generator, dtype=torch.float32).to(like.device)

@@ -20,16 +20,16 @@ from lightning_eff.model._derivatives.passes import differentiable, unshortened
 from lightning_eff.model.sparsity._masks.finding import largest
 from lightning_eff.model.sparsity._masks.masked import Masked, agreed
 
-#: What leaves weights without a gradient before the first step, for ``conflicts``.
+#: For ``conflicts``: techniques that leave weights without a gradient before the first step.
 ZEROS: Mapping[str, str] = dict.fromkeys(
     ("Fixup", "ReZero", "SkipInit", "ZerO", "ZeroProjections"),
-    "weights before maps of zeros have no gradient as training begins, by which they could be scored",
+    "weights before layers of zeros have no gradient at the start, so they have no score",
 )
 
 
 @contextmanager
 def _as_in_training(module: nn.Module) -> Iterator[None]:
-    """BatchNorm normalizes by the batch."""
+    """Let BatchNorm normalise by the batch until the context ends."""
     norms = [(m, m.training) for m in module.modules() if isinstance(m, _BatchNorm)]
     try:
         for m, _ in norms:
@@ -41,28 +41,23 @@ def _as_in_training(module: nn.Module) -> Iterator[None]:
 
 
 class Scored(Masked):
-    """A technique that scores each weight before the first step, and keeps the best of all together.
+    """A technique that scores each weight before the first step, and keeps the best of all weights together.
 
-    The module's own step runs beside the run, without a trace: in float32, without dropout, and with BatchNorm normalizing by
-    the batch. Gradients are means over batches and ranks.
+    The module's own step runs outside the training run and leaves no trace: in float32, without dropout, and with BatchNorm
+    normalising by the batch. Gradients are means over batches and ranks.
 
     Attributes:
-        batches: how many are scored on, on each rank.
+        batches: the number of batches for the scores, on each rank.
     """
 
     batches: int
     needs_automatic_optimization: ClassVar[bool] = True
 
-    def _check_batches(self, batches: int) -> None:
-        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
-            raise ValueError(f"{type(self).__name__}({batches=}): expected how many batches are scored on, >= 1.")
-        self.batches = batches
-
     @abstractmethod
     def scores(self, session: Session, data: Sequence[Any], batch_idx: int) -> dict[str, Tensor] | None:
-        """A score for each number of each weight, the larger the better, of which the mean over ranks counts.
+        """A score for each element of each weight, larger is better; the mean over ranks counts.
 
-        None where the step passes over one of the batches.
+        None if the step skips one of the batches.
         """
 
     @override
@@ -88,26 +83,26 @@ class Scored(Masked):
         return {name: part.view(self.weights[name].shape) for name, part in zip(names, parts, strict=True)}
 
     def loss(self, session: Session, batch: Any, batch_idx: int, passes: int) -> Tensor | None:
-        """The loss of the module's own step, which is differentiated ``passes`` times; None for a batch it passes over."""
+        """The loss of the module's own step, to be differentiated ``passes`` times; None for a skipped batch."""
         output = step_of(session, batch, batch_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         cost = session.chain.cost
         cost.forward_passes += 1
         cost.backward_passes += passes
-        with suppress(ValueError):  # batches of no tensors have no samples to count
+        with suppress(ValueError):  # batches without tensors have no samples to count
             cost.forward_samples += num_samples(batch)
         if loss is not None and (not isinstance(loss, Tensor) or loss.grad_fn is None):
             raise ValueError(
-                f"{type(self).__name__}: training_step returned {type(loss).__name__} without a graph; expected a loss, by"
-                " whose derivatives weights are scored."
+                f"{type(self).__name__}: training_step returned {type(loss).__name__} without a graph, so weights have no"
+                " score. Return a loss with gradients, or remove the callback."
             )
         return loss
 
     def gradients(self, session: Session, data: Sequence[Any], batch_idx: int) -> dict[str, Tensor] | None:
-        """The mean gradient of each weight over batches and ranks; None where the step passes over one of the batches.
+        """The mean gradient of each weight over batches and ranks; None if the step skips one of the batches.
 
         Raises:
-            ValueError: if a weight, or an expert of one, has none.
+            ValueError: if a weight, or an expert of one, has no gradient.
         """
         total = on_all_ranks(session, lambda: self._own_gradients(session, data, batch_idx))
         if any(session.gather(not total)):
@@ -117,7 +112,7 @@ class Scored(Masked):
         return means
 
     def _own_gradients(self, session: Session, data: Sequence[Any], batch_idx: int) -> dict[str, Tensor]:
-        """This rank's means; empty where the step passes over a batch."""
+        """This rank's means; empty if the step skips a batch."""
         total = {name: torch.zeros_like(self.parameter(name)) for name in self.weights}
         missed = False
         for batch in data:
@@ -130,7 +125,7 @@ class Scored(Masked):
         return {} if missed else total
 
     def _check_seen(self, gradients: Mapping[str, Tensor]) -> None:
-        """Raise ``ValueError`` where nothing tells of a weight."""
+        """Raise ``ValueError`` if a weight has no gradient."""
         unseen: list[str] = []
         for name, g in gradients.items():
             parts = g.flatten(1) if self.weights[name].stack else g.reshape(1, -1)
@@ -138,9 +133,9 @@ class Scored(Masked):
             unseen += [f"{name}[{i}]" if self.weights[name].stack else name for i in empty]
         if unseen:
             raise ValueError(
-                f"{type(self).__name__}: {len(unseen)} weights have no gradient on the {self.batches} batches that they are"
-                f" scored on, such as {unseen[0]}, so that all of each would be pruned; expected one of every weight. Score"
-                " more by batches=, leave these out by dense=, or let no map begin at zero. No weight has changed."
+                f"{type(self).__name__}(batches={self.batches}): {len(unseen)} weights have no gradient on these batches, such"
+                f" as {unseen[0]}, and would be pruned completely. Give more batches, or leave them out with dense=[...]; no"
+                " weight has changed."
             )
 
     @override

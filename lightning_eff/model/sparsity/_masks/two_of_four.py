@@ -1,4 +1,4 @@
-"""Masks that keep two of each four numbers that lie side by side: in rows, or in rows and columns of 4 x 4 tiles."""
+"""Masks that keep two of every four neighbouring elements: in rows, or in rows and columns of 4 x 4 tiles."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -11,18 +11,18 @@ from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff.model.sparsity._masks.finding import Weight
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_AT_ONCE = 1 << 15  # tiles that are scored together, which takes 90 numbers for each
+_AT_ONCE = 1 << 15  # tiles that are scored together, with 90 numbers each
 
 
 def of_rows(size: Tensor) -> Tensor:
-    """A mask of the two largest of each aligned four along the last dimension; of equal ones the first.
+    """A mask of the two largest of every aligned four along the last dimension; ties keep the first.
 
     Args:
         size: ``|w|``, (..., 4 k).
     """
     four = size.unflatten(-1, (-1, 4))
     a, b = four.unsqueeze(-1), four.unsqueeze(-2)
-    before = torch.ones(4, 4, dtype=torch.bool, device=size.device).tril(-1)  # [i, j]: j lies before i
+    before = torch.ones(4, 4, dtype=torch.bool, device=size.device).tril(-1)  # [i, j]: j comes before i
     ahead = (b > a) | ((b == a) & before)
     return (ahead.sum(-1) < 2).flatten(-2)
 
@@ -36,9 +36,9 @@ def patterns() -> Tensor:
 
 
 def of_tiles(size: Tensor) -> Tensor:
-    """A mask of two in each row and column of each aligned 4 x 4 tile: that of the 90 which keeps the largest sum.
+    """A mask of two elements in each row and column of each aligned 4 x 4 tile: the one of 90 that keeps the largest sum.
 
-    The mask's transpose is one of the transposed matrix, so that ``W`` and ``W^T`` are both 2:4 (Hu et al. 2024).
+    The transposed mask fits the transposed matrix, so ``W`` and ``W^T`` are both 2:4 (Hu et al. 2024).
 
     Args:
         size: ``|w|``, (..., 4 m, 4 k).
@@ -53,12 +53,12 @@ def of_tiles(size: Tensor) -> Tensor:
 
 
 def mask_of(w: Tensor, axes: tuple[int, ...], *, tiles: bool) -> Tensor:
-    """The mask of a weight, in its own shape.
+    """The mask of a weight, in its shape.
 
     Args:
         w: the weight.
-        axes: its dimensions in the order in which outputs come next to last, and inputs last.
-        tiles: by tiles, or else by rows.
+        axes: its dimensions in the order that puts outputs second to last, and inputs last.
+        tiles: whether to mask by tiles instead of rows.
     """
     laid = w.detach().abs().permute(axes)
     made = of_tiles(laid) if tiles else of_rows(laid)
@@ -68,7 +68,7 @@ def mask_of(w: Tensor, axes: tuple[int, ...], *, tiles: bool) -> Tensor:
 
 
 def axes_of(owner: nn.Module, weight: Weight) -> tuple[int, ...] | None:
-    """The dimensions of a weight with outputs next to last and inputs last; None where it cannot be told which those are."""
+    """The dimensions of a weight with outputs second to last and inputs last; None if they are unknown."""
     ndim = len(weight.shape)
     if weight.stack:
         return None
@@ -83,13 +83,13 @@ def axes_of(owner: nn.Module, weight: Weight) -> tuple[int, ...] | None:
 def laid_out(
     module: nn.Module, weights: Mapping[str, Weight], *, tiles: bool
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Of which weights whole fours are made, with the order of their dimensions, and why others are left alone.
+    """The weights that can be 2:4, with the order of their dimensions, and why others are left alone.
 
     Args:
         module: the module.
-        weights: those that could be masked, by name.
-        tiles: whether fours are needed along outputs too; a stack of experts, of whose matrices it cannot be told which
-            side has the inputs, is masked by tiles alone.
+        weights: the weights by name.
+        tiles: whether outputs must be multiples of 4 as well. A stack of experts, whose input dimension is unknown, can only
+            be masked by tiles.
     """
     found: dict[str, tuple[int, ...]] = {}
     left: dict[str, str] = {}
@@ -98,14 +98,12 @@ def laid_out(
         if axes is None and weight.stack and tiles:
             axes = (0, 1, 2)
         if axes is None:
-            left[name] = "it cannot be told which side has the inputs" + (
-                "; tiles=True needs not know" if weight.stack else ""
-            )
+            left[name] = f"its input dimension is unknown{'; tiles=True does not need it' if weight.stack else ''}"
             continue
         sides = [weight.shape[axis] for axis in (axes[-2:] if tiles else axes[-1:])]
         if any(side % 4 for side in sides):
             what = "outputs and inputs" if tiles else "inputs"
-            left[name] = f"its {' and '.join(map(str, sides))} {what} are no whole fours"
+            left[name] = f"its {' and '.join(map(str, sides))} {what} are not multiples of 4"
         else:
             found[name] = axes
     return found, left

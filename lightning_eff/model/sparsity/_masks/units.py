@@ -1,4 +1,4 @@
-"""Units that are pruned as one: BatchNorm's channels, attention's heads, and hidden units of feed-forward networks."""
+"""Units that are pruned together: BatchNorm's channels, attention's heads, and hidden units of feed-forward networks."""
 
 from collections.abc import Container
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ class Units(NamedTuple):
 
     Attributes:
         kind: "channel", "head" or "neuron".
-        names: parameters that have them: a norm's scale and shift, or the map that reads them.
-        dim: along which of its dimensions they lie.
-        number: how many there are.
-        width: how many numbers of that dimension one unit has, side by side.
+        names: the parameters that hold them: a norm's scale and shift, or the weight that reads them.
+        dim: the dimension of these parameters along which they are.
+        number: the number of units.
+        width: the number of neighbouring elements of that dimension per unit.
     """
 
     kind: str
@@ -33,17 +33,17 @@ class Units(NamedTuple):
     width: int
 
     def spread(self, kept: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-        """What ``kept``, (number,), says of each number of a parameter of this shape."""
+        """The value in ``kept``, (number,), for each element of a parameter of this shape."""
         along = kept.repeat_interleave(self.width)
         return along.view([-1 if d == self.dim else 1 for d in range(len(shape))]).expand(shape).clone()
 
     def sums(self, values: Tensor) -> Tensor:
-        """The sum of ``values``, of the parameter's shape, over each unit: (number,)."""
+        """The sum of ``values``, which have the parameter's shape, over each unit: (number,)."""
         return values.movedim(self.dim, 0).reshape(self.number, -1).sum(1)
 
 
 def channels(module: nn.Module, masked: Container[str] = ()) -> list[Units]:
-    """The channels of all BatchNorms with scales that train."""
+    """The channels of all BatchNorms with trainable scales."""
     found: list[Units] = []
     names = {id(p): name for name, p in module.named_parameters()}
     for m in module.modules():
@@ -57,9 +57,9 @@ def channels(module: nn.Module, masked: Container[str] = ()) -> list[Units]:
 def heads_and_neurons(
     session: Session, batch: Any, batch_idx: int, weights: dict[str, Weight], *, who: str
 ) -> list[Units] | None:
-    """The heads and hidden units that maps among ``weights`` read; None for a batch that the step passes over.
+    """The heads and hidden units that ``weights`` read; None for a batch that the step skips.
 
-    One forward pass and three backward passes beside the run, without a trace.
+    It takes one forward pass and three backward passes, and leaves no trace.
     """
     graph = traced(session, batch, batch_idx, who=who)
     if graph is None:

@@ -1,0 +1,1 @@
+"""Arguments and choices that the techniques of this folder share."""
