@@ -1,6 +1,6 @@
 """The kinds of arguments that augmentations share, and the names that other libraries have for some of them."""
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from lightning_eff.data.augmentation._arguments import BatchKeys, NetworkOrFunct
 from lightning_eff.data.augmentation.images._pixels import Mean, Std
 from lightning_eff.data.augmentation.text.eda import Synonyms
 
-MEAN, STD = (annotated.__metadata__[0] for annotated in (Mean, Std))
+MEAN, STD = (get_args(annotated)[1] for annotated in (Mean, Std))
 
 
 @pytest.mark.parametrize(
