@@ -386,3 +386,11 @@ def test_in_a_config(tmp_path: Path) -> None:
 def test_a_run_is_that_of_apply() -> None:
     net, _ = fit("tiny_gpt", lambda: [LoRA(rank=2)], max_steps=1)
     assert set(net.state_dict()) == set(eff.apply(TinyGPT(), LoRA(rank=2)).state_dict())
+
+
+def test_arguments_have_the_names_of_peft_too() -> None:
+    known = LoRA(r=4, lora_alpha=2.0, lora_dropout=0.1, target_modules=["qkv"], modules_to_save=["head"], use_dora=True)  # pyright: ignore[reportCallIssue]
+    assert (known.rank, known.alpha, known.dropout, known.names, known.also) == (4, 2.0, 0.1, ["qkv"], ["head"])
+    assert known.dora and LoRA(use_rslora=True, loraplus_lr_ratio=16.0).rslora  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="these are two names of one argument"):
+        LoRA(rank=4, r=8)  # pyright: ignore[reportCallIssue]
