@@ -293,8 +293,8 @@ def test_dense_targets_go_along() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"scale": 0}, r"scale=0\): expected a share .* above 0"),
-        ({"scale": 1.5}, r"scale=1.5\): expected a number in \[0, 1\]"),
+        ({"scale": 0}, r"scale=0\): expected a number in \(0, 1\]: the fraction of the full height"),
+        ({"scale": 1.5}, r"scale=1.5\): expected a number in \(0, 1\]"),
         ({"until": -0.1}, r"until=-0.1\): expected a number in \[0, 1\]"),
         ({"hold": 2}, r"hold=2\): expected a number in \[0, 1\]"),
         ({"multiple_of": 0}, r"multiple_of=0\): expected an integer >= 1"),

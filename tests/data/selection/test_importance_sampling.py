@@ -755,7 +755,7 @@ def test_tau_and_threshold_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatc
         ({"presample": math.inf}, r"presample=inf\): expected a finite number >= 1"),
         ({"presample": math.nan}, r"presample=nan\): expected"),
         ({"score": "norm"}, r"score='norm'\): expected 'gradient_bound' or 'loss'"),
-        ({"threshold": -1.0}, r"threshold=-1.0\): expected a number >= 0 .*math.inf never"),
+        ({"threshold": -1.0}, r"threshold=-1.0\): expected a number >= 0 or math.inf, or None: .*math.inf never"),
         ({"threshold": math.nan}, r"threshold=nan\)"),
         ({"smoothing": 1.0}, r"smoothing=1.0\): expected a number in \[0, 1\)"),
         ({"smoothing": -0.1}, r"smoothing=-0.1\)"),

@@ -189,7 +189,7 @@ def test_accuracy_needs_a_loss_on_classes() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return F.mse_loss(self(batch[0]), torch.zeros(len(batch[0]), 3))
 
-    with pytest.raises(LossNotVisible, match=r"keep='accuracy'\): .* Give keep= a number"):
+    with pytest.raises(LossNotVisible, match=r"keep='accuracy'\): .* Give a number, such as keep=0.5"):
         trainer(OrderedSGD(), max_steps=2).fit(Regression(), loader("classifier"))
 
 
@@ -198,12 +198,12 @@ def test_accuracy_needs_a_loss_on_classes() -> None:
     [
         (0.0, r"keep=0.0\): expected a number in \(0, 1\]"),
         (True, r"keep=True\): expected a number"),
-        ("loss", r"keep='loss'\): expected a share in \(0, 1\], 'accuracy', or stages"),
-        ([], r"keep=\[\]\): expected a share"),
-        ([(0.1, 0.5)], r"begin with 0"),
-        ([(0.0, 0.5), (0.0, 0.2)], r"rise below 1"),
+        ("loss", r"keep='loss'\): expected a number in \(0, 1\], 'accuracy', or stages"),
+        ([], r"keep=\[\]\): expected a number in \(0, 1\], 'accuracy', or stages"),
+        ([(0.1, 0.5)], r"stages \[\(u, keep\), ...\] with u from 0"),
+        ([(0.0, 0.5), (0.0, 0.2)], r"rising and below 1"),
         ([(0.0, 1.5)], r"keep=1.5\)"),
-        ([0.5], r"expected a share"),
+        ([0.5], r"'accuracy', or stages"),
     ],
 )
 def test_bad_arguments(keep: Any, message: str) -> None:
@@ -215,7 +215,7 @@ def test_bad_arguments(keep: Any, message: str) -> None:
 
 def test_stages_need_a_budget_and_a_batch_several_samples() -> None:
     t = trainer(OrderedSGD(keep=[(0, 1.0), (0.5, 0.5)]), max_steps=-1, max_epochs=-1)
-    with pytest.raises(ValueError, match=r"the Trainer has no end .* or one number for keep"):
+    with pytest.raises(ValueError, match=r"the Trainer has no end .* or give one number for keep"):
         t.fit(TinyClassifier(), loader("classifier"))
     with pytest.raises(ValueError, match="OrderedSGD: got a batch of 1 sample; expected several"):
         trainer(OrderedSGD(keep=0.5), max_steps=2).fit(TinyClassifier(), loader("classifier", 4, 1))

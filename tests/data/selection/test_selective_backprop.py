@@ -451,7 +451,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_a_run_without_end_is_refused_where_the_budget_counts() -> None:
     t = trainer(SelectiveBackprop(start=0.5), max_steps=-1, max_epochs=-1)
-    with pytest.raises(ValueError, match=r"start=0.5, end=1.0\): the Trainer has no end .*or start=0 and end=1"):
+    with pytest.raises(ValueError, match=r"start=0.5, end=1.0\): the Trainer has no end .*or use start=0 and end=1"):
         t.fit(TinyClassifier(), loader("classifier"))
 
     class Stops(pl.Callback):

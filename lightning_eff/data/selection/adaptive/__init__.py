@@ -1,1 +1,1 @@
-"""Which samples a step trains on, by what the run finds out as it goes."""
+"""Techniques that choose samples by what the run learns about them as it goes."""
