@@ -33,10 +33,10 @@ class ExactResume(Technique):
     Use it in any run that may be interrupted. Every other technique of this package does the same by itself, so it adds nothing
     to a run that has one. Loaders with their own ``state_dict`` and ``load_state_dict`` keep their own way.
 
-    A checkpoint holds, for every rank, the position of the training loaders, the state from which their samplers began the
-    epoch, the state of Python's, NumPy's and torch's random generators, and logged values. Within an accumulation window it
-    also holds the gradients so far, which are as large as the weights on each data-parallel rank. They are saved rather
-    than recomputed, because the window's batches have already changed BatchNorm statistics.
+    A checkpoint holds the position of the training loaders on every rank, and the state from which their samplers began the
+    epoch. It also holds the state of Python's, NumPy's and torch's random generators, and logged values. Within an
+    accumulation window it also holds the gradients so far, which are as large as the weights on each data-parallel rank.
+    They are saved rather than recomputed, because the window's batches have already changed BatchNorm statistics.
 
     A resumed run first does what Lightning still had to do when it saved: the hooks of later callbacks and of the module,
     validation, schedulers, early stopping and logging. If such a hook reads the batch, the checkpoint holds the batch too.

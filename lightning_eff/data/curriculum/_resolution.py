@@ -127,7 +127,7 @@ class SmallerImages(Technique):
         self._resizing, self._full, self._how = resizing, resizing.full, resizing.source
 
     def _on_full_pass(self, step: Step, seen: Seen) -> None:
-        """Hook for subclasses: the first batch has run at full size, and ``seen`` says what the modules did."""
+        """Hook for subclasses after the first batch has run at full size, with the module calls in ``seen``."""
 
     # -- report and state
 

@@ -49,7 +49,7 @@ def cut(order: Sequence[int], lengths: Sequence[int], budget: int, *, padded: bo
 
 
 def evened(batches: list[list[int]], ranks: int) -> list[list[int]]:
-    """Make the number of batches a multiple of ``ranks``, by halving the largest or, at size 1, repeating the first."""
+    """Halve the largest batches (or repeat the first) until their number is a multiple of ``ranks``."""
     found = [list(batch) for batch in batches]
     while len(found) % ranks:
         at = max(range(len(found)), key=lambda i: (len(found[i]), -i))

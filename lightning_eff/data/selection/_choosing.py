@@ -58,7 +58,7 @@ class Choosing(CountsSamples):
 
     A subclass returns the fraction from :meth:`share`, and trains on its choice in :meth:`train`. At least one sample is
     chosen. Steps whose fraction is 1 are plain and cost no extra pass, but the first step of the run always checks the loss.
-    Each micro-batch of an accumulation window and each rank is handled separately.
+    Micro-batches of an accumulation window and ranks are handled separately.
 
     Attributes:
         sample_loss: the user's function for a loss that is not visible per sample, or None.

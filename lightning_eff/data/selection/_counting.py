@@ -36,7 +36,7 @@ class CountsSamples(Technique):
     A subclass calls :meth:`count` once per batch.
 
     Class attributes, in addition to those of :class:`Technique`:
-        did: the past tense of what it does to samples, for the summary.
+        did: the verb of the summary, such as ``drew``.
     """
 
     did: ClassVar[str] = "chose"
@@ -47,7 +47,7 @@ class CountsSamples(Technique):
         self._samples = {"seen": 0, "trained": 0}
 
     def count(self, size: int, trained: int) -> None:
-        """Count a batch of ``size`` samples, of which the step used ``trained``."""
+        """Count a batch of ``size`` samples. The step used ``trained`` of them."""
         self._fraction = trained / size
         self._steps["on" if self._active else "off"] += 1
         self._samples["seen"] += size

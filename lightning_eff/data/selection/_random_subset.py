@@ -19,8 +19,8 @@ class RandomSubset(CountsSamples):
     """Train on ``round(keep * B)`` samples of each batch of ``B``, drawn uniformly without replacement.
 
     At least one sample is drawn. No forward pass scores the samples, and their mean loss is not reweighted. It acts in every
-    ``interval``-th optimizer step while the used fraction of the budget is in ``[start, end)``. Other steps are plain. Each
-    micro-batch of an accumulation window and each rank is handled separately.
+    ``interval``-th optimizer step while the used fraction of the budget is in ``[start, end)``. Other steps are plain.
+    Micro-batches of an accumulation window and ranks are handled separately.
 
     It logs ``active`` (whether the last step drew samples) and ``fraction`` (the fraction of the batch that was used).
 

@@ -70,7 +70,7 @@ class DataPruning(SampleChooser):
     that ask the Trainer for the number of steps count whole epochs, so set ``max_steps``. If a last batch of one sample is too
     small (for example for BatchNorm), use ``drop_last`` in the loader.
 
-    Early scores separate classes more than samples. Of the digits in ``benchmarks/vit``, the hardest half after one of 60
+    Early scores separate classes more than samples. In ``benchmarks/vit``, the hardest half of the digits after one of 60
     epochs had samples of only six of ten classes, and the module forgot the others. After four epochs it had all ten. The
     papers score after about a tenth of the run. ``balance`` keeps all classes at any time. A warning reports classes of at
     least 20 samples that lose all of them. GraNd and EL2N before training (``epochs=0``) say little: the published results at

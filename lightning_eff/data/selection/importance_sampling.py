@@ -73,8 +73,8 @@ class ImportanceSampling(CountsSamples):
     pass, which costs no extra pass. ``tau`` is at least 1, so a ``threshold`` below 1 draws from the first step on. Use it
     where the backward pass dominates and gradient norms differ a lot between samples.
 
-    A sample with score 0 is never drawn. If all scores are 0, draws are uniform. Each micro-batch of an accumulation window and
-    each rank is handled separately.
+    A sample with score 0 is never drawn. If all scores are 0, draws are uniform. Micro-batches of an accumulation window and
+    ranks are handled separately.
 
     ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row
     or one group of consecutive rows per sample. The first batch is checked. For any other loss, give ``sample_loss``. The

@@ -55,7 +55,7 @@ class LossBiasedSampling(Choosing):
 
     Use it where many samples are already learned. A wrong label has a large loss too, so avoid it on noisy labels. Unlike
     :class:`ImportanceSampling` it is biased for ``k`` below 1, and it draws from ``start`` on whether or not that pays. Each
-    step in which it acts costs one extra forward pass. Each micro-batch of an accumulation window and each rank is handled
+    step in which it acts costs one extra forward pass. Micro-batches of an accumulation window and ranks are handled
     separately.
 
     ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import comb
 from numbers import Real
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -27,16 +26,6 @@ from lightning_eff.data.selection._counting import check_budget
 BY_ACCURACY = ((0.0, 1.0), (0.8, 1 / 2), (0.9, 1 / 4), (0.95, 1 / 8), (0.995, 1 / 16))
 
 
-def order_weights(n: int, s: int, q: int) -> list[float]:
-    """Compute ``gamma_j``, the probability that the j-th largest of ``n`` losses is among the ``q`` largest of ``s`` drawn.
-
-    ``gamma_j = sum_{l<q} C(j-1, l) C(n-j, s-l-1) / C(n, s)`` for ``j = 1 ... n``, which sum to ``q``. Averaged over batches of
-    ``s`` samples, the update is the gradient of ``(1/q) sum_j gamma_j L_(j)``.
-    """
-    every = comb(n, s)
-    return [sum(comb(j - 1, k) * comb(n - j, s - k - 1) for k in range(q)) / every for j in range(1, n + 1)]
-
-
 def share_at(accuracy: float) -> float:
     """The paper's q/s at a training accuracy in [0, 1]: 1 below 0.8, then 1/2, 1/4 from 0.9, 1/8 from 0.95, 1/16 from 0.995."""
     return [share for least, share in BY_ACCURACY if accuracy >= least][-1]
@@ -56,12 +45,12 @@ class OrderedSGD(Choosing):
 
     A forward pass without gradients computes the loss of each of the ``s`` samples of a batch. The module's own
     ``training_step`` then runs on the ``q = round(keep * s)`` samples with the largest loss (at least one). Their mean loss is
-    not reweighted, so training minimizes ``(1/q) sum_j gamma_j L_(j)`` over the losses in descending order, which gives large
-    losses more weight.
+    not reweighted, so training minimizes ``(1/q) sum_j gamma_j L_(j)`` over the losses in descending order. The weight
+    ``gamma_j`` is the probability that the j-th largest loss is among the ``q`` largest of a batch.
 
     Use it to spend backward passes on hard samples. Labels should be right, because a wrong label has a large loss too. Each
-    step in which it acts costs one extra forward pass and saves ``1 - keep`` of the training step. Each micro-batch of an
-    accumulation window and each rank is handled separately.
+    step in which it acts costs one extra forward pass and saves ``1 - keep`` of the training step. Micro-batches of an
+    accumulation window and ranks are handled separately.
 
     With ``keep="accuracy"``, as in the paper, the fraction depends on the training accuracy of the last epoch. It is 1 up to
     80 %, then 1/2, 1/4 from 90 %, 1/8 from 95 % and 1/16 from 99.5 %. The accuracy is counted in the classification losses of

@@ -44,7 +44,7 @@ class ProxySelection(Choosing):
     costs about ``depth`` of a forward pass. With ``depth=1`` it is Ordered SGD. A wrong label is a hard sample too, so avoid it
     on noisy labels. A head that never saw the output of the first blocks may rank samples differently from the full network;
     a larger ``depth`` brings the rankings closer. Together with techniques that run only a part of the blocks, ``depth`` is a
-    fraction of those that run. Each micro-batch of an accumulation window and each rank is handled separately.
+    fraction of those that run. Micro-batches of an accumulation window and ranks are handled separately.
 
     ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row
     or one group of consecutive rows per sample. The first batch is checked. For any other loss, give ``sample_loss``.

@@ -56,7 +56,7 @@ class RHOLoss(Choosing):
     hold them too, so a resumed run does not compute them again.
 
     Use it for several epochs over noisy or redundant data. Random augmentation and masking make a different sample of the same
-    index each time, while its irreducible loss comes from one draw. Each micro-batch of an accumulation window and each rank is
+    index each time, while its irreducible loss comes from one draw. Micro-batches of an accumulation window and ranks are
     handled separately.
 
     ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row

@@ -75,7 +75,7 @@ class SelectiveBackprop(CountsSamples):
 
     It acts in every ``interval``-th optimizer step while the used fraction of the budget is in ``[start, end)``. Other
     steps are plain, cost nothing and leave the history unchanged. ``interval=2`` corresponds to ``interrupt=2`` in
-    Composer, which acts from 0.5 to 0.9 of the run. Each micro-batch of an accumulation window and each rank is handled
+    Composer, which acts from 0.5 to 0.9 of the run. Micro-batches of an accumulation window and ranks are handled
     separately.
 
     ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row

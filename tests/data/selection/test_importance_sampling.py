@@ -633,7 +633,7 @@ def test_losses_that_do_not_lie_sample_by_sample(how: str, size: int, length: in
     net = Layout()
     net.how = how
     t = trainer(technique(), max_steps=2)
-    with pytest.raises(LossNotVisible, match=r"do not lie sample by sample.*batch first.*|do not split evenly"):
+    with pytest.raises(LossNotVisible, match=r"are not in the order of the samples.*batch first.*|do not split evenly"):
         t.fit(net, DataLoader([token_batch(how, size, length)] * 2, batch_size=None))
     assert t.global_step == 0
 
@@ -655,7 +655,7 @@ def test_a_step_that_cannot_run_in_evaluation_mode(evaluation: str, how: str) ->
     t = trainer(ImportanceSampling(), max_steps=2)
     data = DataLoader([token_batch(how, 4, 12)] * 2, batch_size=None)
     if how:
-        with pytest.raises(LossNotVisible, match="do not lie sample by sample"):
+        with pytest.raises(LossNotVisible, match="are not in the order of the samples"):
             t.fit(net, data)
     else:
         t.fit(net, data)

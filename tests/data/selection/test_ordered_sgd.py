@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_eff._core.losses import LossNotVisible
 from lightning_eff.data.selection._accuracy import CountRight
 from lightning_eff.data.selection._choosing import largest
-from lightning_eff.data.selection.ordered_sgd import OrderedSGD, order_weights, share_at
+from lightning_eff.data.selection.ordered_sgd import OrderedSGD, share_at
 from tests.cases import Case, own_loss
 from tests.data.selection.test_selective_backprop import Gradients, gradient, rows_of, sample_means, still
 from tests.models import TinyClassifier, loader, make_batch, trainer
@@ -27,6 +27,16 @@ CASES = {
         lost=(own_loss, "classifier", "sample_loss"),
     )
 }
+
+
+def order_weights(n: int, s: int, q: int) -> list[float]:
+    """Compute ``gamma_j``, the probability that the j-th largest of ``n`` losses is among the ``q`` largest of ``s`` drawn.
+
+    ``gamma_j = sum_{l<q} C(j-1, l) C(n-j, s-l-1) / C(n, s)`` for ``j = 1 ... n``, which sum to ``q``. Averaged over batches of
+    ``s`` samples, the update is the gradient of ``(1/q) sum_j gamma_j L_(j)``.
+    """
+    every = comb(n, s)
+    return [sum(comb(j - 1, k) * comb(n - j, s - k - 1) for k in range(q)) / every for j in range(1, n + 1)]
 
 
 @pytest.mark.parametrize(("n", "s", "q"), [(6, 3, 2), (5, 5, 2), (7, 4, 4), (4, 1, 1)])

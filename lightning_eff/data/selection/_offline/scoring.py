@@ -238,8 +238,8 @@ class DataScorer(Scorer):
     def _lies_otherwise(self, x: Tensor | None, size: int) -> ValueError:
         got = "was not called" if x is None else f"got an input of shape {tuple(x.shape)} for {size} samples"
         return ValueError(
-            f"{self.who}(score={self.kind!r}): the last linear layer {got}; expected (B, ..., d) with the samples first. Give"
-            " the path of another layer with head=."
+            f"{self.who}(score={self.kind!r}): the last linear layer {got}; expected (B, ..., d) with the batch's samples"
+            " first. Give the path of another layer with head=."
         )
 
 

@@ -1,1 +1,1 @@
-"""Techniques that choose samples by what the run learns about them as it goes."""
+"""Techniques that learn during the run which samples to train on."""

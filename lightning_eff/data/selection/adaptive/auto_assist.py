@@ -73,7 +73,7 @@ class AutoAssist(CountsSamples):
 
     The default assistant is a logistic regression on all tensors of a sample. Integers, including labels, are a bag of hashed
     tokens. Images and other floating-point values are averaged to at most 256 numbers. All ranks share one assistant, which
-    learns from the samples of all of them. Each micro-batch of an accumulation window and each rank is handled separately. In
+    learns from the samples of all of them. Micro-batches of an accumulation window and ranks are handled separately. In
     the paper the assistant runs on the CPU in parallel; here it runs between steps, on the network's device.
 
     ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row
