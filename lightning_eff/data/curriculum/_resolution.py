@@ -39,7 +39,7 @@ class SmallerImages(Technique):
 
     Args:
         multiple_of: the number of pixels that smaller sides are multiples of. They are also multiples of the patch size.
-        keys: the names or positions of the tensors (N, C, H, W) that are images. None finds them.
+        keys: the tensors (N, C, H, W) that are images, by name or position. None finds them.
     """
 
     constraints: ClassVar[str] = (

@@ -85,8 +85,8 @@ class EfficientTrain(SmallerImages):
         stages: pairs ``(u, share)``. From the used fraction ``u`` of the budget on, images have ``share`` of their height and
             width. The first ``u`` is 0, and both values rise. ``[[0.0, 1.0]]`` is plain training.
         multiple_of: the number of pixels that smaller sides are multiples of.
-        keys: the names (dict, dataclass) or positions (tuple, list) of the tensors (N, C, H, W) that are images. Give them if
-            the images are not found by their shape.
+        keys: the tensors (N, C, H, W) that are images, by name (dict, dataclass) or position (tuple, list). Give them if the
+            images are not found by their shape.
 
     Raises:
         ValueError: for a value out of range. At the first batch, before any weight has changed, if it has no images, no size of

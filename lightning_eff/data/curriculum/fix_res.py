@@ -74,8 +74,8 @@ class FixRes(SmallerImages):
         classifier: the dotted path of the classifier. None takes the layer that was called last.
         tune_all: whether to tune every parameter from ``until`` on, as a control. No classifier is needed then.
         multiple_of: the number of pixels that smaller sides are multiples of.
-        keys: the names (dict, dataclass) or positions (tuple, list) of the tensors (N, C, H, W) that are images. Give them if
-            the images are not found by their shape.
+        keys: the tensors (N, C, H, W) that are images, by name (dict, dataclass) or position (tuple, list). Give them if the
+            images are not found by their shape.
 
     Raises:
         ValueError: for a value out of range. At the first batch, before any weight has changed, if it has no images, no size of

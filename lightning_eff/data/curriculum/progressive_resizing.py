@@ -67,8 +67,8 @@ class ProgressiveResizing(SmallerImages):
         until: the fraction of the budget from which on images are full. 0 is plain training.
         hold: the fraction of ``until`` during which images stay at ``scale``. At 1 they then become full at once.
         multiple_of: the number of pixels that smaller sides are multiples of. Also accepted as ``size_increment``.
-        keys: the names (dict, dataclass) or positions (tuple, list) of the tensors (N, C, H, W) that are images. Give them if
-            the images are not found by their shape.
+        keys: the tensors (N, C, H, W) that are images, by name (dict, dataclass) or position (tuple, list). Give them if the
+            images are not found by their shape.
 
     Raises:
         ValueError: for a value out of range. At the first batch, before any weight has changed, if it has no images, no size of

@@ -100,8 +100,8 @@ class SequenceLengthWarmup(Technique):
         multiple_of: the number of tokens that lengths below ``T`` are multiples of. Hardware is fast at multiples of 8. Also
             accepted as ``step_size``.
         mode: how to shorten sequences: ``"reshape"`` keeps every token, ``"truncate"`` drops the rest of each sequence.
-        keys: the names (dict, dataclass) or positions (tuple, list) of the tensors to cut along dimension 1, and no others.
-            Give them if the sequences are not found by their shape.
+        keys: the only tensors to cut along dimension 1, by name (dict, dataclass) or position (tuple, list). Give them if the
+            sequences are not found by their shape.
 
     Raises:
         ValueError: for a value out of range. At the first batch, before any weight has changed, if its sequences are not found,
@@ -266,7 +266,7 @@ class ShortSequences(SequenceLengthWarmup):
         start: the sequence length.
         multiple_of: the number of tokens that ``start`` is a multiple of.
         mode: how to shorten sequences.
-        keys: the names or positions of the tensors to cut.
+        keys: the tensors to cut, by name or position.
 
     Raises:
         ValueError: as the warm-up does.

@@ -87,7 +87,7 @@ class DataPruning(SampleChooser):
         easy: whether to keep the samples with the lowest scores instead of the highest.
         balance: the fraction of the kept samples that is divided evenly over the classes. Each of ``C`` classes keeps its own
             best ``balance / C`` of the kept samples, or all that it has. Needs a loss with one integer class per sample.
-        gradients: the parameters whose gradient ``"grand"`` takes: the last linear layer's ("head") or "all".
+        gradients: the parameters whose gradient ``"grand"`` takes. "head" is the last linear layer.
         clusters: the number of clusters of ``"prototypes"``.
         head: the path of the last ``nn.Linear`` for ``"prototypes"`` and ``"grand"``. None takes the last one called whose
             output has as many classes as the loss's input.

@@ -57,8 +57,8 @@ class SampleSubset(SampleChooser):
     It logs ``samples`` (the size of the subset) and ``share`` (its fraction of the data set).
 
     Args:
-        samples: the path of a file of indices, or the fraction of the data set to draw at random (``round(samples * N)``
-            samples, at least one). 1.0 is plain training.
+        samples: the samples to train on. Give the path of a file of indices, or the fraction of the data set to draw at random
+            (``round(samples * N)`` samples, at least one). 1.0 is plain training.
 
     Raises:
         ValueError: for a fraction out of range, or a file that is missing, malformed, or has repeated or invalid indices.

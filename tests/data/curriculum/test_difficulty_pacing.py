@@ -304,7 +304,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         (
             DifficultyPacing("loss", sample_loss=lambda module, batch: batch[0][:, 0] / 0),
             DataLoader(Subset(Numbered(), range(1, N)), 4),
-            "is nan or infinite",
+            "is NaN or infinite",
         ),
         (DifficultyPacing("loss", sample_loss=lambda module, batch: batch[0]), None, r"sample_loss returned shape \(4, 2\)"),
     ],

@@ -700,7 +700,7 @@ def test_a_loss_that_is_not_finite_is_an_error(value: float, threshold: float | 
 
     t = trainer(ImportanceSampling(presample=1.0, threshold=threshold), max_steps=5)
     with pytest.raises(
-        ValueError, match=r"ImportanceSampling: .* sample\(s\) 1 of the 4 in batch 2 .*after 2 steps.* nan"
+        ValueError, match=r"ImportanceSampling: .* sample\(s\) 1 of the 4 in batch 2 .*after 2 steps.* NaN"
     ):
         t.fit(Breaks(batch_norm=False), loader("classifier"))
     assert t.global_step == 2

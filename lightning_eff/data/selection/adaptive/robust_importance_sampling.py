@@ -72,7 +72,7 @@ class RobustImportanceSampling(SampleChooser):
         refits: the number of times per epoch that the set is learned and samples are drawn.
         adapt: whether to lengthen steps and advance schedules by the gain.
         smoothing: the weight of earlier steps in the moving means behind the gain.
-        labels: the names or positions of the labels in the batch, for batches where they are not found.
+        labels: the labels in the batch, by name or position. Give them if the labels are not found.
 
     Raises:
         ValueError: for a value out of range. When training starts, if the loader is not one over a map-style data set. At the
