@@ -668,3 +668,8 @@ def test_an_error_on_another_rank_is_raised_here_too(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match=r"^SequenceLengthWarmup: found no integer tensor"):
         seen(SequenceLengthWarmup(start=8), [{"input_ids": ids().float()}])
     assert gathered[0] is None and "no integer tensor" in gathered[1]
+
+
+def test_the_names_of_composer_are_accepted() -> None:
+    technique = SequenceLengthWarmup(min_seq_length=16, duration=0.5, step_size=16)  # pyright: ignore[reportCallIssue]
+    assert repr(technique) == "SequenceLengthWarmup(start=16, until=0.5, multiple_of=16)"
