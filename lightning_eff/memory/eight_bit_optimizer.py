@@ -78,7 +78,9 @@ class EightBitOptimizer(Technique):
     saves: ClassVar[str] = "three quarters of the optimizer's memory (7 eighths with bits=4)"
     paper: ClassVar[str] = "Dettmers et al. 2021, arXiv:2110.02861"
     constraints: ClassVar[str] = "optimizers that have an equivalent; needs bitsandbytes"
-    refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank steps whole parameters
+    refuses: ClassVar[Reasons] = {
+        Part.PIPELINE: "each process sorts its own weights into 8 and 32 bits, so a checkpoint's groups are no other process's"
+    }
     survey: ClassVar[Survey | None] = Survey("low-precision weights and states", zhuang="3", shen="4.2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
     control: ClassVar[Control] = Control(

@@ -69,7 +69,6 @@ IN_PIPELINE: dict[str, Settings] = {
     }
     for name in (
         "DataPruning",
-        "EightBitOptimizer",
         "ImportanceSampling",
         "Mixup",
         "OptimizerOffload",
