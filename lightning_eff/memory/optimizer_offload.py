@@ -72,7 +72,7 @@ class OptimizerOffload(Technique):
     paper: ClassVar[str] = "Ren et al. 2021, arXiv:2101.06840"
     refuses: ClassVar[Reasons] = {
         **dict.fromkeys((Part.FLAT, Part.ENGINE), "the strategy has offloading of its own"),
-        Part.PIPELINE: "",
+        Part.PIPELINE: "the technique loads the optimizer state of all weights, of which each process has some",
     }
     constraints: ClassVar[str] = "torch.optim's own optimizers but LBFGS; gains on an accelerator alone"
     survey: ClassVar[Survey | None] = Survey("offloading of optimizer states", zhuang="3", shen="7.3")
