@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_eff._core._loaders.held import generator_state, is_generator, set_generator
+from lightning_eff._core._loaders.sampler_state import generator_state, is_generator, set_generator
 
 _MOST = 64  # entries of a container to search, because longer ones hold data
 _ALL = 2000  # objects to search

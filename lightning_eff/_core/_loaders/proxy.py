@@ -4,8 +4,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_eff._core._loaders.made import MadeBatches, Watched
-from lightning_eff._core._loaders.pieces import (
+from lightning_eff._core._loaders.batch_indices import MadeBatches, Watched
+from lightning_eff._core._loaders.batch_order import (
     Pieces,
     has_length,
     holders,
@@ -15,8 +15,8 @@ from lightning_eff._core._loaders.pieces import (
     sampler_name,
     shut_down,
 )
-from lightning_eff._core._run.own_state import has_state, keeps_state
-from lightning_eff._core._run.recording import RecordingSampler, users_own
+from lightning_eff._core._run.recording_sampler import RecordingSampler, users_own
+from lightning_eff._core._run.stateful_loaders import has_state, keeps_state
 from lightning_eff._core._samples.chosen import ChosenBatches, as_list
 
 _OWN: tuple[str, ...] = (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_eff._core import rng
-from lightning_eff._core._run._silent.unlogged import unlogged
+from lightning_eff._core._run._muting.null_loggers import unlogged
 from lightning_eff._core._samples.chosen import share
 from lightning_eff._core._samples.counting import current_rule
 from lightning_eff._core._samples.scoring import Scorer, agree

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_eff._core._run.own_state import has_state
+from lightning_eff._core._run.stateful_loaders import has_state
 from lightning_eff._core._samples.chosen import EndlessSampler, interleaved, share
 from lightning_eff._core.loaders import ResumableLoader
 

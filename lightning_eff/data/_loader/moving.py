@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_eff._core._loaders.pieces import is_settled
-from lightning_eff._core._run.own_state import has_state
-from lightning_eff._core._run.recording import users_own
+from lightning_eff._core._loaders.batch_order import is_settled
+from lightning_eff._core._run.recording_sampler import users_own
+from lightning_eff._core._run.stateful_loaders import has_state
 
 _MOST_OBJECTS = 200_000  # of a data set that are examined, in about a second
 _LONG = 4096

@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_eff._core import rng
-from lightning_eff._core._run.own_state import has_state
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
+from lightning_eff._core._run.stateful_loaders import has_state
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff.data._loader.watching import Watch, WatchedCollate, WatchedStart, numbers
 

@@ -16,9 +16,9 @@ from torch.utils.data import (
 
 from lightning_eff._core._lightning.names import is_lightnings
 from lightning_eff._core._loaders.generators import DataGenerators
-from lightning_eff._core._loaders.held import Held
-from lightning_eff._core._run.own_state import has_state, is_torchdata
-from lightning_eff._core._run.recording import RecordingSampler, users_own
+from lightning_eff._core._loaders.sampler_state import Held
+from lightning_eff._core._run.recording_sampler import RecordingSampler, users_own
+from lightning_eff._core._run.stateful_loaders import has_state, is_torchdata
 
 # samplers whose order follows from the random state at the beginning of the epoch
 _SETTLED: tuple[Callable[..., Any], ...] = tuple(

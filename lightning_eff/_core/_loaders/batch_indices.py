@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_eff._core._run.recording import Emission
+from lightning_eff._core._run.recording_sampler import Emission
 from lightning_eff._core.batches import tensors
 
 _MOST = 256  # batches that a loader may keep back
