@@ -4,8 +4,9 @@ import functools as _functools
 import sys as _sys
 import typing as _typing
 
-from lightning_eff import _lazy, _public
-from lightning_eff import _source_tree as _source_tree  # before all that imports lightning_eff.kernels
+from lightning_eff._exports import lazy as _lazy
+from lightning_eff._exports import public as _public
+from lightning_eff._exports import source_tree as _source_tree  # noqa: F401 before all that imports lightning_eff.kernels
 
 __all__ = sorted(_public.HOMES)  # pyright: ignore[reportUnsupportedDunderAll] - type checkers read __init__.pyi
 

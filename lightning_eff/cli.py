@@ -5,10 +5,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from lightning_eff import _public
 from lightning_eff._catalogue import catalogue
 from lightning_eff._catalogue.row import GROUPS
-from lightning_eff._errors import Arguments, UsageError, check_configs, did_you_mean, told
+from lightning_eff._cli.errors import Arguments, UsageError, check_configs, did_you_mean, told
+from lightning_eff._exports import public
 
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
@@ -89,7 +89,7 @@ def _run(argv: list[str], *, debug: bool) -> None:
         return
     command, *rest = argv
     if argv == ["--version"]:
-        print(f"lightning-eff {_public.version()}")
+        print(f"lightning-eff {public.version()}")
     elif command == "techniques":
         _techniques(rest)
     elif command == "bench":
@@ -101,7 +101,7 @@ def _run(argv: list[str], *, debug: bool) -> None:
 
         tune(rest, debug=debug)
     elif command == "select":
-        from lightning_eff._select import main as select
+        from lightning_eff._cli.select import main as select
 
         select(rest, debug=debug)
     elif command == "plan":
@@ -125,13 +125,13 @@ def _lightning(argv: list[str]) -> None:
     """One of LightningCLI's own commands."""
     check_configs(argv)
     try:
-        from lightning_eff._config import ConfigCLI
+        from lightning_eff._cli.config import ConfigCLI
     except ModuleNotFoundError as error:
         raise UsageError(
             f'{error.name} is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
         ) from error
 
-    from lightning_eff.report import TrainingReport
+    from lightning_eff.monitor.training_report import TrainingReport
 
     # Lightning asks torch in a way that torch is about to drop: nothing that who trains here could mend
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)

@@ -31,7 +31,7 @@ from examples.vit.data import Digits, shift
 from lightning_eff._catalogue import catalogue
 from lightning_eff._core._images.images import resize
 from lightning_eff._core.technique import Technique
-from lightning_eff._techniques import technique_classes
+from lightning_eff._exports.techniques import technique_classes
 from lightning_eff.bench.reports.statistics import summarize
 from tests.bench import synthetic
 from tests.selection import share_of

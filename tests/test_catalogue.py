@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from docs.making import facts
-from lightning_eff import _public, cli
+from lightning_eff import cli
 from lightning_eff._catalogue import catalogue
 from lightning_eff._catalogue.row import GROUPS, Row
-from lightning_eff._techniques import technique_classes
+from lightning_eff._exports import public
+from lightning_eff._exports.techniques import technique_classes
 from tests.cases import CASES
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +22,7 @@ SHOWN = {name for entry in ENTRIES for name in entry.by}
 def test_every_technique_stands_in_it_and_once_for_each_row() -> None:
     missing = {cls.__name__ for cls in technique_classes()} - SHOWN
     assert not missing, "a class without a place: its survey, or a row of lightning_eff/_catalogue, gives it one"
-    assert set(_public.HOMES) >= SHOWN
+    assert set(public.HOMES) >= SHOWN
     names = [(entry.group, entry.name) for entry in ENTRIES]
     assert len(set(names)) == len(names)
     beside = {name for entry in ENTRIES if entry.group == "beside" for name in entry.by}
@@ -63,7 +64,7 @@ def test_a_setting_that_a_row_names_is_one_of_its_class() -> None:
     found = [match[1] for match in shapes if match is not None]
     assert len(found) >= 5
     for shape in found:
-        _public.found("LearningRateSchedule")(shape)
+        public.found("LearningRateSchedule")(shape)
 
 
 def test_a_class_that_comes_later_is_found_by_its_name_or_by_its_survey(monkeypatch: pytest.MonkeyPatch) -> None:

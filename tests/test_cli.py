@@ -13,8 +13,8 @@ from lightning.pytorch import Callback
 
 import lightning_eff
 from lightning_eff import cli
-from lightning_eff._config import ConfigParser
-from lightning_eff.report import TrainingReport
+from lightning_eff._cli.config import ConfigParser
+from lightning_eff.monitor.training_report import TrainingReport
 from tests.cases import CASES
 from tests.cli_data import unannotated
 from tests.models import TinyClassifier, loader, trainer

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_eff import _errors, cli
+from lightning_eff import cli
+from lightning_eff._cli import errors
 
 ROOT = Path(__file__).parent.parent
 BASE: dict[str, Any] = {
@@ -403,8 +404,8 @@ def test_debug_gives_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_what_is_told_goes_on_the_commands_name(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), _errors.told("lightning-eff fit"):
-        raise _errors.UsageError(words)
+    with pytest.raises(SystemExit), errors.told("lightning-eff fit"):
+        raise errors.UsageError(words)
     assert capsys.readouterr().err == f"lightning-eff fit: {told}\n"
 
 

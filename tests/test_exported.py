@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
 import lightning_eff
-from lightning_eff._config import ConfigCLI
-from lightning_eff._errors import ConfigError
+from lightning_eff._cli.config import ConfigCLI
+from lightning_eff._cli.errors import ConfigError
 from tests import selection
 from tests.cases import CASES
 from tests.plugins import PLUGINS

@@ -22,8 +22,8 @@ from torch.distributed.run import get_args_parser
 
 import lightning_eff
 from docs.making import cards, notebook, pages
-from lightning_eff import _select as select
 from lightning_eff import cli
+from lightning_eff._cli import select
 from lightning_eff._core.steps import Stage
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench import command as bench

@@ -104,7 +104,9 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     "which is compiled as a whole": lambda _: fit(torch.compile(TinyGPT()), stacking(4), data="tiny_gpt"),  # pyright: ignore[reportArgumentType]
     "is for random weights": lambda _: fit(Pretrained(), le.OrthogonalInit(), data="gpt2"),
     "the Trainer has no end": lambda _: fit(TinyClassifier(), le.LearningRateSchedule(), max_steps=-1, max_epochs=-1),
-    "is no torch DataLoader": lambda _: fit(TinyClassifier(), le.DifficultyPacing(score="loss"), data=[torch.zeros(1)]),
+    "is not a torch DataLoader": lambda _: fit(
+        TinyClassifier(), le.DifficultyPacing(score="loss"), data=[torch.zeros(1)]
+    ),
     "keeps each parameter in pieces on several processes": lambda _: sharded(),
     "which has no float8 matrix units": lambda _: fit(TinyClassifier(), plugins=[le.FP8Precision()]),
     "the checkpoint was saved without it": other_recipe,

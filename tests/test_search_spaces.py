@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_eff._core.search_space import Choice, Integer, RunProfile, SearchSpace, Survey, Uniform
-from lightning_eff._techniques import technique_classes
+from lightning_eff._exports.techniques import technique_classes
 from lightning_eff.optim.optimizers._replacing.making import making
 from tests.cases import CASES, STAND_INS
 

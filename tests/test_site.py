@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 import lightning_eff
 from benchmarks import evidence_page as evidence
 from docs.making import cards, facts, pages, picture, prose
-from lightning_eff import _public
-from lightning_eff._techniques import technique_classes
+from lightning_eff._exports import public
+from lightning_eff._exports.techniques import technique_classes
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = {"README.md": (ROOT / "README.md").read_text()} | {
@@ -56,7 +56,7 @@ def made() -> dict[str, str]:
 
 def test_every_public_technique_has_a_card(made: dict[str, str]) -> None:
     optimizers = {
-        n for n in lightning_eff.__all__ if inspect.isclass(c := _public.found(n)) and issubclass(c, Optimizer)
+        n for n in lightning_eff.__all__ if inspect.isclass(c := public.found(n)) and issubclass(c, Optimizer)
     }
     names = {cls.__name__ for cls in technique_classes()} | optimizers
     assert cards.names() == sorted(names)
@@ -79,7 +79,7 @@ def test_a_card_has_its_parts(made: dict[str, str]) -> None:
             "Sources",
         ):
             assert f"\n## {part}" in text, (name, part)
-        cls = _public.found(name)
+        cls = public.found(name)
         assert getattr(cls, "constraints", "") in text and getattr(cls, "paper", "") in text
         assert not re.search(r":(class|func|meth|attr):`", text), name
 
@@ -215,7 +215,7 @@ def test_python_in_a_page_names_what_there_is(code: str) -> None:
             home = importlib.import_module(node.module or "")
             assert all(hasattr(home, alias.name) for alias in node.names), ast.unparse(node)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in lightning_eff.__all__:
-            inspect.signature(_public.found(node.func.id)).bind(
+            inspect.signature(public.found(node.func.id)).bind(
                 *(None for _ in node.args), **{word.arg: None for word in node.keywords if word.arg}
             )
 
@@ -234,7 +234,7 @@ def named(entry: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def of_path(path: str) -> Any:
     if "." not in path:
-        return _public.found(path) if path in _public.HOMES else getattr(callbacks, path)
+        return public.found(path) if path in public.HOMES else getattr(callbacks, path)
     home, _, name = path.rpartition(".")
     return getattr(importlib.import_module(home), name)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_eff import _source_tree
+from lightning_eff._exports import source_tree
 
 ROOT = Path(__file__).parent.parent
 WITHOUT = (
@@ -70,11 +70,11 @@ def test_a_folder_called_kernels_counts_in_a_tree_only(tmp_path: Path, monkeypat
     (tmp_path / "lightning_eff").mkdir()
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").touch()
-    _source_tree.map_kernels(tmp_path / "lightning_eff")
+    source_tree.map_kernels(tmp_path / "lightning_eff")
     assert sys.meta_path == before
     (tmp_path / "pyproject.toml").touch()
     for _ in range(2):
-        _source_tree.map_kernels(tmp_path / "lightning_eff")
+        source_tree.map_kernels(tmp_path / "lightning_eff")
         assert sys.meta_path[:-1] == before
     spec = sys.meta_path[-1].find_spec("lightning_eff.kernels", None)
     assert spec is not None and spec.submodule_search_locations == [str(tmp_path / "kernels")]

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 import lightning_eff
 from benchmarks import evidence_page as evidence
 from docs.making import facts, layouts, prose
-from lightning_eff import _public
 from lightning_eff._catalogue import catalogue
 from lightning_eff._core._arguments.declared import arguments_of
+from lightning_eff._exports import public
 from tests import test_exported
 from tests.cases import CASES
 from tests.plugins import PLUGINS
@@ -34,7 +34,7 @@ def names() -> list[str]:
 
 def file_of(name: str) -> str:
     """The page of a card, from the folder of pages."""
-    return f"techniques/{_public.HOMES[name].rpartition('.')[2]}.md"
+    return f"techniques/{public.HOMES[name].rpartition('.')[2]}.md"
 
 
 @cache
@@ -57,7 +57,7 @@ def refused() -> dict[frozenset[str], str]:
 
 def card(name: str) -> str:
     """The page of one technique."""
-    cls = _public.found(name)
+    cls = public.found(name)
     doc = prose.read(cls)
     entry = next(entry for entry in catalogue.entries() if name in entry.by)
     lines = [f"# {name}", "", doc.summary, ""]
@@ -89,9 +89,9 @@ def card(name: str) -> str:
     lines += ["## Sources", "", f"- {getattr(cls, 'paper', '') or entry.source}"]
     survey = getattr(cls, "survey", None)
     lines += [f"- In the surveys: {survey}."] if survey else []
-    room = _public.HOMES[name].split(".")[1]
+    room = public.HOMES[name].split(".")[1]
     lines += [
-        f"- [Reference](../reference/{room}.md#{_public.HOMES[name]}.{name}); tests: `{catalogue.tests_of(name)}`.",
+        f"- [Reference](../reference/{room}.md#{public.HOMES[name]}.{name}); tests: `{catalogue.tests_of(name)}`.",
         "",
     ]
     return "\n".join(lines)
@@ -100,7 +100,7 @@ def card(name: str) -> str:
 def use(name: str) -> list[str]:
     """A recipe in YAML and the same in Python, with the settings of its case: those of a short run."""
     trainer, own = _recipe(name)
-    cls = _public.found(name)
+    cls = public.found(name)
     rate = 0.01
     if issubclass(cls, Optimizer):
         default = inspect.signature(cls).parameters["lr"].default
@@ -160,10 +160,10 @@ def _recipe(name: str) -> tuple[dict[str, Any], bool]:
         return trainer, "init_args" in (what[0] if isinstance(what, list) else what)
     needs = any(
         p.default is p.empty
-        for p in inspect.signature(_public.found(name)).parameters.values()
+        for p in inspect.signature(public.found(name)).parameters.values()
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     )
-    if needs or _public.found(name)().neutral:
+    if needs or public.found(name)().neutral:
         return trainer, True
     return {kind: [{"class_path": what[0]["class_path"]}]}, False
 
@@ -206,7 +206,7 @@ def measured(name: str) -> list[str]:
     """The figures of the committed results, with the control's and the paper's claim; or that there are none."""
     found = facts.measurements(name)
     if not found:
-        room = _public.HOMES[name].split(".")[1]
+        room = public.HOMES[name].split(".")[1]
         more = {
             "memory": " Bytes and times are in [Memory](../memory.md).",
             "precision": " Losses are in [Verdicts](../verdicts.md).",
@@ -259,9 +259,9 @@ def company(name: str) -> list[str]:
     known = {
         enemy: why
         for enemy, why in enemies.items()
-        if enemy in _public.HOMES and why != "a trainer has one precision plugin"
+        if enemy in public.HOMES and why != "a trainer has one precision plugin"
     }
-    cls = _public.found(name)
+    cls = public.found(name)
     lines = []
     if issubclass(cls, Precision):
         lines = ["A trainer has one precision plugin; plugins wrap one another where that makes sense (`inner=`).", ""]
@@ -293,7 +293,7 @@ def overview() -> str:
                 seen.add(name)
                 what = catalogue.facts()["measured"].get(name, {})
                 figures = "<br>".join(f"{task} {cell}" for task, cell in what.items()) or "–"
-                summary = prose.cell(prose.read(_public.found(name)).summary)
+                summary = prose.cell(prose.read(public.found(name)).summary)
                 rows.append(f"| [{name}]({Path(file_of(name)).name}) | {summary} | {figures} |")
         if rows:
             lines += [f"## {title}", "", "| technique | what it does | measured here |", "|---|---|---|", *rows, ""]

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from benchmarks import evidence_further
 from benchmarks import evidence_page as evidence
-from lightning_eff import _public
-from lightning_eff._techniques import technique_classes
+from lightning_eff._exports import public
+from lightning_eff._exports.techniques import technique_classes
 from tests import selection
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,7 +59,7 @@ def measurements(name: str) -> list[tuple[str, str, str, dict[str, Any]]]:
 def measured() -> dict[str, dict[str, str]]:
     """The verdict of each technique on each task that it was held against a baseline on."""
     found: dict[str, dict[str, str]] = {}
-    for name in sorted(_public.HOMES):
+    for name in sorted(public.HOMES):
         for recipe, task, _, results in measurements(name):
             at = f", {results['plan']['budget']['seconds']:g} s" if without_recipe(task, results) else ""
             where = f"{evidence.SHORT[task]}{at}{label(task, recipe, results)}"
@@ -73,8 +73,8 @@ def speeds() -> dict[str, float]:
     An optimizer stands for the technique that puts it in place of the module's own.
     """
     shown: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
-    for name in _public.HOMES:
-        cls = _public.found(name)
+    for name in public.HOMES:
+        cls = public.found(name)
         technique = "ReplaceOptimizer" if isinstance(cls, type) and issubclass(cls, Optimizer) else name
         for recipe, task, _, results in measurements(name):
             shown.setdefault(technique, {}).setdefault(task, []).append(results["summary"][recipe])
@@ -115,10 +115,10 @@ def label(task: str, recipe: str, results: dict[str, Any]) -> str:
 def tests() -> dict[str, str]:
     """The tests of what has them elsewhere than in a file called after its module."""
     off = {}
-    for name, home in _public.HOMES.items():
+    for name, home in public.HOMES.items():
         *room, last = home.split(".")[1:]
         if not ROOT.joinpath("tests", *room, f"test_{last}.py").is_file():
-            own = selection.own_files(name) if isinstance(_public.found(name), type) else []
+            own = selection.own_files(name) if isinstance(public.found(name), type) else []
             if own:
                 off[name] = own[0].relative_to(ROOT).as_posix()
     return off

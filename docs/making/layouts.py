@@ -4,9 +4,9 @@ from collections import Counter
 from typing import Any
 
 from docs.making import prose
-from lightning_eff import _public
 from lightning_eff._catalogue.strategies import LAYOUTS, reasons
-from lightning_eff._techniques import technique_classes
+from lightning_eff._exports import public
+from lightning_eff._exports.techniques import technique_classes
 
 PAGE = "techniques/strategies.md"
 
@@ -49,7 +49,7 @@ def page() -> str:
     rows, numbers, counted = [], dict[str, int](), Counter[str]()
     names = {cls.__name__: reasons(cls) for cls in technique_classes() if reasons(cls)}
     for name, found in sorted(names.items()):
-        cells = [f"[{name}]({_public.HOMES[name].rpartition('.')[2]}.md)"]
+        cells = [f"[{name}]({public.HOMES[name].rpartition('.')[2]}.md)"]
         for layout, why in found.items():
             counted[layout] += not why
             cells.append("✓" if not why else f"[{numbers.setdefault(why, len(numbers) + 1)}](#reasons)")

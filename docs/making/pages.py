@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from docs.making import cards, layouts, notebook, prose
-from lightning_eff import _public
 from lightning_eff._catalogue import catalogue
+from lightning_eff._exports import public
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -38,8 +38,8 @@ def generated() -> dict[str, str]:
         notebook.PAGE: notebook.page(),
     }
     rooms: dict[str, list[str]] = {}
-    for name, home in sorted(_public.HOMES.items()):
-        prose.read(_public.found(name))  # a public name without a docstring fails here
+    for name, home in sorted(public.HOMES.items()):
+        prose.read(public.found(name))  # a public name without a docstring fails here
         rooms.setdefault(home.split(".")[1] if home.split(".")[1] in ROOMS else "", []).append(f"{home}.{name}")
     for room, names in rooms.items():
         title = ROOMS.get(room, "Functions")

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
 
-from lightning_eff import _public
 from lightning_eff._catalogue import data_rows, model_rows, optim_rows
 from lightning_eff._catalogue.facts import facts
 from lightning_eff._catalogue.row import GROUPS, ROOMS, Row
 from lightning_eff._catalogue.strategies import trains_under
-from lightning_eff._techniques import technique_classes
+from lightning_eff._exports import public
+from lightning_eff._exports.techniques import technique_classes
 
 ROWS: dict[str, tuple[Row, ...]] = {
     group: getattr(part, group.upper())
@@ -65,25 +65,25 @@ class Entry:
 
 def tests_of(name: str) -> str:
     """The file of a class's tests, in the repository."""
-    *room, last = _public.HOMES[name].split(".")[1:]
+    *room, last = public.HOMES[name].split(".")[1:]
     return facts()["tests"].get(name) or "/".join(["tests", *room, f"test_{last}.py"])
 
 
 def _attached(row: Row, extra: Iterable[str]) -> tuple[str, ...]:
     """The classes that do what a row names: those that it names, and those that say so in their ``survey``."""
     told = [name for name in extra if row.name.casefold() in _survey(name).casefold()]
-    return tuple(dict.fromkeys([*(name for name in row.by if name in _public.HOMES), *told]))
+    return tuple(dict.fromkeys([*(name for name in row.by if name in public.HOMES), *told]))
 
 
 def _survey(name: str) -> str:
-    survey = getattr(_public.found(name), "survey", None)
+    survey = getattr(public.found(name), "survey", None)
     return str(survey) if survey is not None else ""
 
 
 def _entry(group: str, name: str, source: str, by: tuple[str, ...], how: str = "", why: str = "") -> Entry:
     if not by:
         return Entry(group, name, source, ABSENT if why else ELSEWHERE if how else NOT_YET, how=how, why=why)
-    cls = _public.found(by[0])
+    cls = public.found(by[0])
     return Entry(
         group,
         name,
@@ -105,7 +105,7 @@ def _room(name: str) -> str:
     """The group of a technique that no row names."""
     if not _survey(name):
         return "beside"
-    home = _public.HOMES[name].removeprefix("lightning_eff.")
+    home = public.HOMES[name].removeprefix("lightning_eff.")
     return next(group for room, group in ROOMS.items() if home.startswith(f"{room}."))
 
 
@@ -113,7 +113,7 @@ def _room(name: str) -> str:
 def entries() -> tuple[Entry, ...]:
     """The whole catalogue, in the surveys' order, and then what stands here beside them."""
     exported = [cls.__name__ for cls in technique_classes()]
-    optimizers = [name for name in _public.HOMES if _public.HOMES[name].startswith("lightning_eff.optim.optimizers.")]
+    optimizers = [name for name in public.HOMES if public.HOMES[name].startswith("lightning_eff.optim.optimizers.")]
     named = {name for rows in ROWS.values() for row in rows for name in row.by}
     loose = [name for name in dict.fromkeys([*exported, *optimizers]) if name not in named]
     found: dict[str, list[Entry]] = {group: [] for group in GROUPS}
@@ -127,7 +127,7 @@ def entries() -> tuple[Entry, ...]:
             found[group].append(_entry(group, row.name, row.source, by, how, row.absent))
     for name in loose:
         if name not in seen:
-            cls = _public.found(name)
+            cls = public.found(name)
             survey = getattr(cls, "survey", None)
             paper = getattr(cls, "paper", "")
             found[_room(name)].append(_entry(_room(name), survey.row if survey else name, paper, (name,)))

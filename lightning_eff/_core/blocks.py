@@ -20,6 +20,7 @@ from lightning_eff._core._stack.calls import hidden_of as hidden_of
 from lightning_eff._core._stack.calls import split_output as split_output
 from lightning_eff._core._stack.compiled import uncompiled as uncompiled
 from lightning_eff._core._stack.compiled import untraced_hooks as untraced_hooks
+from lightning_eff._core._stack.derived_lists import Made, hooked_since, hooks_so_far
 from lightning_eff._core._stack.finding import Candidate as Candidate
 from lightning_eff._core._stack.finding import Layers as Layers
 from lightning_eff._core._stack.finding import candidates as candidates
@@ -31,9 +32,8 @@ from lightning_eff._core._stack.finding import refuse_compiled_around as refuse_
 from lightning_eff._core._stack.finding import repeated as repeated
 from lightning_eff._core._stack.finding import signature as signature
 from lightning_eff._core._stack.finding import stacks as stacks
-from lightning_eff._core._stack.made import Made, hooked_since, hooks_so_far
-from lightning_eff._core._stack.showing import InPlaceOf as InPlaceOf
-from lightning_eff._core._stack.showing import Passing, Sequence, Still, put_on, take_off
+from lightning_eff._core._stack.partial_views import InPlaceOf as InPlaceOf
+from lightning_eff._core._stack.partial_views import Passing, Sequence, Still, put_on, take_off
 from lightning_eff._core._stack.verifying import Verifying
 from lightning_eff._core.patches import Patches, hook_before, hook_behind
 

@@ -17,12 +17,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_eff._core import rng
+from lightning_eff._core._loaders.batch_indices import fetched, is_direct, sketch
+from lightning_eff._core._loaders.batch_order import iterates_itself, shut_down
 from lightning_eff._core._loaders.draws import Draws
-from lightning_eff._core._loaders.made import fetched, is_direct, sketch
-from lightning_eff._core._loaders.pieces import iterates_itself, shut_down
 from lightning_eff._core._loaders.proxy import LoaderProxy
-from lightning_eff._core._run.hosting import LoaderHost, Tuner
-from lightning_eff._core._run.own_state import begin_epoch, finish_epoch, generator_in_state, own_state
+from lightning_eff._core._run.loader_host import LoaderHost, Tuner
+from lightning_eff._core._run.stateful_loaders import begin_epoch, finish_epoch, generator_in_state, own_state
 
 _END = object()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff._core import rng
-from lightning_eff._core._run.apart import apart
+from lightning_eff._core._run.loader_copies import apart
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.patches import hook_before
 from lightning_eff._core.session import Session

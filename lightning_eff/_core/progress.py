@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_eff._core._lightning.names import is_a, of_both
 from lightning_eff._core._needs.needs import Part
 from lightning_eff._core._needs.offers import is_plain, parts_of
-from lightning_eff._core._resume import divided
+from lightning_eff._core._resume import sharded_gradients
 from lightning_eff._core._run.processes import replica
 
 
@@ -217,7 +217,7 @@ def open_gradients(
         own = {n: p.grad.detach().to("cpu", copy=True) for n, p in module.named_parameters() if p.grad is not None}
         return {**nothing, "gradients": gather(own)}
     if Part.ITSELF in parts_of(strategy):
-        found = divided.collect(trainer, module, gather)
+        found = sharded_gradients.collect(trainer, module, gather)
     else:
         found = strategy.open_gradients() if isinstance(strategy, HoldsGradients) else None
     if found is None:
@@ -243,7 +243,7 @@ def take_up(
     if replicas and isinstance(strategy, HoldsGradients):
         strategy.take_up_gradients(replicas, averaged)
     elif replicas and Part.ITSELF in parts_of(strategy):
-        divided.take_up(trainer, module, replicas, averaged)
+        sharded_gradients.take_up(trainer, module, replicas, averaged)
     elif replicas:
         saved = replicas[replica(trainer)[0]]
         for name, p in module.named_parameters():

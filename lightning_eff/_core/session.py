@@ -15,18 +15,18 @@ from torch.optim import Optimizer
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
 from lightning_eff._core._needs.parts import Parts
-from lightning_eff._core._optim.written import look
+from lightning_eff._core._optim.external_rates import look
 from lightning_eff._core._resume.resuming import Resume
-from lightning_eff._core._run._silent.silence import silence
+from lightning_eff._core._run._muting.idle_hooks import silence
 from lightning_eff._core._run.checks import check_optimizers, check_run, tell_of_trials
 from lightning_eff._core._run.loading import TrainLoaders
-from lightning_eff._core._run.member import Member
 from lightning_eff._core._run.metrics import CurrentMetrics, reported
 from lightning_eff._core._run.processes import wrap_again
+from lightning_eff._core._run.protocol import Member
 from lightning_eff._core._run.replicas import Replicas
 from lightning_eff._core._samples.counting import Counting, counted, using
-from lightning_eff._core._stack.asked import Stacks
-from lightning_eff._core._stack.thawing import thawing
+from lightning_eff._core._stack.registry import Stacks
+from lightning_eff._core._stack.unfreezing import thawing
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import Progress

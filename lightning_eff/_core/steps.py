@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_eff._core import rng
-from lightning_eff._core._run._silent.unlogged import unlogged
+from lightning_eff._core._run._muting.null_loggers import unlogged
 from lightning_eff._core.batches import select
 from lightning_eff._core.patches import Patches
 

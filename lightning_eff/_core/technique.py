@@ -15,7 +15,7 @@ from lightning_eff._core._arguments.declared import aliases_of, declared, rename
 from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core._lightning.settings import changed_settings
 from lightning_eff._core._needs.needs import Need, Reasons
-from lightning_eff._core._run._silent.silence import BATCH_HOOKS, driving
+from lightning_eff._core._run._muting.idle_hooks import BATCH_HOOKS, driving
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
 

@@ -27,7 +27,7 @@ from lightning_eff._core.technique import Technique
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.pacer import Pacer
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor
-from lightning_eff.report import TrainingReport
+from lightning_eff.monitor.training_report import TrainingReport
 
 #: What a bench leaves out of every arm: it paces, reports and saves by itself, and every arm uses up its budget.
 LEFT_OUT = (
@@ -150,7 +150,7 @@ def _from_function(name: str, function: Callable[..., Any]) -> Built:
 
 def _from_configs(paths: Sequence[str], seed: int) -> Built:
     """What ``lightning-eff fit`` would run with these configs."""
-    from lightning_eff._config import ConfigCLI
+    from lightning_eff._cli.config import ConfigCLI
 
     class Unrun(ConfigCLI):
         def _run_subcommand(self, subcommand: str) -> None:

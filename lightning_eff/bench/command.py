@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_eff._cli.errors import Arguments, told
 from lightning_eff._core._lightning.names import is_subclass
-from lightning_eff._errors import Arguments, told
 
 _DESCRIPTION = """\
 Does a recipe pay, by how much, and how sure is that? Trains a baseline and recipes in turns over the same budget of

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_eff._core._optim.written import settle
+from lightning_eff._core._optim.external_rates import settle
 from lightning_eff._core.technique import techniques_of
 from lightning_eff.bench.pace import WARM_UP, Incomparable, Pace, decay
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._needs.offers import is_plain
-from lightning_eff._core._optim.squares import gradient_square, square, total
+from lightning_eff._core._optim.gradient_norms import gradient_square, square, total
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Alias, Count, Each, Fraction, Number, OneOf
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
-from lightning_eff._core._optim.rates import Rates
+from lightning_eff._core._optim.learning_rates import Rates
 from lightning_eff._core.batches import num_tokens
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session

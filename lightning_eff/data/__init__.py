@@ -1,1 +1,1 @@
-"""Which samples, tokens and lengths a step sees, in a room for each; and where in the data a resumed run goes on."""
+"""Techniques for the samples, tokens and lengths of a step, in a folder each, and for loading and resuming data."""

@@ -1,8 +1,8 @@
-"""Resume bit for bit in mid-epoch, and change nothing else: the position in the data, random state, open gradients.
+"""Resume training bit for bit, also in mid-epoch, and change nothing else.
 
-Lightning's own checkpoints hold none of these, so a resumed run begins its epoch's data anew, with other random numbers.
-Keeping them is good practice rather than a method, as in torchtitan (Liang et al. 2024, arXiv:2410.06511). Every technique
-of this package brings what this one has by itself.
+Lightning's own checkpoints do not hold the position in the data, random states or gradients of an open accumulation window. A
+resumed run therefore begins its epoch's data again, with other random numbers. Keeping them is good practice rather than a
+method, as in torchtitan (Liang et al. 2024, arXiv:2410.06511). Every technique of this package includes what this one adds.
 """
 
 from typing import ClassVar
@@ -19,44 +19,53 @@ from lightning_eff._core.technique import Control, Technique
 
 
 def _gains_nothing(profile: RunProfile) -> str:
-    return "a run trains as without it, and only what comes after a checkpoint differs"
+    return "it changes nothing in an uninterrupted run"
 
 
 class ExactResume(Technique):
-    """Let a run that goes on from a checkpoint end as the undisturbed one would, to the bit.
+    """Make a run that resumes from a checkpoint end exactly like an uninterrupted one, bit for bit.
 
-    Plain modules and precision plugins alone resume exactly with it, from a checkpoint saved after any batch, also in
-    mid-epoch and within an accumulation window. So do runs under DDP, under Lightning's ``ModelParallelStrategy``, and under
-    ``HybridParallelStrategy`` in every layout. Both formats of checkpoints do.
+    Without it, a run that Lightning resumes in mid-epoch begins that epoch's data again, with other random numbers. With
+    it, the run resumes exactly from a checkpoint saved after any batch, also in mid-epoch and within an accumulation
+    window. This holds for plain modules and precision plugins, under DDP, Lightning's ``ModelParallelStrategy``,
+    ``HybridParallelStrategy`` in every layout, and for both checkpoint formats.
 
-    A checkpoint holds, of every rank: where the training loaders are and how their samplers began the epoch, the state of
-    Python's, NumPy's and torch's random generators, and logged values. Within an accumulation window it also holds the
-    gradients summed so far (as large as the weights, for each data-parallel rank; after an optimizer step none). Those
-    gradients are saved rather than made again from the window's beginning, since its batches have moved BatchNorm statistics.
+    Use it in any run that may be interrupted. Every other technique of this package does the same by itself, so it adds nothing
+    to a run that has one. Loaders with their own ``state_dict`` and ``load_state_dict`` keep their own way.
+
+    A checkpoint holds the position of the training loaders on every rank, and the state from which their samplers began the
+    epoch. It also holds the state of Python's, NumPy's and torch's random generators, and logged values. Within an
+    accumulation window it also holds the gradients so far, which are as large as the weights on each data-parallel rank.
+    They are saved rather than recomputed, because the window's batches have already changed BatchNorm statistics.
 
     A resumed run first does what Lightning still had to do when it saved: the hooks of later callbacks and of the module,
-    validation, schedulers, early stopping and logging. Where such a hook reads the batch, the checkpoint holds the batch too.
+    validation, schedulers, early stopping and logging. If such a hook reads the batch, the checkpoint holds the batch too.
 
-    It adds nothing to a run that has any other technique of this package. Loaders that bring ``state_dict`` and
-    ``load_state_dict`` themselves keep their own way.
+    A run does not resume exactly in these cases:
 
-    Not exact: checkpoints saved while a step is under way, as by ``OnExceptionCheckpoint`` (that batch is trained on again,
-    with other random numbers); random augmentation inside persistent workers; kernels that are not deterministic. In another
-    layout with as many data-parallel ranks the same batches follow, and results agree within rounding if the forward pass
-    draws no random numbers. With another number of data-parallel ranks the epoch begins anew. Modules that optimize by hand
-    resume exactly where each batch either makes all its steps or leaves all its gradients to later ones. The contract page has
-    the whole list.
+    - Checkpoints saved while a step is under way, such as those of ``OnExceptionCheckpoint``. That batch is trained on again,
+      with other random numbers.
+    - Random augmentation inside persistent workers, and nondeterministic kernels.
+    - Another layout with the same number of data-parallel ranks. The same batches follow, and results agree within rounding if
+      the forward pass draws no random numbers.
+    - Another number of data-parallel ranks. The epoch begins again.
+    - Manual optimization, unless each batch either makes all its steps or leaves all its gradients to later batches.
+
+    The contract page has the whole list.
 
     Raises:
         ValueError: at setup, under another strategy that shards parameters.
+
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ExactResume()])  # then trainer.fit(..., ckpt_path="last")
     """
 
-    saves = "the difference between a resumed run and an undisturbed one"
-    paper = "practice; Liang et al. 2024, arXiv:2410.06511"
-    constraints = "as many data-parallel ranks as the checkpoint's"
+    saves = "the difference between a resumed run and an uninterrupted one"
+    paper = "common practice; Liang et al. 2024, arXiv:2410.06511"
+    constraints = "needs as many data-parallel ranks as the checkpoint"
     needs: ClassVar[Need] = Need.BATCH
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_gains_nothing)
-    control = Control("the baseline: it trains as without it, and only what comes after a checkpoint differs")
+    control = Control("the baseline, because it changes nothing in an uninterrupted run")
     needs_automatic_optimization = False
     sparse_gradients = True
 
@@ -67,11 +76,12 @@ class ExactResume(Technique):
     @override
     def check(self, session: Session) -> None:
         strategy = session.trainer.strategy
-        told = is_plain(strategy) or isinstance(strategy, HoldsGradients) or Part.ITSELF in parts_of(strategy)
-        if not told:
+        known = is_plain(strategy) or isinstance(strategy, HoldsGradients) or Part.ITSELF in parts_of(strategy)
+        if not known:
             raise ValueError(
-                f"ExactResume: {type(strategy).__name__} does not tell the gradients of an open accumulation window, which a"
-                " checkpoint must hold. Use a single device, strategy='ddp' or strategy='hybrid', or remove ExactResume."
+                f"ExactResume: {type(strategy).__name__} does not give access to the gradients of an open accumulation"
+                " window, which a checkpoint must hold. Use a single device, strategy='ddp' or strategy='hybrid', or remove"
+                " ExactResume."
             )
 
     @override
@@ -90,4 +100,4 @@ class ExactResume(Technique):
 
     @override
     def summary(self) -> str:
-        return f"a checkpoint now would go on after batch {self._batches} of its epoch, to the bit"
+        return f"a checkpoint saved now resumes exactly after batch {self._batches} of its epoch"

@@ -1,13 +1,14 @@
-"""Loader tuning: which number of workers, prefetch and pinning keeps the device busy, measured while training.
+"""Loader tuning: measure while training how many workers, how much prefetch and whether pinning keep the device busy.
 
-That input pipelines stall training, and that the number of workers and what they prefetch decide it, is Mohan et al. 2021
-(arXiv:2007.06775); setting them from measurements in the run is tf.data's autotuning (Murray et al. 2021, arXiv:2101.12127).
+Mohan et al. 2021 (arXiv:2007.06775) show that input pipelines stall training, and that the number of workers and their
+prefetch decide it. Setting them from measurements during the run is tf.data's autotuning (Murray et al. 2021,
+arXiv:2101.12127).
 """
 
 import math
 import time
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff._core.search_space import SearchSpace, Survey
@@ -28,83 +30,81 @@ WHO = "LoaderTuning"
 
 
 class LoaderTuning(Technique):
-    """Find, while training, the workers, prefetch and pinned memory with which the training loader keeps the device busy.
+    """Find the training loader's number of workers, prefetch and pinning that keep the device busy, while training.
 
-    The loader's own setting is measured over a window of batches: how long the device waits for batches, and how long a batch
-    takes in all. Where waiting takes more than a share ``waiting`` of the time, other settings are measured in turn, and the
-    one with the least time a batch stays; how long workers take to start with each epoch counts. What the loader costs is
-    logged, tuned or not.
+    It measures the loader's own setting over a window of batches: how long the device waits for a batch, and how long a batch
+    takes overall. If waiting takes more than the fraction ``waiting`` of the time, it measures other settings in turn and keeps
+    the one with the least time per batch, including the time to start workers in each epoch. It logs the loader's cost, whether
+    or not it changes a setting.
 
-    **Batches are the same, in the same order, with the same random numbers**, whatever the setting, so weights are those of
-    plain training to the bit, and a checkpoint resumes to the bit whatever was tried before and after it. Settings change
-    between batches, by making the loader's iterator anew at its place. What could make batches others is left alone, and the
-    log says why:
+    Use it if the GPU is not busy or you do not know how many workers to choose. It never changes batches, their order or random
+    numbers, so the weights are those of plain training bit for bit. A checkpoint resumes exactly, whatever was tried before and
+    after it. Settings change between batches: the loader's iterator is created again at its position. A setting that fails (no
+    shared memory left, or no batch within 60 seconds) is dropped, and the loader's own setting continues with the same batch.
+    Under DDP all ranks use the same setting, chosen by the slowest.
 
-    - Random augmentation draws from the training process with 0 workers, and from each worker's seed with more: such a data
-      set keeps its number of workers. Workers are watched: a batch for which Python's, NumPy's or torch's global generator
-      was drawn from, or plain numbers that the data set keeps changed, is not handed out, but made again with the loader's
-      own setting, for good. A data set that holds a random generator of its own, or that cannot be pickled (open files, for
-      instance, which processes must not share), keeps its number of workers too; so do loaders with a ``worker_init_fn``.
-    - Iterable data sets keep their number of workers, and change prefetch and pinning as an epoch begins.
-    - Samplers and batch samplers other than torch's own, several loaders, samples that another technique chooses, and
-      ``in_order=False`` change pinning alone; loaders with persistent workers, with a state of their own
-      (``StatefulDataLoader``) or with an iteration of their own nothing.
-    - What cannot be seen: a sample that depends on which process makes it by other means, such as the time or a draw from the
-      operating system, and data sets whose tensors are written to in the run.
+    A setting that could change batches stays as it is, and the log says why:
 
-    A setting that fails (no shared memory left, or no batch within 60 seconds) is given up, and the own setting goes on with
-    the very batch. Copies to the device are asynchronous from pinned memory, as Lightning does them. Under DDP all ranks have
-    the same setting, chosen by the slowest of them.
+    - **Random augmentation** draws from the training process with 0 workers, and from each worker's seed otherwise, so such a
+      data set keeps its number of workers. Workers are watched. If making a batch drew from Python's, NumPy's or torch's global
+      generator, or changed plain numbers that the data set keeps, the batch is discarded and made again with the loader's own
+      setting, which then stays.
+    - **Data sets** that hold a random generator or cannot be pickled (for example because of open files), and loaders with a
+      ``worker_init_fn``, keep their number of workers.
+    - **Iterable data sets** keep their number of workers, and change prefetch and pinning when an epoch begins.
+    - **Only pinning changes** for samplers and batch samplers other than torch's, several loaders, samples that another
+      technique chooses, and ``in_order=False``.
+    - **Nothing changes** for loaders with persistent workers, with their own state (``StatefulDataLoader``) or with their own
+      iteration.
 
-    Logged: ``waiting_share`` of the last batch's time and ``waiting_seconds`` of the whole run, in which the device waited for
-    the loader; ``batch_seconds``, of the last; ``num_workers``, ``prefetch_factor`` and ``pin_memory`` (0 or 1) in use;
-    ``switches``, how often the iterator was made with another setting.
+    It cannot detect samples that depend on their process in other ways, such as the time or the operating system's random
+    numbers, or data sets whose tensors are written to during the run.
+
+    It logs ``waiting_share`` (the fraction of the last batch's time that the device waited), ``waiting_seconds`` (over the
+    whole run), ``batch_seconds`` (of the last batch), ``num_workers``, ``prefetch_factor`` and ``pin_memory`` (0 or 1) in
+    use, and ``switches`` (the number of changes of setting).
 
     Args:
-        num_batches: batches that each setting is measured over, after its first ones; None leaves the loader as it is, which
-            is plain training.
-        waiting: in [0, 1): the share of time that the device may wait before other settings are tried.
-        least_gain: in [0, 1): the share of a batch's time that another setting must save.
-        max_workers: most worker processes of a rank; None takes the CPU cores that it has.
-        max_prefetch: most batches that each worker makes ahead.
+        num_batches: the number of batches to measure each setting over, after its first ones. None is plain training.
+        waiting: the fraction of the time that the device may wait before other settings are tried.
+        least_gain: the fraction of the time per batch that another setting must save.
+        max_workers: the maximum number of worker processes per rank. None takes its CPU cores.
+        max_prefetch: the maximum number of batches that each worker prepares ahead.
 
     Raises:
-        ValueError: for other values.
+        ValueError: for a value out of range.
 
-    Sources:
-        Mohan et al. 2021, arXiv:2007.06775; Murray et al. 2021, arXiv:2101.12127.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[LoaderTuning()])
+
+    References:
+        Mohan et al. 2021, "Analyzing and Mitigating Data Stalls in DNN Training", arXiv:2007.06775. Murray et al. 2021,
+        "tf.data: A Machine Learning Data Processing Framework", arXiv:2101.12127.
     """
 
-    saves: ClassVar[str] = "the time in which the device waits for batches"
+    saves: ClassVar[str] = "the time that the device waits for batches"
     paper: ClassVar[str] = "Mohan et al. 2021, arXiv:2007.06775; Murray et al. 2021, arXiv:2101.12127"
-    constraints: ClassVar[str] = "workers: a map-style data set that draws no random numbers"
+    constraints: ClassVar[str] = (
+        "changing the number of workers needs a map-style data set that draws no random numbers"
+    )
     needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace()
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds, with num_workers set as well as one can: the weights are the same to the bit"
+        "the baseline for as many seconds with a well-chosen num_workers, because the weights are the same bit for bit"
     )
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
-        num_batches: int | None = 50,
+        num_batches: Annotated[int | None, Count()] = 50,
         *,
-        waiting: float = 0.02,
-        least_gain: float = 0.05,
-        max_workers: int | None = None,
-        max_prefetch: int = 8,
+        waiting: Annotated[float, Fraction(below=1)] = 0.02,
+        least_gain: Annotated[float, Fraction(below=1)] = 0.05,
+        max_workers: Annotated[int | None, Count(at_least=0)] = None,
+        max_prefetch: Annotated[int, Count()] = 8,
     ) -> None:
-        if num_batches is not None and (not isinstance(num_batches, int) or num_batches < 1):
-            raise ValueError(f"{WHO}({num_batches=}): expected an integer >= 1, or None for plain training.")
-        for name, value in (("waiting", waiting), ("least_gain", least_gain)):
-            if not 0 <= value < 1:
-                raise ValueError(f"{WHO}({name}={value}): expected a share of time in [0, 1).")
-        if max_workers is not None and (not isinstance(max_workers, int) or max_workers < 0):
-            raise ValueError(f"{WHO}({max_workers=}): expected an integer >= 0, or None for this machine's cores.")
-        if not isinstance(max_prefetch, int) or max_prefetch < 1:
-            raise ValueError(f"{WHO}({max_prefetch=}): expected an integer >= 1.")
         self.num_batches, self.waiting, self.least_gain = num_batches, waiting, least_gain
         self.max_workers, self.max_prefetch = max_workers, max_prefetch
         self._reset()
@@ -112,16 +112,16 @@ class LoaderTuning(Technique):
     def _reset(self) -> None:
         self._tuners: list[LoaderTuner] = []
         self._measured: dict[Setting, Measured] = {}
-        self._own: Setting | None = None  # that what was measured belongs to
-        self._goal: Setting | None = None  # what is measured, or was chosen; of all ranks
+        self._own: Setting | None = None  # which the measurements belong to
+        self._goal: Setting | None = None  # measured now or chosen, on all ranks
         self._freedom: Freedom | None = None
         self._done = self._failed = self._drew = False
         self._count = 0  # batches since the goal was set, the same on all ranks
         self._awaits_epoch = False
         self._begins_epoch = True
-        self._window: list[tuple[float, float]] = []  # waiting and seconds of its batches
+        self._window: list[tuple[float, float]] = []  # waiting and total seconds per batch
         self._startups: list[float] = []
-        self._before: float | None = None  # when the batch before ended, unless something came between
+        self._before: float | None = None  # end of the previous batch, unless something came in between
         self._figures = {"waiting_share": 0.0, "waiting_seconds": 0.0, "batch_seconds": 0.0, "switches": 0}
         self._seconds = 0.0
         self._said: list[str] = []
@@ -140,7 +140,7 @@ class LoaderTuning(Technique):
         session.loaders.tune = self._take
 
     def _take(self, loader: ResumableLoader) -> None:
-        if self.session.loaders.alone:  # the first of a round
+        if self.session.loaders.alone:  # the first loader of a round
             self._tuners, self._freedom = [], None
         tuner = LoaderTuner(loader, self._device_waits)
         loader.tuner = tuner
@@ -179,7 +179,7 @@ class LoaderTuning(Technique):
             self._decide(session)
 
     def _decide(self, session: Session) -> None:
-        """At the same batches on all ranks: what is measured next, or stays."""
+        """Choose what to measure next or to keep, at the same batches on all ranks."""
         assert self.num_batches is not None
         if self._freedom is None:
             self._begin_tuning(session)
@@ -196,18 +196,18 @@ class LoaderTuning(Technique):
         told = session.replicas.everyone((self._mean(), tuner.failed, tuner.drew))
         means = [mean for mean, _, _ in told]
         if any(mean is None for mean in means) and not any(failed for _, failed, _ in told):
-            self._count = unsettled  # validation or the like came between; the window is made longer
+            self._count = unsettled  # validation or the like came in between: extend the window
             return
         failed = next((failed for _, failed, _ in told if failed), "")
         if failed and not self._failed:
             self._failed = True
-            self._say(f"{failed}, and so the loader keeps {tuner.own}")
+            self._say(f"{failed}, so the loader keeps {tuner.own}")
         if any(drew for _, _, drew in told) and not self._drew:
             self._drew = True
         at_fault = goal != tuner.own and (self._failed or (self._drew and goal.num_workers != tuner.own.num_workers))
         if at_fault:
             self._measured[goal] = Measured(0.0, math.inf)
-        else:  # the slowest rank's, for which the others wait
+        else:  # the slowest rank's, which the others wait for
             self._measured[goal] = max((m for m in means if m is not None), key=lambda m: m.seconds)
         self._look_at_freedom(session)
         self._go_on(session, at_fault=at_fault)
@@ -220,11 +220,11 @@ class LoaderTuning(Technique):
         return Measured(waiting, seconds, max(startup, 0.0))
 
     def _begin_tuning(self, session: Session) -> None:
-        """The loaders are known: what may change of them, on all ranks."""
+        """Find out which settings may change on all ranks, once the loaders are known."""
         own = self._tuners[0].own
         self._tuners[0].drew |= self._drew
         self._look_at_freedom(session)
-        if self._own != own:  # another loader than the checkpoint tells of
+        if self._own != own:  # another loader than the checkpoint's
             self._measured, self._own, self._goal, self._done = {}, own, own, False
         elif self._goal is not None and self._goal != own:
             self._move(session, self._goal)
@@ -247,13 +247,13 @@ class LoaderTuning(Technique):
                 freedom = freedom.both(other)
             self._freedom = freedom
             if freedom.reason:
-                self._say(f"the number of workers stays {self._tuners[0].own.num_workers}: {freedom.reason}")
+                self._say(f"the number of workers stays {self._tuners[0].own.num_workers}, because {freedom.reason}")
         if self._failed:
             assert self._freedom is not None
             self._freedom = replace(self._freedom, workers=False, prefetch=False)
 
     def _go_on(self, session: Session, *, at_fault: bool) -> None:
-        """Choose what comes after the window that has just ended."""
+        """Choose the next setting after a window has ended."""
         tuner, freedom = self._tuners[0], self._freedom
         assert freedom is not None
         epoch = float(session.trainer.fit_loop.max_batches)
@@ -271,9 +271,9 @@ class LoaderTuning(Technique):
             self._done = True
             following = best_of(self._measured, epoch=epoch, least_gain=self.least_gain)
             found = [
-                f"{s}: {m.cost(epoch):.3g} s a batch, {m.share(epoch):.0%} of it waiting" for s, m in self._finite()
+                f"{s}: {m.cost(epoch):.3g} s per batch, {m.share(epoch):.0%} of it waiting" for s, m in self._finite()
             ]
-            self._say(f"{following} from step {session.trainer.global_step} on ({'; '.join(found)})")
+            self._say(f"using {following} from step {session.trainer.global_step} on (measured {'; '.join(found)})")
         if following != self._goal or at_fault:
             self._move(session, following)
         self._goal = following
@@ -304,7 +304,7 @@ class LoaderTuning(Technique):
         self._said.append(text)
         rank_zero_info(f"{WHO}: {text}")
 
-    # -- what is no part of a batch's time
+    # -- time outside of batches
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -321,7 +321,7 @@ class LoaderTuning(Technique):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         self._before = None
 
-    # -- what it tells
+    # -- report and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -90,7 +90,9 @@ class EightBitOptimizer(Technique):
     saves: ClassVar[str] = "three quarters of the memory of optimizer states (seven eighths with bits=4)"
     paper: ClassVar[str] = "Dettmers et al. 2021, arXiv:2110.02861"
     constraints: ClassVar[str] = "needs bitsandbytes, and an optimizer with an 8-bit equivalent"
-    refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank steps whole parameters
+    refuses: ClassVar[Reasons] = {
+        Part.PIPELINE: "each process sorts its own weights into 8 and 32 bits, so a checkpoint fits no other process"
+    }
     survey: ClassVar[Survey | None] = Survey("low-precision weights and states", zhuang="3", shen="4.2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
     control: ClassVar[Control] = Control("the baseline with 32-bit states, at the batch size that fits")

@@ -75,7 +75,7 @@ class OptimizerOffload(Technique):
     paper: ClassVar[str] = "Ren et al. 2021, arXiv:2101.06840"
     refuses: ClassVar[Reasons] = {
         **dict.fromkeys((Part.FLAT, Part.ENGINE), "the strategy has its own offloading"),
-        Part.PIPELINE: "",
+        Part.PIPELINE: "the technique loads the optimizer state of all weights, of which each process has some",
     }
     constraints: ClassVar[str] = "needs an optimizer of torch.optim other than LBFGS, and an accelerator"
     survey: ClassVar[Survey | None] = Survey("offloading of optimizer states", zhuang="3", shen="7.3")

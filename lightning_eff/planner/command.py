@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_eff._errors import told
+from lightning_eff._cli.errors import told
 from lightning_eff.planner._launch.arguments import Request, no_fp8, read
 
 

@@ -74,7 +74,7 @@ def read_recipe(configs: Sequence[str], *, real: bool) -> Recipe:
     try:
         from jsonargparse import Namespace
 
-        from lightning_eff._config import ConfigCLI
+        from lightning_eff._cli.config import ConfigCLI
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f'{error.name} is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'

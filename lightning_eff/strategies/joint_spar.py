@@ -19,8 +19,8 @@ from typing_extensions import override
 from lightning_eff._core._lightning.names import is_a, like
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
-from lightning_eff._core._stack.thawing import thawing
-from lightning_eff._core._stack.unused import look_for_unused, refuse_static_graph
+from lightning_eff._core._stack.unfreezing import thawing
+from lightning_eff._core._stack.unused_parameters import look_for_unused, refuse_static_graph
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session

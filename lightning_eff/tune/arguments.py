@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_eff._errors import UsageError
+from lightning_eff._cli.errors import UsageError
 from lightning_eff.bench.pace import Budget
 
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_eff._errors import Arguments, told
+from lightning_eff._cli.errors import Arguments, told
 
 _DESCRIPTION = """\
 Finds a recipe that trains this config faster to the same target, or says that the baseline stands. Profiles it, asks each

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from typing_extensions import override
 
+from lightning_eff._cli.errors import UsageError, check_configs
 from lightning_eff._core.search_space import Choice, frozen
-from lightning_eff._errors import UsageError, check_configs
 from lightning_eff.bench.arms import Arm, undisturbed
 from lightning_eff.tune.own import SETTINGS
 from lightning_eff.tune.space import Space, parse_range
@@ -102,7 +102,7 @@ def parsed(paths: Sequence[str]) -> dict[str, Any]:
     Raises:
         UsageError: for what it cannot read.
     """
-    from lightning_eff._config import ConfigCLI
+    from lightning_eff._cli.config import ConfigCLI
 
     class Parsed(ConfigCLI):
         @override

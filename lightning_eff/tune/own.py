@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_eff._core.search_space import Choice, Range, Uniform
-from lightning_eff.tune.looking.profiling import Found
+from lightning_eff.tune.inspection.profiling import Found
 
 NAMES = ("rate", "weight_decay", "batch", "warm_up")
 _CALLED = {

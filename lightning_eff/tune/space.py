@@ -11,11 +11,11 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 
 from lightning_eff._catalogue.facts import speed
+from lightning_eff._cli.errors import UsageError, did_you_mean
 from lightning_eff._core._architecture.technique import Architecture
 from lightning_eff._core._lightning.names import is_subclass
 from lightning_eff._core.search_space import Choice, Integer, Range, RunProfile, SearchSpace, Uniform, frozen
-from lightning_eff._errors import UsageError, did_you_mean
-from lightning_eff._techniques import technique_classes
+from lightning_eff._exports.techniques import technique_classes
 from lightning_eff.tune.own import Own, in_words
 
 MANUAL = "the module itself calls backward and steps its optimizers (automatic_optimization=False)"

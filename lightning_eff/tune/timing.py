@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_eff._errors import UsageError
+from lightning_eff._cli.errors import UsageError
 from lightning_eff.bench.calibration import sweep_steps
 
 FIRST = 8  # steps by which a bench finds how long its rehearsals are

@@ -20,8 +20,8 @@ from lightning_eff.bench.running.places import Places
 from lightning_eff.tune.arguments import too_much
 from lightning_eff.tune.config import Choices, Recipes
 from lightning_eff.tune.honesty import early, leaks, mismeasures, peeks
-from lightning_eff.tune.looking.probing import reason
-from lightning_eff.tune.looking.profiling import Found
+from lightning_eff.tune.inspection.probing import reason
+from lightning_eff.tune.inspection.profiling import Found
 from lightning_eff.tune.search import Outcome
 
 EVALUATIONS = 4  # validations of a run

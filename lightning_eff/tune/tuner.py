@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_eff._errors import UsageError
+from lightning_eff._cli.errors import UsageError
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Budget, mode_of
 from lightning_eff.bench.reports import drawing
@@ -22,7 +22,7 @@ from lightning_eff.tune.arguments import parse_memory, parse_seconds, read_space
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices, Recipes, check_own, digests, parsed
 from lightning_eff.tune.confirm import Bench
-from lightning_eff.tune.looking import probing, profiling, taking_up
+from lightning_eff.tune.inspection import probing, profiling, resuming
 from lightning_eff.tune.own import discover
 from lightning_eff.tune.reports.cost import Ledger
 from lightning_eff.tune.reports.writing import write
@@ -172,13 +172,13 @@ class Tuner:
 
     def _look(self, say: Tell, time: Timetable) -> Look:
         check(self.space, include=self.include, exclude=self.exclude)
-        taking_up.take_up(self.out, self._plan(), fingerprint(self.threads))
+        resuming.take_up(self.out, self._plan(), fingerprint(self.threads))
         config = parsed(self.paths)
         check_own(self.paths, self.space.get("own"))
         code = digests(config, self.include)
-        taking_up.take_up_code(self.out, code)
+        resuming.take_up_code(self.out, code)
         found = self._profile(say)
-        taking_up.keep_code(self.out, code)
+        resuming.keep_code(self.out, code)
         if not self._begun:
             time.check(self._durations(found))
         run = found.run
@@ -278,7 +278,7 @@ class Tuner:
     @property
     def _begun(self) -> bool:
         """Whether there are trials."""
-        return taking_up.begun(self.out)
+        return resuming.begun(self.out)
 
     def _search(self, look: Look, places: Places, seconds: float, tell: Tell) -> Search:
         assert self.search is not None

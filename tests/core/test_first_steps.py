@@ -59,7 +59,7 @@ TEXTS = TensorDataset(TOKENS[:, :-1], TOKENS[:, 1:])
 
 @pytest.mark.parametrize("technique", [eff.SelectiveBackprop, eff.OrderedSGD, eff.KSAM, eff.EfficientSAM])
 def test_equal_losses_are_looked_at_again(technique: Any) -> None:
-    with pytest.raises(LossNotVisible, match="do not lie sample by sample"):
+    with pytest.raises(LossNotVisible, match="are not in the order of the samples"):
         train(Tokens(time_major=True), TEXTS, technique())
     callback = technique()
     train(Tokens(time_major=False), TEXTS, callback)
@@ -68,7 +68,7 @@ def test_equal_losses_are_looked_at_again(technique: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_skipped_first_step_decides_nothing() -> None:
-    with pytest.raises(LossNotVisible, match="do not lie sample by sample"):
+    with pytest.raises(LossNotVisible, match="are not in the order of the samples"):
         train(Tokens(time_major=True, skip=(0,)), TEXTS, eff.OrderedSGD(keep=0.5))
     callback = eff.OrderedSGD(keep=0.5)
     train(Tokens(time_major=False, skip=(0,)), TEXTS, callback)
@@ -76,9 +76,9 @@ def test_a_skipped_first_step_decides_nothing() -> None:
 
 
 def test_the_model_whose_losses_lie_otherwise_is_named() -> None:
-    with pytest.raises(LossNotVisible, match=r"in the training_step of model=Tokens\(\.\.\.\) do not lie"):
+    with pytest.raises(LossNotVisible, match=r"in the training_step of model=Tokens\(\.\.\.\) are not in the order"):
         train(Tokens(time_major=False), TEXTS, eff.RHOLoss(keep=0.5, model=Tokens(time_major=True)))
-    with pytest.raises(LossNotVisible, match="in the training_step do not lie"):
+    with pytest.raises(LossNotVisible, match="in the training_step are not in the order"):
         train(Tokens(time_major=True), TEXTS, eff.RHOLoss(keep=0.5, model=Tokens(time_major=False)))
 
 

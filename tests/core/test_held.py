@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_eff import ExactResume
-from lightning_eff._core._loaders.held import Held
+from lightning_eff._core._loaders.sampler_state import Held
 from tests.models import trainer
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff._core._optim.combined import CombinedOptimizer
-from lightning_eff._core._optim.joined import join
+from lightning_eff._core._optim.moved_parameters import join
 from lightning_eff._core._optim.sparse import dense_views
 
 

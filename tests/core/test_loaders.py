@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
-from lightning_eff._core._run.recording import RecordingSampler
+from lightning_eff._core._run.recording_sampler import RecordingSampler
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff.strategies._hybrid.batches import stage
 from tests.core.nop import Nop

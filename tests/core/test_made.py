@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_eff import ProgressiveLayerDropping, ProgressiveStacking
-from lightning_eff._core._stack.made import referred
+from lightning_eff._core._stack.derived_lists import referred
 from lightning_eff._core.technique import Technique
 from lightning_eff.model.growth._shallower import Shallower
 from tests.models import TinyGPT, loader, make_batch, trainer

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_eff._core._optim.faster import hasten
-from lightning_eff._core._optim.forgotten import forget
+from lightning_eff._core._optim.parameter_multipliers import hasten
+from lightning_eff._core._optim.removed_parameters import forget
 
 
 def parameters(count: int = 4) -> list[nn.Parameter]:

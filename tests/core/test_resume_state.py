@@ -31,7 +31,7 @@ from lightning_eff import (
     ScheduleFree,
     StochasticWeightAveraging,
 )
-from lightning_eff._core._resume.logged import Metrics
+from lightning_eff._core._resume.logged_metrics import Metrics
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Checkpoint directory",

@@ -268,7 +268,7 @@ def test_techniques_stand_together_on_one_run() -> None:
 
 
 def test_a_search_counts_the_blocks_that_techniques_will_find() -> None:
-    from lightning_eff.tune.looking.profiling import Look
+    from lightning_eff.tune.inspection.profiling import Look
 
     m, eye = Images(mixed=True), Look()
     trainer(eye, max_steps=1).fit(m, loader("vit", samples=12))

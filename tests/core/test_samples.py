@@ -377,9 +377,9 @@ class Stateful(DataLoader[Any]):
         (lambda: Stateful(Numbered(), 4), r"\(Stateful\) keeps its own state"),
         (
             lambda: [DataLoader(Numbered(), 4), DataLoader(Numbered(), 4)],
-            "is one of several; expected one torch DataLoader",
+            "is one of several, so its samples cannot be chosen by index. Use one torch DataLoader",
         ),
-        (lambda: {"a": [Numbered()[0]] * 3}, "is no torch DataLoader"),
+        (lambda: {"a": [Numbered()[0]] * 3}, "is not a torch DataLoader"),
     ],
 )
 def test_loaders_whose_samples_cannot_be_chosen(data: Any, message: str) -> None:
@@ -390,12 +390,12 @@ def test_loaders_whose_samples_cannot_be_chosen(data: Any, message: str) -> None
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (Choice([0, N]), rf"chose indices between 0 and {N}; expected at least one, and all in \[0, {N}\)"),
+        (Choice([0, N]), rf"chose indices between 0 and {N}; expected at least one, all in \[0, {N}\)"),
         (Choice(torch.empty(0, dtype=torch.long)), "chose indices none; expected at least one"),
         (Choice(torch.ones(3)), r"chose torch.float32 values of shape \(3,\)"),
         (Choice([1, 2], [1.0]), r"gave weights of shape \(1,\) for 2 samples"),
-        (Choice([1, 2], [1.0, -1.0]), "all finite and >= 0: False"),
-        (Choice([1]), "epoch 0 has 1 chosen samples for 1 process.* with batches of 4, and so no batch"),
+        (Choice([1, 2], [1.0, -1.0]), "expected one finite weight >= 0 per sample"),
+        (Choice([1]), "epoch 0 has 1 chosen samples, too few for a batch of 4 on each of"),
     ],
 )
 def test_choices_that_cannot_be(choice: Choice, message: str) -> None:
@@ -408,7 +408,7 @@ def test_choices_that_cannot_be(choice: Choice, message: str) -> None:
 
 
 def test_other_refusals() -> None:
-    with pytest.raises(ValueError, match="Some and Easier cannot train together: both say which samples an epoch has"):
+    with pytest.raises(ValueError, match="Some and Easier cannot train together: both choose the samples of an epoch"):
         run(LOADERS["shuffle"](), Some(), Easier())
     with pytest.raises(ValueError, match="Some: got weights of samples and a DataLoader with batch_size=None"):
         run(LOADERS["no batches"](), Some(weight=2.0))

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 import lightning_eff as eff
-from lightning_eff._core._run._silent.silence import BATCH_HOOKS
+from lightning_eff._core._run._muting.idle_hooks import BATCH_HOOKS
 from lightning_eff._core.technique import Technique
 from tests.models import loader, module
 from tests.runs import MODES, SaveBatches, differences, final_state, fit, resume_from_batches, resume_from_every_step

@@ -20,7 +20,7 @@ from lightning_eff import (
     ScheduleFree,
     StochasticWeightAveraging,
 )
-from lightning_eff._core._optim.written import Share, understood
+from lightning_eff._core._optim.external_rates import Share, understood
 from tests.models import flat, trainer
 
 LR, HEAD, STEPS = 0.1, 0.5, 8

@@ -277,7 +277,7 @@ def test_a_setting_that_fails_is_given_up_for_the_very_batch() -> None:
     ours, _ = run(build, technique)
     assert same(plain, ours)
     assert technique.report()["num_workers"] == 0 and technique.report()["switches"] == 2
-    assert "1 workers, 2 batches ahead failed (" in technique.summary()
+    assert "num_workers=1, prefetch_factor=2 failed (" in technique.summary()
 
 
 @pytest.mark.parametrize(
@@ -336,23 +336,23 @@ class Batches:
 KEPT: dict[str, tuple[Callable[[], Any], str]] = {
     "generator": (
         lambda: DataLoader(Noisy(np.random.default_rng(3).random, 0), 4),
-        r"its data set \(Noisy\) stays in its processes: it holds a random generator",
+        r"its data set \(Noisy\) cannot move to other processes: it holds a random generator",
     ),
-    "handle": (lambda: DataLoader(Handle(), 4), "cannot be pickled, and so holds what processes do not share"),
+    "handle": (lambda: DataLoader(Handle(), 4), "cannot be pickled, so processes cannot share it"),
     "draws": (
         lambda: DataLoader(Noisy(draw_torch, 0), 4),
-        "making samples draws random numbers, or changes the data set",
+        "making samples draws random numbers or changes the data set",
     ),
-    "stream": (lambda: DataLoader(Stream(), 4), "each worker of an iterable data set has a part of it"),
+    "stream": (lambda: DataLoader(Stream(), 4), "each worker of an iterable data set has its own part"),
     "worker_init_fn": (
         lambda: DataLoader(Plain(), 4, worker_init_fn=print),
-        "worker_init_fn may make each worker another",
+        "worker_init_fn may make workers differ",
     ),
-    "sampler": (unlike, r"its own sampler \(BatchSampler\) may look at the run"),
+    "sampler": (unlike, r"its sampler \(BatchSampler\) may depend on the run"),
     "several": (lambda: {"a": DataLoader(Plain(), 4), "b": DataLoader(Plain(), 6)}, "it is one of several"),
-    "out of order": (lambda: DataLoader(Plain(), 4, in_order=False), "batches come in any order"),
+    "out of order": (lambda: DataLoader(Plain(), 4, in_order=False), "allows batches in any order"),
     "own state": (lambda: Stateful(Plain(), 4), "a Stateful keeps its own state"),
-    "no DataLoader": (Batches, "a Batches is no torch DataLoader"),
+    "no DataLoader": (Batches, "a Batches is not a torch DataLoader"),
 }
 
 
@@ -363,7 +363,7 @@ def test_what_might_change_batches_is_left_alone_and_said(kind: str) -> None:
     ours, _ = run(build, technique, max_steps=8)
     plain, _ = run(build, max_steps=8)
     assert same(plain, ours)
-    assert re.search(f"the number of workers stays 0: .*{reason}", technique.summary()), technique.summary()
+    assert re.search(f"the number of workers stays 0, because .*{reason}", technique.summary()), technique.summary()
     assert technique.report()["num_workers"] == 0
     assert technique.report()["switches"] == (2 if kind == "draws" else 0)
 
@@ -377,7 +377,7 @@ def test_persistent_workers_are_left_alone() -> None:
     ours, _ = run(build, technique)
     plain, _ = run(build)
     assert same(plain, ours) and technique.report()["switches"] == 0
-    assert "its persistent workers go on" in technique.summary()
+    assert "its persistent workers keep their state" in technique.summary()
 
 
 def test_prefetch_of_what_draws_changes_as_an_epoch_begins() -> None:
@@ -404,7 +404,7 @@ def test_a_generator_is_no_further_ahead_as_an_epoch_ends(workers: int, limit: f
     ours, _ = run(build, technique, limit_train_batches=limit)
     assert same(plain, ours)
     assert (technique.report()["switches"] == 3) == moves
-    assert ("its generator would be further ahead" in technique.summary()) != moves
+    assert ("its random generator would be further ahead" in technique.summary()) != moves
 
 
 def test_a_data_set_that_is_changed_in_mid_epoch_counts_at_once() -> None:
@@ -459,7 +459,7 @@ def test_a_slow_loader_gets_workers_and_the_run_says_what_it_cost() -> None:
     assert own.waiting > 0.02 and own.seconds > 0.04 and other.waiting < own.waiting
     assert 0.1 < float(told["waiting_seconds"]) < technique._seconds
     assert re.search(
-        r"the device waited [\d.]+ s for the loader, \d+% of the time; 1 workers, 2 batches ahead from step",
+        r"the device waited [\d.]+ s for the loader, \d+% of the time; using num_workers=1, prefetch_factor=2 from step",
         technique.summary(),
     )
 
@@ -473,8 +473,8 @@ def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "message"),
     [
         ({"num_batches": 0}, r"num_batches=0\): expected an integer >= 1, or None"),
-        ({"waiting": 1.0}, r"waiting=1.0\): expected a share of time in \[0, 1\)"),
-        ({"least_gain": -0.1}, r"least_gain=-0.1\): expected a share"),
+        ({"waiting": 1.0}, r"waiting=1.0\): expected a number in \[0, 1\): the fraction of the time"),
+        ({"least_gain": -0.1}, r"least_gain=-0.1\): expected a number in \[0, 1\)"),
         ({"max_workers": -1}, r"max_workers=-1\): expected an integer >= 0, or None"),
         ({"max_prefetch": 0}, r"max_prefetch=0\): expected an integer >= 1"),
     ],

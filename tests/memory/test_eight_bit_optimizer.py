@@ -215,7 +215,7 @@ def test_tables_stay_in_32_bits_and_the_rest_takes_a_byte() -> None:
         assert len(states) == 2 and {s.dtype for s in states} == {torch.uint8 if small else torch.float32}, name
         elements += 2 * p.numel() * small
     assert technique.report() == {"state_bytes": elements, "saved_bytes": 3 * elements}
-    assert technique.summary().startswith("AdamW8bit: states of ")
+    assert technique.summary().startswith("AdamW8bit: states take ")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit"])

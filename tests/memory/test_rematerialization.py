@@ -406,7 +406,7 @@ def test_the_plan_is_told_and_drawn(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level("INFO"):
         train_chain(ChainModule([16, 64, 32, 64, 16, 16]), technique)
     told = "\n".join(record.getMessage() for record in caplog.records)
-    assert re.search(r"plan for the blocks of 'blocks': at most .* held, where storing all takes .*; \d+ forward", told)
+    assert re.search(r"plan for the blocks of 'blocks' needs .* instead of .*, with \d+ more forward calls", told)
     assert "forward runs" in told
     technique.draw(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 5000
@@ -712,7 +712,7 @@ def test_reports() -> None:
     train_chain(ChainModule([16] * 4), technique)
     n = 32 * 16 * 4
     assert technique.report() == {"recomputed_calls": 4, "input_bytes": 4 * n}
-    assert technique.summary() == "full: 4.0 more forward calls of blocks a step"
+    assert technique.summary() == "full: 4.0 more forward calls of blocks per step"
     technique = Rematerialization(policy="optimal", memory_budget=0.6)
     train_chain(ChainModule([16] * 4), technique)
     plan = technique.plan

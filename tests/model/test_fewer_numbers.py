@@ -7,7 +7,7 @@ import pytest
 
 import lightning_eff
 from benchmarks import fewer_numbers
-from lightning_eff import _public
+from lightning_eff._exports import public
 
 ROW: dict[str, Any] = {
     "room": "sparsity",
@@ -38,7 +38,7 @@ def test_the_page_is_made_of_the_committed_results() -> None:
 
 def test_every_technique_of_the_rooms_has_a_row() -> None:
     rooms = {f"lightning_eff.model.{room}": arms for room, arms in fewer_numbers.ARMS.items()}
-    for name, home in _public.HOMES.items():
+    for name, home in public.HOMES.items():
         room = home.rpartition(".")[0]
         if room in rooms and hasattr(getattr(lightning_eff, name), "saves") and name not in fewer_numbers.UNMEASURED:
             assert any(row.split(",")[0] == name for row in rooms[room]), f"{name} has no row in {room}"

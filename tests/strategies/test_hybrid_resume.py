@@ -69,10 +69,8 @@ IN_PIPELINE: dict[str, Settings] = {
     }
     for name in (
         "DataPruning",
-        "EightBitOptimizer",
         "ImportanceSampling",
         "Mixup",
-        "OptimizerOffload",
         "ScheduleFree",
         "SequencePacking",
         "StochasticDepth",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_eff._core._run.words import causes
+from lightning_eff._core._run.error_text import causes
 from lightning_eff.strategies._hybrid.watch import _of_messages
 from tests.strategies.launch import start
 

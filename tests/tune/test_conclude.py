@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from lightning_eff import cli
+from lightning_eff._cli.errors import UsageError
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Uniform
-from lightning_eff._errors import UsageError
 from lightning_eff.bench import calibration
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.references import mean_cost

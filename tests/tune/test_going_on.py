@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from lightning_eff._cli.errors import UsageError
 from lightning_eff._core.search_space import RunProfile
-from lightning_eff._errors import UsageError
 from lightning_eff.tune import tuner as tuning
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices, digests
-from lightning_eff.tune.looking import taking_up
+from lightning_eff.tune.inspection import resuming
 from lightning_eff.tune.proposals.proposing import Trial
 from lightning_eff.tune.space import gather
 from lightning_eff.tune.timing import Timetable
@@ -173,18 +173,18 @@ def test_a_rate_that_peaks_late_is_refused_before_anything_is_searched(tmp_path:
 
 
 def test_a_kill_while_the_plan_is_written_leaves_a_folder_to_begin_in(tmp_path: Path) -> None:
-    machine = dict.fromkeys(taking_up.SAME, "one")
+    machine = dict.fromkeys(resuming.SAME, "one")
     (tmp_path / "plan.0123abcd.tmp").write_text("{")
-    taking_up.take_up(tmp_path, {"seed": 0}, machine)
+    resuming.take_up(tmp_path, {"seed": 0}, machine)
     (tmp_path / "plan.4567abcd.tmp").write_text("{")
-    taking_up.take_up(tmp_path, {"seed": 1}, machine)
+    resuming.take_up(tmp_path, {"seed": 1}, machine)
     assert json.loads((tmp_path / "plan.json").read_text())["plan"] == {"seed": 1}, "nothing was found for the other"
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="differs in seed"):
-        taking_up.take_up(tmp_path, {"seed": 2}, machine)
+        resuming.take_up(tmp_path, {"seed": 2}, machine)
     (tmp_path / "plan.json").unlink()
     with pytest.raises(UsageError, match="holds other files"):
-        taking_up.take_up(tmp_path, {"seed": 2}, machine)
+        resuming.take_up(tmp_path, {"seed": 2}, machine)
 
 
 def test_what_could_not_be_used_leaves_no_folder_that_refuses_the_next(tmp_path: Path) -> None:

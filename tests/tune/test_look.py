@@ -15,8 +15,8 @@ from lightning_eff.bench.running.places import Places
 from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune import timing
 from lightning_eff.tune.arguments import parse_memory
-from lightning_eff.tune.looking.profiling import Found, Look, told
-from lightning_eff.tune.looking.taking_up import take_up
+from lightning_eff.tune.inspection.profiling import Found, Look, told
+from lightning_eff.tune.inspection.resuming import take_up
 from lightning_eff.tune.own import SETTINGS, discover
 from lightning_eff.tune.settings import OptimizerSettings, scale_rates, set_decays
 from lightning_eff.tune.tuner import Tuner

@@ -9,7 +9,7 @@ from lightning_eff.bench.running.workers import InProcess
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Recipes
 from lightning_eff.tune.confirm import Bench
-from lightning_eff.tune.looking import profiling
+from lightning_eff.tune.inspection import profiling
 from lightning_eff.tune.own import discover
 from lightning_eff.tune.search import Search, chosen
 from lightning_eff.tune.space import Candidate, Space

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_eff import cli
-from lightning_eff._errors import UsageError
+from lightning_eff._cli.errors import UsageError
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Pace
 from lightning_eff.bench.running.jobs import Job

@@ -11,10 +11,10 @@ from torch import nn
 
 from lightning_eff import FusedLinearCrossEntropy, LearningRateSchedule, SequenceLengthWarmup
 from lightning_eff._catalogue.facts import speed
+from lightning_eff._cli.errors import UsageError
 from lightning_eff._core.search_space import Choice, Integer, RunProfile, SearchSpace, Uniform
-from lightning_eff._errors import UsageError
 from lightning_eff.tune.config import Choices, Recipes, merged
-from lightning_eff.tune.looking.probing import probe, refused, usual
+from lightning_eff.tune.inspection.probing import probe, refused, usual
 from lightning_eff.tune.own import Own
 from lightning_eff.tune.proposals.proposing import Proposer
 from lightning_eff.tune.space import Candidate, Space, gather, parse_range

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from lightning_eff._errors import UsageError
+from lightning_eff._cli.errors import UsageError
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices
-from lightning_eff.tune.looking.probing import reason
-from lightning_eff.tune.looking.taking_up import take_up
+from lightning_eff.tune.inspection.probing import reason
+from lightning_eff.tune.inspection.resuming import take_up
 from lightning_eff.tune.search import Search
 from lightning_eff.tune.timing import Durations, Timetable, in_words
 from lightning_eff.tune.tuner import Tuner
@@ -77,7 +77,7 @@ def test_steps_that_are_too_slow_are_told_of_after_three(tmp_path: Path, monkeyp
 def test_unknown_names_are_told_before_anything_runs_and_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_eff.tune.looking.profiling.look", lambda *args, **more: pytest.fail("it ran"))
+    monkeypatch.setattr("lightning_eff.tune.inspection.profiling.look", lambda *args, **more: pytest.fail("it ran"))
     for more in (
         {"include": ["Muonn"]},
         {"exclude": ["Lokahead"]},

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_eff._errors import UsageError
+from lightning_eff._cli.errors import UsageError
 from lightning_eff.tune.tuner import Tuner
 from tests.tune.tasks import Here, config
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_eff._errors import UsageError
+from lightning_eff._cli.errors import UsageError
 from lightning_eff.bench.pace import mode_of
 from lightning_eff.tune.config import Choices
 from lightning_eff.tune.space import MANUAL, gather

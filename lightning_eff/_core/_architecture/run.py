@@ -18,9 +18,9 @@ from lightning_eff._core._architecture.watch import BypassWatch
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core._optim.combined import CombinedOptimizer
-from lightning_eff._core._optim.forgotten import forget
+from lightning_eff._core._optim.no_weight_decay import exempt
+from lightning_eff._core._optim.removed_parameters import forget
 from lightning_eff._core._optim.scheduled import schedulers_of
-from lightning_eff._core._optim.undecayed import exempt
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
 from lightning_eff._core.steps import Proceed, Stage, Step

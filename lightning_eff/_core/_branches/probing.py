@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_eff._core import rng
+from lightning_eff._core._branches.example_inputs import Call, calls_of, hidden_states, step_batches
 from lightning_eff._core._branches.finding import branches, heads, outputs
 from lightning_eff._core._branches.graph import Graph, Node, TooLarge, kind
-from lightning_eff._core._branches.guessing import Call, calls_of, hidden_states, step_batches
 from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core._stack.finding import candidates, listed, repeated

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_eff._core import rng
 from lightning_eff._core._branches.graph import Graph, TooLarge
-from lightning_eff._core._branches.pieces import named, step_of
+from lightning_eff._core._branches.sharded_step import named, step_of
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.session import Session

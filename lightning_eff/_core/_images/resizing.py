@@ -18,7 +18,7 @@ from lightning_eff._core._images.images import (
     smaller,
 )
 from lightning_eff._core._images.positions import Positions, Seen, find_table, watched
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.batches import select
 from lightning_eff._core.steps import Step
 

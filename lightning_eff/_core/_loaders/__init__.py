@@ -1,1 +1,1 @@
-"""The parts of a training loader that decide the order of its batches, and the batches that it has made."""
+"""The parts of a training loader that determine its batches: samplers, generators and iterators."""

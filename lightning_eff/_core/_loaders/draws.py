@@ -1,4 +1,4 @@
-"""Random numbers that an iteration draws between batches, while training draws from the same state."""
+"""Track random numbers that an iteration draws between batches, while training draws from the same state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,17 +7,17 @@ import torch
 
 from lightning_eff._core import rng
 
-_MOST = 4096  # states that a checkpoint keeps of one iteration, 5 kB each
+_MOST = 4096  # states per iteration in a checkpoint, 5 kB each
 
 
 class Draws:
-    """The random state before each fetch that drew from another state than the fetch before it had left.
+    """Keeps the random state before each fetch that draws from another state than the previous fetch left.
 
-    An iteration is repeated exactly if those fetches begin from these states: what training drew in between is in them.
-    Nothing is kept where fetches draw nothing, or where nothing else draws.
+    An iteration repeats exactly if those fetches begin from these states, which include the draws of training in between.
+    Nothing is kept if fetches draw nothing, or if nothing else draws.
 
     Args:
-        watch: False where the iteration is known to draw as it begins alone.
+        watch: False if the iteration is known to draw only when it begins.
     """
 
     def __init__(self, *, watch: bool = True) -> None:
@@ -28,12 +28,12 @@ class Draws:
         self._after: dict[str, Any] = {}
 
     def begin(self, state: dict[str, Any], replays: list[Any] | None = None) -> None:
-        """An iteration begins from the random state ``state``, and repeats the fetches that ``replays`` names."""
+        """Begin an iteration from the random state ``state``, with the fetches to repeat in ``replays``."""
         self._replays = dict(replays or [])
         self._states, self._after, self.whole = dict(self._replays), state, True
 
     def fetch(self, position: int, fetch: Callable[[], Any]) -> Any:
-        """What ``fetch()`` gives at ``position``."""
+        """Run ``fetch()`` at ``position`` and return its result."""
         if position in self._replays:
             rng.restore(self._replays[position])
         if not self.watch:
@@ -59,7 +59,7 @@ class Draws:
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two random states are one."""
+    """Whether two random states are equal."""
     return torch.equal(a["torch"], b["torch"]) and _alike(a["python"], b["python"]) and _alike(a["numpy"], b["numpy"])
 
 

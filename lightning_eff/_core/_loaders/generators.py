@@ -1,4 +1,4 @@
-"""Random generators that a data set, its transforms or a collate function keep for themselves."""
+"""Find the random generators that a data set, its transforms or a collate function hold."""
 
 import functools
 from collections import deque
@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_eff._core._loaders.held import generator_state, is_generator, set_generator
+from lightning_eff._core._loaders.sampler_state import generator_state, is_generator, set_generator
 
-_MOST = 64  # entries of a container that are looked at: longer ones hold data
-_ALL = 2000  # objects that are looked at
+_MOST = 64  # entries of a container to search, because longer ones hold data
+_ALL = 2000  # objects to search
 
 
 class DataGenerators:
-    """The generators behind the samples of these loaders. Each draws on from sample to sample, beside the global state.
+    """The generators behind the samples of these loaders, which draw independently of the global state.
 
     Args:
         loaders: the objects whose ``dataset`` and ``collate_fn`` are searched.
@@ -38,17 +38,17 @@ class DataGenerators:
         return bool(self._found())
 
     def states(self) -> list[dict[str, Any]]:
-        """Their states, in the order in which they are found."""
+        """The states of the generators, in the order of the search."""
         return [generator_state(one) for one in self._found()]
 
     def set(self, states: Iterable[dict[str, Any]]) -> None:
-        """Let them draw on from :meth:`states`."""
+        """Restore :meth:`states`."""
         for one, state in zip(self._found(), states, strict=False):
             set_generator(one, state)
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What ``value`` holds that may hold a generator."""
+    """The parts of ``value`` that may hold a generator."""
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, MethodType):

@@ -1,11 +1,11 @@
-"""A stand-in for a user's training loader, which is that loader for everyone else."""
+"""A proxy of a user's training loader that records its sampler."""
 
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_eff._core._loaders.made import MadeBatches, Watched
-from lightning_eff._core._loaders.pieces import (
+from lightning_eff._core._loaders.batch_indices import MadeBatches, Watched
+from lightning_eff._core._loaders.batch_order import (
     Pieces,
     has_length,
     holders,
@@ -15,8 +15,8 @@ from lightning_eff._core._loaders.pieces import (
     sampler_name,
     shut_down,
 )
-from lightning_eff._core._run.own_state import has_state, keeps_state
-from lightning_eff._core._run.recording import RecordingSampler, users_own
+from lightning_eff._core._run.recording_sampler import RecordingSampler, users_own
+from lightning_eff._core._run.stateful_loaders import has_state, keeps_state
 from lightning_eff._core._samples.chosen import ChosenBatches, as_list
 
 _OWN: tuple[str, ...] = (
@@ -49,14 +49,14 @@ _OWN: tuple[str, ...] = (
 
 
 class LoaderProxy:
-    """A loader whose sampler is recorded; everything but iteration is the loader's own.
+    """A loader whose sampler is recorded. Everything except iteration is the loader's own.
 
     Args:
-        loader: the loader after Lightning has put in its samplers: a ``DataLoader``, or any iterable.
-        choosable: whether a technique says which samples its epochs have.
+        loader: the loader after Lightning has put in its samplers, a ``DataLoader`` or any iterable.
+        choosable: whether a technique chooses the samples of its epochs.
 
     Attributes:
-        chosen: what says it; None where nothing does.
+        chosen: the sampler of chosen samples, or None.
     """
 
     _recorder: RecordingSampler | None
@@ -94,7 +94,7 @@ class LoaderProxy:
             setattr(self._loader, name, value)
 
     def _end_workers(self) -> None:
-        """End what the wrapped loader keeps of its last iteration: collected as garbage, its workers are waited for in vain."""
+        """Shut down the workers of the last iteration, because waiting for them at garbage collection would hang."""
         kept = getattr(self._loader, "_iterator", None)
         if kept is not None:
             shut_down(kept)
@@ -106,7 +106,7 @@ class LoaderProxy:
         return self._loader
 
     def unwrap(self) -> Any:
-        """The loader as it was before."""
+        """Restore and return the original loader."""
         loader = self._loader
         if self._recorder is not None:
             own = users_own(self._recorder)
@@ -117,30 +117,30 @@ class LoaderProxy:
         self._watched, self._made = [], None
         iterator = self.__dict__["_iterator"]
         if iterator is not None and iterator is not getattr(loader, "_iterator", None):
-            shut_down(iterator)  # its workers; those that persist are the loader's
+            shut_down(iterator)  # its workers, but not the loader's persistent ones
         self.__dict__["_iterator"] = None
         return loader
 
     @property
     def indices(self) -> Any:
-        """The dataset indices of the batch last handed out, as a list (one index without batches); None if not known."""
+        """The data set indices of the last batch, as a list (one index without batches), or None if they are unknown."""
         return None if self._origin is None else as_list(self._origin[0])
 
     @property
     def weights(self) -> Any:
-        """The weights, (B,), that were chosen for the samples of the batch last handed out, or None."""
+        """The chosen weights, (B,), of the samples of the last batch, or None."""
         return None if self.chosen is None or self._origin is None else self.chosen.weights(self._origin[1])
 
     @property
     def num_samples(self) -> int | None:
-        """How many samples the data set has, where :attr:`indices` tells those of each batch; None where it does not."""
+        """The number of samples in the data set, or None if the :attr:`indices` of batches are unknown."""
         if self._recorder is None or not has_length(self._loader) or not has_length(self._loader.dataset):
-            return None  # without a length, Lightning fetches a batch ahead of the one that is trained on
+            return None  # without a length, Lightning fetches one batch ahead
         return len(self._loader.dataset)
 
     @property
     def iterates_itself(self) -> bool:
-        """Whether the user's own code decides what the iteration yields."""
+        """Whether the user's own code determines the iteration."""
         return iterates_itself(self._loader)
 
     def __len__(self) -> int:
@@ -148,12 +148,12 @@ class LoaderProxy:
 
     @property
     def has_state(self) -> bool:
-        """Whether the wrapped loader has a state of its own."""
+        """Whether the wrapped loader has its own state."""
         return has_state(self._loader)
 
     @property
     def iterations(self) -> int:
-        """How many iterations the loader has begun in this run."""
+        """The number of iterations that the loader has begun in this run."""
         return self._iterations
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._optim.written import Known, Share, Telling, settle, understood, watch
+from lightning_eff._core._optim.external_rates import Known, Share, Telling, settle, understood, watch
 
 _OF_PARAMETERS = ("params", "param_names")
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_eff._core._optim.combined import set_rate
-from lightning_eff._core._optim.written import after_closure
+from lightning_eff._core._optim.external_rates import after_closure
 from lightning_eff._core.optimizers import evaluates_anew
 
 

@@ -11,7 +11,7 @@ from lightning_eff._core import rng
 from lightning_eff._core._resume.fit import ResumedFit, restarts_exactly
 from lightning_eff._core._resume.flags import Flags
 from lightning_eff._core._resume.groups import AddedGroups
-from lightning_eff._core._resume.logged import Metrics, load_logged, save_logged
+from lightning_eff._core._resume.logged_metrics import Metrics, load_logged, save_logged
 from lightning_eff._core._resume.packing import Unpackable, pack
 from lightning_eff._core._resume.position import (
     BATCH_END,

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import adapted, package_of
-from lightning_eff._core._run.member import Member
+from lightning_eff._core._run.protocol import Member
 
 Source = Callable[[], dict[str, float]]
 _OURS = ("_current", "_original")

@@ -1,1 +1,1 @@
-"""The way in of techniques that say which samples an epoch has, in which order and with which weights."""
+"""How techniques choose the samples of an epoch, their order and their weights."""

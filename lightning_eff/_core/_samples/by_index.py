@@ -1,4 +1,4 @@
-"""A number for each sample of the training data set, found once: of the sample itself, or by its loss, forward only."""
+"""Compute a number for each sample of the training data set once, from the sample itself or its loss."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_eff._core import rng
-from lightning_eff._core._run._silent.unlogged import unlogged
+from lightning_eff._core._run._muting.null_loggers import unlogged
 from lightning_eff._core._samples.chosen import share
 from lightning_eff._core._samples.counting import current_rule
 from lightning_eff._core._samples.scoring import Scorer, agree
@@ -23,14 +23,14 @@ from lightning_eff._core.steps import Step, StepChain, in_evaluation, takes_inde
 
 
 def of_each_sample(session: Session, fn: Callable[[Any], float], *, who: str) -> Tensor:
-    """``fn(data_set[i])`` of every sample, shape (N,), float64, the same on all ranks, each of which looks at its share.
+    """Compute ``fn(data_set[i])`` of every sample, shape (N,), float64, the same on all ranks, which share the work.
 
     The loader's workers fetch the samples. The global random state stays as it is.
 
     Args:
-        session: the run, whose training loader is there.
-        fn: of a sample as the data set gives it; where workers fetch them, one that can be pickled.
-        who: the technique's name, which keys what the data set draws.
+        session: the run, with its training loader.
+        fn: a function of a sample as the data set returns it. It must be picklable if workers fetch the samples.
+        who: the technique's name, which keys the data set's random draws.
 
     Raises:
         ValueError: on all ranks, if ``fn`` raises it on one.
@@ -48,20 +48,20 @@ def of_each_sample(session: Session, fn: Callable[[Any], float], *, who: str) ->
 def losses_of_each_sample(
     session: Session, scorer: Scorer, reference: nn.Module | None = None, *, among: Sequence[int] | None = None
 ) -> Tensor:
-    """Every sample's own mean loss, shape (N,), float64, the same on all ranks, each of which runs its share.
+    """Compute every sample's own mean loss, shape (N,), float64, the same on all ranks, which share the work.
 
-    In evaluation mode and in the precision of a training step, by the unchanged ``training_step`` (or by the scorer's
-    ``sample_loss``); blocks are shown as in evaluation, and links of techniques take no part. Nothing of it is left in
-    logs, buffers, metrics or the global random state. The cost is counted.
+    It runs the unchanged ``training_step`` (or the scorer's ``sample_loss``) in evaluation mode and in the precision of a
+    training step, without other techniques. Logs, buffers, metrics and the global random state stay as they were. The cost is
+    counted.
 
     Args:
-        session: the run, whose training loader is there.
-        scorer: takes the losses apart.
-        reference: the module whose losses they are, which is on the run's device meanwhile; None for the run's own.
-        among: indices of the samples, of all ranks, whose losses are found; those of others are nan. None for all.
+        session: the run, with its training loader.
+        scorer: splits losses by sample.
+        reference: the module whose losses to compute, moved to the run's device meanwhile. None takes the run's own.
+        among: the indices of the samples to score, over all ranks. Others are NaN. None scores all.
 
     Raises:
-        ValueError: on all ranks, if a loss cannot be taken apart by sample, or is nan or infinite.
+        ValueError: on all ranks, if a loss cannot be split by sample, or is NaN or infinite.
     """
     loader = _loader(session)
     own = _own(session, loader, among)
@@ -73,13 +73,13 @@ def losses_of_each_sample(
 def losses_of(
     session: Session, scorer: Scorer, own: list[int], size: int | None, reference: nn.Module | None = None
 ) -> tuple[ValueError | None, list[float]]:
-    """The mean losses of the samples ``own`` in batches of ``size``, or what is wrong with one of them, of this rank alone.
+    """Compute the mean losses of this rank's samples ``own`` in batches of ``size``, or the first error.
 
-    As :func:`losses_of_each_sample` finds them, which puts those of all ranks together.
+    :func:`losses_of_each_sample` combines the results of all ranks.
     """
     loader = _loader(session)
     chain, module, with_index = chain_of(session, reference)
-    if reference is not None:  # whose losses may lie otherwise than the run's own
+    if reference is not None:  # its losses may have another order than the run's own
         scorer = copy.copy(scorer)
         scorer.checked = False
     with at_hand(session, module), rng.keyed(session.seed, scorer.who, "samples"):
@@ -87,7 +87,7 @@ def losses_of(
 
 
 def chain_of(session: Session, reference: nn.Module | None) -> tuple[StepChain, Any, bool]:
-    """The unchanged step of the run's module, or of another's, in no links; the module; and whether it takes an index."""
+    """Return a chain without links around the unchanged step, its module, and whether the step takes a batch index."""
     if reference is None:
         step = session._evaluation(session.apart_step)
         return StepChain(step, cost=session.chain.cost), session.module, takes_index(session.own_step)
@@ -106,7 +106,7 @@ def _scored(
     *,
     with_index: bool,
 ) -> tuple[ValueError | None, list[float]]:
-    """The losses of the samples ``own``, or what is wrong with one of them."""
+    """Compute the losses of the samples ``own``, or the first error."""
     trainer, values = session.trainer, list[float]()
     for number, batch in enumerate(batches_of(session, _over(loader, own, batch_size=size, collate=loader.collate_fn))):
         step = Step(chain, module, (number,) if with_index else (), number, trainer.global_step, asking=scorer.who)
@@ -117,10 +117,10 @@ def _scored(
         expected = expected or got
         if got != expected:
             return ValueError(
-                f"{scorer.who}: the loader's collate_fn made {got} samples of {expected} indices, so it cannot be told which"
-                " loss is whose; expected one of each. Give the scores by yourself, or such a collate_fn."
+                f"{scorer.who}: the loader's collate_fn made {got} samples of {expected} indices, so losses cannot be assigned"
+                " to samples. Give your own scores, or a collate_fn that makes one sample of each index."
             ), []
-        # without gradients from the outside in, so that a plugin sees, too, that nothing is learnt of the pass
+        # no_grad is outermost, so that a plugin also sees that the pass needs no gradients
         with torch.no_grad(), trainer.precision_plugin.train_step_context(), in_evaluation(module.modules()):
             if got > 1:
                 mine = own[len(values) : len(values) + got] if size is not None else None
@@ -128,8 +128,8 @@ def _scored(
             scores = scorer.score(step, batch, got)
         if scores.problem is None and not len(scores.means):
             scores.problem = ValueError(
-                f"{scorer.who}: training_step returned no loss of batch {number} of the data set; expected one, by which its"
-                " samples are told apart. Give the scores by yourself, or a step that skips none."
+                f"{scorer.who}: training_step returned no loss for batch {number} of the data set, so its samples have no"
+                " score. Give your own scores, or a training_step that skips no batch."
             )
         if scores.problem is not None:
             return scores.problem, []
@@ -138,7 +138,7 @@ def _scored(
 
 
 def _again(session: Session, loader: ResumableLoader, own: list[int]) -> Callable[[list[int]], Any]:
-    """What makes a batch of some of the samples ``own`` anew, as of graphs, out of which none can be taken."""
+    """Return a function that makes a batch of some of the samples ``own`` again, for batches that cannot be indexed."""
 
     def again(index: list[int]) -> Any:
         some = [own[i] for i in index]
@@ -149,12 +149,12 @@ def _again(session: Session, loader: ResumableLoader, own: list[int]) -> Callabl
 
 def _loader(session: Session) -> ResumableLoader:
     loader = session.loaders.latest
-    assert loader is not None, "the training loader is taken up before an epoch is chosen"
+    assert loader is not None, "the training loader is known before an epoch is chosen"
     return loader
 
 
 def batches_of(session: Session, loader: Any) -> Iterator[Any]:
-    """The batches of a loader as a training step gets them, on the run's device."""
+    """Yield the batches of a loader as a training step gets them, on the run's device."""
     trainer = session.trainer
     for batch in loader:
         batch = trainer.precision_plugin.convert_input(batch)
@@ -163,26 +163,26 @@ def batches_of(session: Session, loader: Any) -> Iterator[Any]:
 
 
 def batches_by_index(session: Session, own: list[int], size: int) -> Iterator[Any]:
-    """Batches of ``size`` of the samples ``own`` of the training data, in their order, as a training step gets them."""
+    """Yield batches of ``size`` of the training samples ``own`` in their order, as a training step gets them."""
     loader = _loader(session)
     return batches_of(session, _over(loader, own, batch_size=size, collate=loader.collate_fn))
 
 
 def _own(session: Session, loader: ResumableLoader, among: Sequence[int] | None = None) -> list[int]:
-    """This rank's share of the data set's indices, or of those of ``among``, as many as each other rank's."""
+    """This rank's part of the data set's indices, or of ``among``, with the same number on each rank."""
     indices = torch.arange(len(loader.dataset)) if among is None else torch.tensor([*among])
     return share(indices, session.rank, session.replicas.count, drop_last=False).tolist()
 
 
 def _over(loader: ResumableLoader, own: list[int], *, batch_size: int | None, collate: Any) -> Iterator[Any]:
-    """What a loader like the user's gives of the samples ``own``, in their order."""
+    """Iterate over the samples ``own`` in their order, with a loader like the user's."""
     at_once = (
         batch_size is not None and loader.batch_sampler is None and (loader.chosen is None or loader.chosen.batched)
     )
     return iter(
         DataLoader(
             loader.dataset,
-            batch_size=None if at_once else batch_size,  # where the data set fetches a whole batch by its indices
+            batch_size=None if at_once else batch_size,  # the data set fetches a whole batch by its indices
             sampler=BatchSampler(own, batch_size, drop_last=False) if at_once and batch_size else own,
             collate_fn=collate,
             num_workers=loader.num_workers,
@@ -193,7 +193,7 @@ def _over(loader: ResumableLoader, own: list[int], *, batch_size: int | None, co
 
 
 def put_together(session: Session, own: list[int], problem: ValueError | None, values: Tensor) -> Tensor:
-    """The values of all ranks, by index, or the same error on all; nan where no rank has one."""
+    """Combine the values of all ranks by index (NaN for none), or raise the same error on all."""
     found = torch.full((len(_loader(session).dataset),), torch.nan, dtype=torch.float64)
     for indices, some in agree(session, problem, (own, values)):
         found[torch.tensor(indices, dtype=torch.long)] = some
@@ -202,7 +202,7 @@ def put_together(session: Session, own: list[int], problem: ValueError | None, v
 
 @contextmanager
 def at_hand(session: Session, module: nn.Module) -> Iterator[None]:
-    """``module`` is on the run's device and in the run's trainer, where it logs nothing; afterwards it is as it was."""
+    """Move ``module`` to the run's device and trainer without logging, and restore it afterwards."""
     if module is session.module:
         with session.together():
             yield
@@ -213,7 +213,7 @@ def at_hand(session: Session, module: nn.Module) -> Iterator[None]:
             scope.callback(module.to, first.device)
             module.to(session.trainer.strategy.root_device)
         for own in module.modules():
-            if "_trainer" in vars(own):  # a LightningModule of either name
+            if "_trainer" in vars(own):  # a LightningModule of either package
                 scope.callback(vars(own).__setitem__, "_trainer", vars(own)["_trainer"])
                 vars(own)["_trainer"] = session.trainer
         patches = Patches()
@@ -225,8 +225,8 @@ def at_hand(session: Session, module: nn.Module) -> Iterator[None]:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Stands in for ``log`` of a module that is asked for its losses alone."""
+    """Replaces ``log`` of a module that only computes losses."""
 
 
 def _no_step(batch: Any, batch_idx: int) -> None:
-    """Stands for the step of a module that has none, and whose losses a function of the user's tells."""
+    """Replaces the missing step of a module whose losses come from the user's function."""

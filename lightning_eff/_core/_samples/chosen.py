@@ -1,4 +1,4 @@
-"""The batches of an epoch whose samples a technique has chosen, as a batch sampler of one process."""
+"""A batch sampler of one process over the samples that a technique chose for an epoch."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 
 def interleaved(orders: Sequence[Tensor]) -> Tensor:
-    """The samples of all ranks in the order in which they are seen: first each rank's first, then each one's second."""
+    """Merge the samples of all ranks in the order of use: first the first of each rank, then the second of each."""
     longest = max(len(order) for order in orders)
     padded = torch.full((len(orders), longest), -1, dtype=torch.long)
     for rank, order in enumerate(orders):
@@ -20,9 +20,9 @@ def interleaved(orders: Sequence[Tensor]) -> Tensor:
 
 
 def share(values: Tensor, rank: int, world_size: int, *, drop_last: bool) -> Tensor:
-    """What ``DistributedSampler`` gives a rank of ``values``: every ``world_size``-th, as many as each other rank.
+    """Take a rank's part of ``values`` like ``DistributedSampler``: every ``world_size``-th, the same number on each rank.
 
-    Without ``drop_last`` the first ones come again to make the numbers even.
+    Without ``drop_last``, the first values repeat to make the numbers even.
     """
     if drop_last:
         values = values[: len(values) // world_size * world_size]
@@ -32,11 +32,11 @@ def share(values: Tensor, rank: int, world_size: int, *, drop_last: bool) -> Ten
     return values[rank::world_size]
 
 
-_TIMES = 10  # how often an epoch may go over the data before its sampler counts as endless
+_TIMES = 10  # passes over the data after which a sampler counts as endless
 
 
 class EndlessSampler(ValueError):
-    """A sampler yields indices without end, so an epoch has no samples to choose from."""
+    """A sampler never ends, so an epoch has no samples to choose from."""
 
     def __init__(self, name: str, count: int) -> None:
         super().__init__(
@@ -53,12 +53,12 @@ def _length(sampler: Any) -> int:
 
 
 def _is_many(indices: Any) -> bool:
-    """Whether a sampler yielded a batch's indices, and not one index."""
+    """Whether a sampler yielded the indices of a batch rather than one index."""
     return (isinstance(indices, Sequence) and not isinstance(indices, str)) or bool(getattr(indices, "ndim", 0))
 
 
 def as_list(indices: Any) -> Any:
-    """A batch's indices as a list of integers, whether a list, a tuple, an array or a tensor holds them; else as they are."""
+    """Convert a batch's indices to a list of integers from a list, tuple, array or tensor, or return them unchanged."""
     if isinstance(indices, Tensor | np.ndarray) and indices.ndim == 1:
         return [int(index) for index in indices.tolist()]
     if isinstance(indices, list | tuple | range):
@@ -67,7 +67,7 @@ def as_list(indices: Any) -> Any:
 
 
 def _maker(like: Any) -> Callable[[list[int]], Any]:
-    """What makes a batch's indices of the form of ``like``."""
+    """Return a function that converts a list of indices to the type of ``like``."""
     if isinstance(like, Tensor):
         return torch.tensor
     if isinstance(like, np.ndarray):
@@ -76,23 +76,23 @@ def _maker(like: Any) -> Callable[[list[int]], Any]:
 
 
 class ChosenBatches:
-    """A batch sampler, or a sampler of a loader without batches, that yields what was chosen; the original's until then.
+    """A batch sampler (or a sampler of a loader without batches) that yields chosen samples, or else the original's.
 
-    Everything but iteration and length is the original's.
+    Everything except iteration and length is the original's.
 
     Args:
-        original: the user's, as Lightning has made it.
-        batched: whether it is a batch sampler. A sampler of a loader without batches may yield lists of indices too
+        original: the user's sampler, after Lightning's changes.
+        batched: whether it is a batch sampler. A sampler of a loader without batches may also yield lists of indices
             (``DataLoader(batch_size=None, sampler=BatchSampler(...))``), which the data set then fetches at once.
-        size: samples of the data set.
+        size: the number of samples of the data set.
     """
 
     def __init__(self, original: Any, *, batched: bool, size: int = 0) -> None:
         self.original = original
         self._most = _TIMES * size + 1000
         self.batched = batched or isinstance(original, BatchSampler)
-        self._make: Callable[[list[int]], Any] = list  # a batch's indices, in the form in which the original gives them
-        self.emitted = 0  # batches that were handed out in this epoch, to workers too
+        self._make: Callable[[list[int]], Any] = list  # converts a batch's indices to the original's type
+        self.emitted = 0  # batches handed out in this epoch, also to workers
         self._own: list[list[int]] = []
         self._batches: list[list[int]] | None = None
         self._weights: list[Tensor] | None = None
@@ -129,13 +129,13 @@ class ChosenBatches:
     # -- the user's own order
 
     def plain(self) -> Tensor:
-        """The indices that the original yields in this epoch on this process, shape (n,), long; it is iterated for it."""
+        """Iterate the original for its indices in this epoch on this process, shape (n,), long."""
         if not self.batched:
             emitted = self._emitted(self.original)
             self.batched = bool(emitted) and _is_many(emitted[0])
             self._own = [as_list(indices) if self.batched else [int(indices)] for indices in emitted]
             self._make = _maker(emitted[0]) if self.batched else list
-        elif type(self.original) is BatchSampler:  # whose last batch may be dropped, and yet be chosen from
+        elif type(self.original) is BatchSampler:  # its last batch may be dropped, but its samples can be chosen
             order = torch.tensor([int(index) for index in self._emitted(self.original.sampler)], dtype=torch.long)
             self._own = self._cut(order)
             return order
@@ -146,10 +146,10 @@ class ChosenBatches:
         return _flat(self._own)
 
     def _emitted(self, sampler: Any) -> list[Any]:
-        """All that ``sampler`` yields.
+        """Collect all that ``sampler`` yields.
 
         Raises:
-            EndlessSampler: if that has no end.
+            EndlessSampler: if it does not end.
         """
         found: list[Any] = []
         left = max(self._most, _TIMES * _length(sampler))
@@ -169,26 +169,26 @@ class ChosenBatches:
     # -- what was chosen
 
     def choose(self, indices: Tensor, weights: Tensor | None) -> None:
-        """Let the next epoch have these indices, shape (n,), with these weights of theirs, cut as the original's batches are.
+        """Use these indices, shape (n,), with their weights in the next epoch, in batches of the original's size.
 
-        A batch sampler of another make than torch's yields batches of the largest size that its own had, by its
-        ``batch_size`` where it has one; how it groups samples is not kept.
+        A custom batch sampler yields batches of its ``batch_size``, or else of its own largest size. Its grouping of samples is
+        not kept.
         """
         self._batches = self._cut(indices)
         sizes = [len(batch) for batch in self._batches]
         self._weights = None if weights is None else list(weights[: sum(sizes)].split(sizes))
 
     def choose_batches(self, batches: list[list[int]]) -> None:
-        """Let the next epoch have these batches of this process, of any sizes."""
+        """Use these batches of this process, of any sizes, in the next epoch."""
         self._batches, self._weights = batches, None
 
     def choose_own(self) -> None:
-        """Let the next epoch have the batches that :meth:`plain` has met."""
+        """Use the batches that :meth:`plain` collected in the next epoch."""
         self._batches, self._weights = self._own, None
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a full batch of this process, once :meth:`plain` has been called; None for a loader without batches."""
+        """The size of a full batch of this process after :meth:`plain`, or None for a loader without batches."""
         size = getattr(self.original, "batch_size", None) if self.batched else None
         if self.batched and not isinstance(size, int):
             size = max((len(batch) for batch in self._own), default=1)
@@ -203,11 +203,11 @@ class ChosenBatches:
 
     @property
     def to_come(self) -> Tensor:
-        """The indices of batches that are not handed out yet, shape (n,)."""
+        """The indices of the batches that have not been handed out yet, shape (n,)."""
         return _flat((self._batches or [])[self.emitted :])
 
     def exchange(self, indices: Tensor, weights: Tensor | None) -> None:
-        """Let the batches to come have these, as many as they had."""
+        """Replace the indices of the batches to come by as many others."""
         assert self._batches is not None
         gone, left = self._batches[: self.emitted], [len(batch) for batch in self._batches[self.emitted :]]
         if self._weights is None and weights is not None:
@@ -219,15 +219,15 @@ class ChosenBatches:
 
     @property
     def weighted(self) -> bool:
-        """Whether samples of this epoch were given weights."""
+        """Whether samples of this epoch have weights."""
         return self._weights is not None
 
     def weights(self, position: int) -> Tensor | None:
-        """The weights of the samples of the batch at ``position`` in the epoch, (B,); None where none were given."""
+        """The weights of the samples of the batch at ``position`` in the epoch, (B,), or None."""
         return None if self._weights is None else self._weights[position]
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The chosen epoch; None where none was chosen."""
+        """The chosen epoch, or None."""
         if self._batches is None:
             return None
         return {
@@ -237,7 +237,7 @@ class ChosenBatches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a chosen epoch."""
+        """Restore a chosen epoch."""
         sizes = state["sizes"].tolist()
         self._batches = [batch.tolist() for batch in state["indices"].split(sizes)]
         self._weights = None if state["weights"] is None else list(state["weights"].split(sizes))

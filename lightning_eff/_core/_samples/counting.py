@@ -1,16 +1,16 @@
-"""How many samples a batch holds, told by whoever knows best.
+"""Count the samples of a batch.
 
-In a graph batch, atoms outnumber graphs; in a packed one, tokens outnumber sequences. So the leading size that most tensors
-share is the last resort. In their order of trust:
+In a graph batch, atoms outnumber graphs, and in a packed one, tokens outnumber sequences. So the leading size of most tensors
+is only the last resort. The sources in their order of trust are:
 
-1. ``batch_size=`` in a ``self.log`` call of ``training_step``: how a user says it, for all techniques at once.
-2. The number of indices that the loader's sampler gave for the batch, or its ``batch_size``, where a dimension of one of
-   the batch's tensors has that size. (A loader of whole batches says 1, which tells nothing.)
+1. ``batch_size=`` in a ``self.log`` call of ``training_step``, with which a user sets it for all techniques at once.
+2. The number of indices of the loader's sampler for the batch, or the loader's ``batch_size``, if a dimension of one of the
+   batch's tensors has that size. (A loader of whole batches has 1, which says nothing.)
 3. The batch object's own count: ``num_graphs`` (torch-geometric), ``batch_size`` (DGL, TensorDict), ``len()`` of another
-   class that is no container, ``PackedSequence`` and nested tensors.
-4. The leading size, where all tensors share it.
+   class that is not a container, ``PackedSequence`` and nested tensors.
+4. The leading size, if all tensors share it.
 5. The number of indices, whatever the tensors' sizes.
-6. The leading size that most tensors share. Where sizes are many, a warning says so once.
+6. The leading size of most tensors. If there are many sizes, a warning says so once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from lightning_eff._core.patches import Patches
 
 
 def own_count(batch: Any) -> int | None:
-    """What a batch, or an object in it, says of its number of samples; None where nothing does."""
+    """The number of samples according to the batch or an object in it, or None."""
     if isinstance(batch, PackedSequence):
         return int(batch.batch_sizes[0])
     if isinstance(batch, Tensor):
@@ -71,24 +71,24 @@ def _length(batch: Any) -> int | None:
 
 
 class Counting:
-    """How many samples the batches of one run hold, learnt from what the run says of each.
+    """Counts the samples in the batches of one run, and learns from each batch how to count.
 
-    Every batch of the loader is shown to :meth:`learn` before it is counted, so that its count does not depend on batches of
-    before. What they have taught counts parts of a batch, and several put together.
+    :meth:`learn` sees every batch of the loader before it is counted, so a count does not depend on earlier batches. The same
+    rules count parts of a batch, and several batches joined.
 
     Attributes:
-        hears: whether the step's own ``batch_size=`` is still waited for.
+        hears: whether the step's own ``batch_size=`` has not been seen yet.
     """
 
     def __init__(self) -> None:
         self.hears = True
         self._places: dict[tuple[str, ...], list[tuple[str, int]]] = {}  # dimensions that count samples
         self._told: dict[tuple[str, ...], int] = {}  # of the latest batch
-        self._firm: set[tuple[str, ...]] = set()  # kinds of batches of which the user has said it
+        self._firm: set[tuple[str, ...]] = set()  # kinds of batches whose size the user has logged
         self._warned = False
 
     def learn(self, found: list[tuple[str, Tensor]], told: int | None, *, exact: bool = True) -> None:
-        """Take in that a batch with these tensors has ``told`` samples; unless ``exact``, the last one may have fewer."""
+        """Learn that a batch with these tensors has ``told`` samples. Unless ``exact``, the last batch may have fewer."""
         kind = tuple(path for path, _ in found)
         self._told.pop(kind, None)
         if told is None or told < 2 or kind in self._firm:
@@ -103,7 +103,7 @@ class Counting:
             self._places[kind] = kept or fitting
 
     def hear(self, found: list[tuple[str, Tensor]], said: list[int]) -> None:
-        """Take in the ``batch_size`` of the step's calls of ``self.log``, if it had any."""
+        """Learn from the ``batch_size`` of the step's calls of ``self.log``, if it had any."""
         self.hears = False
         if said:
             self._places.pop(tuple(path for path, _ in found), None)
@@ -111,7 +111,7 @@ class Counting:
             self._firm.add(tuple(path for path, _ in found))
 
     def count(self, batch: Any, found: list[tuple[str, Tensor]]) -> int | None:
-        """The number of samples in ``batch``, whose tensors are ``found``; None where nothing tells."""
+        """The number of samples in ``batch`` with the tensors ``found``, or None if it is unknown."""
         kind, sizes = tuple(path for path, _ in found), dict(found)
         for path, dim in self._places.get(kind, ()):
             if dim < sizes[path].ndim:
@@ -123,17 +123,17 @@ class Counting:
         return None if len(leading) == 1 else self._told.get(kind)
 
     def counting_samples(self, found: list[tuple[str, Tensor]]) -> set[str] | None:
-        """The paths of the tensors that have a row for each sample; None where that is not known."""
+        """The paths of the tensors with a row per sample, or None if they are unknown."""
         places = self._places.get(tuple(path for path, _ in found))
         return None if not places else {path for path, _ in places}
 
     def doubt(self, sizes: Sequence[int], taken: int) -> None:
-        """Say once that the number of samples was guessed."""
+        """Warn once that the number of samples was guessed."""
         if not self._warned and len(set(sizes)) > 2 and 2 * list(sizes).count(taken) <= len(sizes):
             self._warned = True
             rank_zero_warn(
                 f"The tensors of a batch have the leading sizes {sorted(set(sizes))[:5]}, so its number of samples was guessed"
-                f" as {taken}. Say it in training_step, as in self.log('loss', loss, batch_size=len(targets))."
+                f" as {taken}. Log it in training_step: self.log('loss', loss, batch_size=len(targets))."
             )
 
 
@@ -146,13 +146,13 @@ _OF_TRAINERS: WeakKeyDictionary[Any, Counting] = WeakKeyDictionary()
 
 
 def current_rule() -> Counting | None:
-    """What counts the batches of the run that this call is part of."""
+    """The rule that counts the batches of the current run."""
     return _RULE.get()
 
 
 @contextmanager
 def using(rule: Counting) -> Iterator[None]:
-    """Batches are counted by ``rule`` within; runs may take turns in threads of one process."""
+    """Count batches by ``rule`` within. Runs may take turns in threads of one process."""
     token = _RULE.set(rule)
     try:
         yield
@@ -162,7 +162,7 @@ def using(rule: Counting) -> Iterator[None]:
 
 @contextmanager
 def counting(trainer: Any, found: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """A batch of ``trainer`` with these tensors, as its loader gave it, is counted within: for those without a session."""
+    """Count a batch of ``trainer`` with these tensors within, for callers without a session."""
     if current_rule() is not None:
         yield
         return
@@ -175,7 +175,7 @@ def counting(trainer: Any, found: list[tuple[str, Tensor]]) -> Iterator[None]:
 
 
 def counted(module: Any, found: list[tuple[str, Tensor]], indices: list[Any] | None, run: Callable[[], Any]) -> Any:
-    """A training step, ``run()``, within which its batch with these tensors and indices is counted."""
+    """Run a training step, ``run()``, while its batch with these tensors and indices is counted."""
     rule = current_rule()
     if rule is None:
         return run()
@@ -191,7 +191,7 @@ def counted(module: Any, found: list[tuple[str, Tensor]], indices: list[Any] | N
 
 @contextmanager
 def hearing(module: Any) -> Iterator[list[int]]:
-    """The ``batch_size`` of each call of ``module.log`` within that has one."""
+    """Collect the ``batch_size`` of each call of ``module.log`` within."""
     log, patches, said = module.log, Patches(), list[int]()
 
     def heard(*args: Any, **kwargs: Any) -> Any:

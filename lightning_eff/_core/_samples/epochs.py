@@ -1,4 +1,4 @@
-"""When a run's samples are chosen, how the choice is divided over the ranks, and Lightning's counts of the epoch."""
+"""Choose the samples of each epoch, divide them over the ranks, and update Lightning's counts of the epoch."""
 
 import hashlib
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_eff._core._run.own_state import has_state
+from lightning_eff._core._run.stateful_loaders import has_state
 from lightning_eff._core._samples.chosen import EndlessSampler, interleaved, share
 from lightning_eff._core.loaders import ResumableLoader
 
@@ -25,14 +25,14 @@ class EpochsOfRun:
     """Chooses the samples of each epoch before Lightning begins it.
 
     Args:
-        session: the run, whose patches are being set.
-        choose: of the epoch's number, the plain order of all ranks, the data set's size and, in mid-epoch, how many are left,
-            the indices and weights, and how many samples each batch has, if that is chosen too, for a number of batches that
-            the ranks divide; None for the plain epoch.
+        session: the run, while its patches are being set.
+        choose: a function of the epoch's number, the plain order of all ranks, the data set's size and, in mid-epoch, the
+            number of samples left. It returns indices and weights, and optionally the size of each batch, for a number of
+            batches that is a multiple of the ranks; or None for the plain epoch.
         who: the technique's name.
 
     Raises:
-        ValueError: if another technique chooses samples; when the loader is there, if its samples cannot be chosen.
+        ValueError: if another technique chooses samples. Once the loader is known, if its samples cannot be chosen.
     """
 
     def __init__(self, session: "Session", choose: Chooser, *, who: str) -> None:
@@ -42,15 +42,14 @@ class EpochsOfRun:
         loaders = session.loaders
         if loaders.taken_by:
             raise ValueError(
-                f"{loaders.taken_by} and {who} cannot train together: both say which samples an epoch has. Take one of"
-                " them out."
+                f"{loaders.taken_by} and {who} cannot train together: both choose the samples of an epoch. Remove one of them."
             )
         loaders.taken_by, loaders.take = who, self._take
         loop = session.trainer.fit_loop
         advance, run = loop.on_advance_start, loop.epoch_loop.on_run_start
 
         def on_advance_start() -> None:
-            loop.setup_data()  # which comes first in Lightning's own; a loader that is taken up anew is there then
+            loop.setup_data()  # as Lightning does first; a reloaded loader is known then
             if not session.asleep:
                 self._before_epoch()
             advance()
@@ -67,7 +66,7 @@ class EpochsOfRun:
             start()
             loader = session.loaders.latest
             if loader is not None and loader.chosen is not None and (count := loader.finished_batches) is not None:
-                self._count(count)  # whether a validation of that epoch is due goes by it
+                self._count(count)  # decides whether a validation of that epoch is due
 
         session.patches.set(loop, "on_run_start", on_start)
         session.patches.set(loop, "on_advance_start", on_advance_start)
@@ -76,22 +75,20 @@ class EpochsOfRun:
     # -- the loader
 
     def _take(self, loader: Any, first: bool) -> None:
-        """Check a loader that is about to be wrapped, the ``first`` or another."""
+        """Check a loader before it is wrapped, the ``first`` or another."""
         problem = ""
         if not first:
             problem = "is one of several"
         elif has_state(loader):
-            problem = "keeps its own state (state_dict), and decides by itself what comes"
+            problem = "keeps its own state (state_dict) and its own order"
         elif not isinstance(loader, DataLoader):
-            problem = "is no torch DataLoader"
+            problem = "is not a torch DataLoader"
         elif isinstance(loader.dataset, IterableDataset):
             problem = f"streams an iterable data set ({type(loader.dataset).__name__}), whose samples have no indices"
         if problem:
             raise ValueError(
-                f"{self._who}: the training loader ({type(loader).__name__}) {problem}; expected one torch DataLoader"
-                " over a data"
-                " set with __getitem__ and __len__, because it says by their indices which samples an epoch has. Give such a"
-                " loader, or take the technique out."
+                f"{self._who}: the training loader ({type(loader).__name__}) {problem}, so its samples cannot be chosen by"
+                f" index. Use one torch DataLoader over a data set with __getitem__ and __len__, or remove {self._who}."
             )
 
     # -- epochs
@@ -104,7 +101,7 @@ class EpochsOfRun:
         self._pending = False
         if not loader.resuming or (loader.finished and not self._session.trainer.fit_loop.is_resuming):
             self._begin_epoch()
-        elif (count := loader.finished_batches) is not None:  # the epoch before was saved at its very end
+        elif (count := loader.finished_batches) is not None:  # the previous epoch was saved at its very end
             self._count(count)
             self._pending = True
         else:
@@ -127,19 +124,19 @@ class EpochsOfRun:
         order, size = interleaved(orders), len(loader.dataset)
         distributed = loader.chosen.distributed
         if distributed is not None and not distributed.drop_last:
-            order = order[: len(distributed.dataset)]  # pyright: ignore[reportArgumentType] -- without what evens the ranks out
+            order = order[: len(distributed.dataset)]  # pyright: ignore[reportArgumentType] -- without repeats for even ranks
         what = self._choose(number, order, size, None)
         found = self._checked(None if what is None else what[:2], size)
         sizes = what[2] if what is not None and len(what) == 3 else None
         if sizes is not None and not loader.chosen.batched:
             raise ValueError(
-                f"{self._who}: got a DataLoader with batch_size=None, whose indices stand for whole batches; expected batches"
-                " of samples, of which it says how many they have. Give the loader a batch_size."
+                f"{self._who}: got a DataLoader with batch_size=None, whose indices are whole batches, so the technique cannot"
+                " set their sizes. Give the loader a batch_size."
             )
         if found is not None and found[1] is not None and not loader.chosen.batched:
             raise ValueError(
-                f"{self._who}: got weights of samples and a DataLoader with batch_size=None, whose indices stand for whole"
-                " batches; expected batches of samples. Give the loader a batch_size."
+                f"{self._who}: got weights of samples and a DataLoader with batch_size=None, whose indices are whole batches."
+                " Give the loader a batch_size."
             )
         chosen = len(order)
         if found is None:
@@ -155,8 +152,8 @@ class EpochsOfRun:
             loader.chosen.choose(indices, weights)
         if not len(loader):
             raise ValueError(
-                f"{self._who}: epoch {number} has {chosen} chosen samples for {len(orders)} process(es) with batches of"
-                f" {loader.batch_size}, and so no batch; expected at least one on each. Choose more, or make batches smaller."
+                f"{self._who}: epoch {number} has {chosen} chosen samples, too few for a batch of {loader.batch_size} on each"
+                f" of {len(orders)} process(es). Choose more samples, or use smaller batches."
             )
         self._count(len(loader))
 
@@ -164,7 +161,7 @@ class EpochsOfRun:
         return self._session.trainer.fit_loop.epoch_progress.current.state_dict()["processed"]
 
     def choose_again(self) -> None:
-        """Choose what is still to come of the running epoch."""
+        """Choose the rest of the running epoch again."""
         loader, session = self._loader, self._session
         if loader is None or loader.chosen is None:
             return
@@ -183,7 +180,7 @@ class EpochsOfRun:
     def _checked(
         self, found: tuple[Tensor, Tensor | None] | None, size: int, *, expected: int | None = None
     ) -> tuple[Tensor, Tensor | None] | None:
-        """What was chosen, the same error on all ranks where it cannot be."""
+        """Check the choice, and raise the same error on all ranks if it is invalid."""
         problem = None if found is None else self._problem(*found, size, expected)
         digest = None if found is None else _digest(*found)
         told = self._session.replicas.everyone((problem, digest))
@@ -192,8 +189,8 @@ class EpochsOfRun:
             raise ValueError(" ".join(problems))
         if len({digest for _, digest in told}) > 1:
             raise ValueError(
-                f"{self._who}: the ranks chose different samples; expected the same choice on all, which is then divided over"
-                " them. Draw from session.generator, and keep what is learnt of samples in SampleScores."
+                f"{self._who}: the ranks chose different samples, but the same choice is divided over all. Draw from"
+                " session.generator, and keep what is learned about samples in SampleScores."
             )
         return None if found is None else (found[0].long(), found[1])
 
@@ -205,29 +202,29 @@ class EpochsOfRun:
             )
         if not len(indices) or int(indices.min()) < 0 or int(indices.max()) >= size:
             got = f"between {int(indices.min())} and {int(indices.max())}" if len(indices) else "none"
-            return f"{self._who} chose indices {got}; expected at least one, and all in [0, {size}), the data set's."
+            return f"{self._who} chose indices {got}; expected at least one, all in [0, {size})."
         if expected is not None and len(indices) != expected:
-            return f"{self._who} chose {len(indices)} samples in mid-epoch; expected {expected}, as many as are left."
+            return f"{self._who} chose {len(indices)} samples in mid-epoch; expected {expected}, the number left."
         if weights is not None and (
             weights.shape != indices.shape or not bool((weights.isfinite() & (weights >= 0)).all())
         ):
             return (
-                f"{self._who} gave weights of shape {tuple(weights.shape)} for {len(indices)} samples, all finite and >= 0:"
-                f" {bool((weights.isfinite() & (weights >= 0)).all())}; expected one for each."
+                f"{self._who} gave weights of shape {tuple(weights.shape)} for {len(indices)} samples; expected one finite"
+                " weight >= 0 per sample."
             )
         return None
 
     # -- Lightning's counts
 
     def _count(self, batches: int) -> None:
-        """Tell Lightning that the epoch has ``batches``, before limits."""
+        """Set Lightning's number of batches in the epoch to ``batches``, before limits."""
         trainer = self._session.trainer
         loop, limit = trainer.fit_loop, trainer.limit_train_batches
         count = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
         if count == 0:
             raise ValueError(
-                f"{self._who}: limit_train_batches={limit} leaves none of the epoch's {batches} batches; expected one or more."
-                " Raise it, or give the number of batches."
+                f"{self._who}: limit_train_batches={limit} leaves none of the epoch's {batches} batches. Increase it, or give a"
+                " number of batches."
             )
         combined, fetcher = loop._combined_loader, loop._data_fetcher
         assert combined is not None and fetcher is not None
@@ -244,9 +241,8 @@ class EpochsOfRun:
         ):
             self._warned = True
             rank_zero_warn(
-                f"{self._who}: this epoch has {count} batches, and val_check_interval={every} is more, so it is not"
-                " validated. Give"
-                " val_check_interval as a share of the epoch, such as 1.0, or set check_val_every_n_epoch=None."
+                f"{self._who}: this epoch has {count} batches, and val_check_interval={every} is more, so it is not validated."
+                " Use val_check_interval=1.0 (a fraction of the epoch), or check_val_every_n_epoch=None."
             )
 
 
@@ -262,6 +258,6 @@ def _digest(*values: Tensor | None) -> str:
 
 
 def _set(limits: list[int | float], count: int) -> list[int | float]:
-    """The same list, which the running iterator holds too, with another limit in it."""
+    """Change the limit in place, because the running iterator holds the same list."""
     limits[0] = count
     return limits

@@ -1,4 +1,4 @@
-"""Arguments that are functions: a config may name any, whether or not its return is annotated."""
+"""Types of arguments that are functions. A config may name any function, with or without an annotated result."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +14,6 @@ _TENSOR = Function("a tensor that returns a tensor")
 if TYPE_CHECKING:
     SampleLoss = Annotated[Callable[[LightningModule, Any], Tensor], _LOSSES]
     TensorFunction = Annotated[Callable[[Tensor], Tensor], _TENSOR]
-else:  # where a class is to be returned, jsonargparse takes no function that does not say so
+else:  # jsonargparse refuses functions without an annotated result if it is a class
     SampleLoss = Annotated[Callable[[LightningModule, Any], Any], _LOSSES]
     TensorFunction = Annotated[Callable[[Tensor], Any], _TENSOR]

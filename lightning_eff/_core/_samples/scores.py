@@ -1,4 +1,4 @@
-"""What a run learns of the samples of its data set, one number each, alike on all ranks."""
+"""Keep one number per sample of the data set that the run learns, the same on all ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,12 +10,12 @@ Gather = Callable[[Any], list[Any]]
 
 
 class SampleScores:
-    """A number for each sample of a data set: what was last said of it, on whichever rank.
+    """The latest number for each sample of a data set, from any rank.
 
-    What a rank says is its own until :meth:`merge`, which all ranks call together.
+    Updates stay on their rank until :meth:`merge`, which all ranks call together.
 
     Attributes:
-        values: shape (N,), float32, on the CPU, as of the last merge; nan where nothing was said.
+        values: the numbers as of the last merge, shape (N,), float32, on the CPU. NaN for samples without one.
     """
 
     def __init__(self) -> None:
@@ -23,11 +23,11 @@ class SampleScores:
         self._new: dict[int, float] = {}
 
     def update(self, indices: Sequence[int], scores: Tensor) -> None:
-        """Say the scores, shape (B,), of these samples."""
+        """Record the scores, shape (B,), of these samples."""
         self._new.update(zip(indices, scores.tolist(), strict=True))
 
     def merge(self, size: int, gather: Gather) -> Tensor:
-        """``values`` of ``size`` samples, with what all ranks said since; of two ranks' words the later rank's counts."""
+        """Merge the updates of all ranks into ``values`` of ``size`` samples. The higher rank wins."""
         if len(self.values) != size:
             self.values = torch.full((size,), torch.nan)
         for new in gather(self._new):
@@ -37,10 +37,10 @@ class SampleScores:
         return self.values
 
     def state_dict(self, gather: Gather) -> dict[str, Any]:
-        """For a checkpoint; collective."""
+        """The state for a checkpoint. All ranks must call it."""
         return {"values": self.values.clone(), "new": gather(self._new)}
 
     def load_state_dict(self, state: dict[str, Any], rank: int) -> None:
-        """Take over what :meth:`state_dict` gave, on the rank ``rank``."""
+        """Restore a state on the rank ``rank``."""
         self.values = state["values"].clone()
         self._new = dict(state["new"][rank]) if rank < len(state["new"]) else {}

@@ -1,4 +1,4 @@
-"""Each sample's loss in a batch, found forward-only through an unchanged ``training_step`` or told by the user."""
+"""Compute each sample's loss in a batch, with an unchanged ``training_step`` or the user's own function."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,24 +30,24 @@ from lightning_eff._core.steps import Around, Proceed, Step, in_evaluation
 from lightning_eff._core.wrapping import unrounded
 
 _ADVICE = (
-    " Give sample_loss=, a function of (module, batch) that returns the losses of the batch's B samples as a tensor of"
-    " shape (B,), or take the technique out."
+    " Give sample_loss=, a function of (module, batch) that returns one loss per sample as a tensor of shape (B,), or remove"
+    " the technique."
 )
 
-#: What a look at a batch says of whose loss is whose.
+#: What a check of a batch finds about which loss belongs to which sample.
 _TOLD, _MOVED, _ALIKE, _SKIPPED = "told", "moved", "alike", "skipped"
 
 
 @dataclass
 class Scores:
-    """What one pass tells of a batch's B samples; all but ``totals`` on the CPU in float64.
+    """The result of one pass over a batch's B samples; all but ``totals`` on the CPU in float64.
 
     Attributes:
-        losses: ``l_i``, shape (B,), whose mean is the step's loss; empty where the step was skipped or has a problem.
+        losses: ``l_i``, shape (B,), whose mean is the step's loss. Empty if the step was skipped or has a problem.
         means: each sample's own mean loss, shape (B,).
-        bounds: the bound on each sample's gradient norm, shape (B,), where asked for.
+        bounds: the bound on each sample's gradient norm, shape (B,), if requested.
         totals: ``V`` of each loss call, for :class:`WeighLosses`.
-        problem: what makes the scores unusable, to be raised on all ranks.
+        problem: the error that makes the scores unusable, to raise on all ranks.
     """
 
     losses: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
@@ -58,7 +58,7 @@ class Scores:
 
 
 def agree(session: Session, problem: ValueError | None, value: Any = None) -> list[Any]:
-    """``value`` of every rank, or the same error on all of them where one has a ``problem``: none waits for another.
+    """Gather ``value`` of every rank, or raise the same error on all if one has a ``problem``, so that no rank waits.
 
     Raises:
         LossNotVisible: if that is the problem of a rank.
@@ -74,10 +74,10 @@ def agree(session: Session, problem: ValueError | None, value: Any = None) -> li
 
 
 def sample_losses(fn: SampleLoss, module: LightningModule, batch: Any) -> Tensor:
-    """What ``sample_loss`` returns, checked.
+    """Call ``sample_loss`` and check its result.
 
     Raises:
-        LossNotVisible: if that is no tensor with one loss for each sample.
+        LossNotVisible: if the result is not a tensor with one loss for each sample.
     """
     with observing():
         losses = fn(module, batch)
@@ -91,16 +91,16 @@ def sample_losses(fn: SampleLoss, module: LightningModule, batch: Any) -> Tensor
 
 
 class Scorer:
-    """Finds the losses of a batch's samples.
+    """Computes the losses of a batch's samples.
 
     Args:
         who: the technique's name, for messages.
         sample_loss: the user's function for a loss that cannot be seen, or None.
-        bounds: also find the bound on each sample's gradient norm.
+        bounds: whether to compute the bound on each sample's gradient norm.
 
     Attributes:
-        checked: True once it is known that losses lie sample by sample; until then, how many batches have been seen. It is
-            saved with the technique's state.
+        checked: True once the order of the losses is known to be that of the samples. Until then, the number of batches seen.
+            It is saved with the technique's state.
     """
 
     def __init__(self, who: str, sample_loss: SampleLoss | None, *, bounds: bool) -> None:
@@ -110,25 +110,25 @@ class Scorer:
         self.checked: bool | int = False
         self._again: Callable[[list[int]], Any] | None = None
 
-    # -- whose loss is whose
+    # -- the order of losses
 
     def check_first(
         self, session: Session, step: Step, batch: Any, size: int, again: Callable[[list[int]], Any] | None = None
     ) -> None:
-        """Look at the run's first batch: that there is something to choose from, and whose loss is whose.
+        """Check on the run's first batch that it has several samples, and which loss belongs to which sample.
 
-        Where losses are nearly equal, as behind a head whose weights are zero, nothing can be told. Then the second batch, the
-        fourth, the eighth and so on are looked at until it can. Batches that the step skips do not count.
+        If losses are nearly equal, as with a head whose weights are zero, the check cannot decide. Then the second batch, the
+        fourth, the eighth and so on are checked until it can. Batches that the step skips do not count.
 
         Args:
             session: the run.
-            step: the step at hand.
-            batch: of several samples.
-            size: how many.
-            again: makes a batch of those of its samples anew, where they cannot be taken out of its tensors.
+            step: the current step.
+            batch: a batch of several samples.
+            size: the number of samples.
+            again: makes a batch of some of its samples again, for batches that cannot be indexed.
 
         Raises:
-            ValueError: on all ranks, if a rank's batch holds one sample, or its loss does not lie sample by sample.
+            ValueError: on all ranks, if a rank's batch has one sample, or its losses are not in the order of the samples.
         """
         if self.checked is True:
             return
@@ -138,8 +138,8 @@ class Scorer:
             return
         if size < 2:
             problem = ValueError(
-                f"{self.who}: got a batch of {size} sample; expected several to choose from. Raise the loader's"
-                " batch_size, or take the technique out."
+                f"{self.who}: got a batch of {size} sample; expected several to choose from. Increase the loader's batch_size,"
+                f" or remove {self.who}."
             )
         elif (unfit := _unfit(batch, size)) is not None and again is None:
             problem = ValueError(f"{self.who}: {unfit}")
@@ -149,18 +149,18 @@ class Scorer:
             if told == _MOVED:
                 other = "" if step.module is session.module else f" of model={type(step.module).__name__}(...)"
                 problem = LossNotVisible(
-                    f"{self.who}: the loss values in the training_step{other} do not lie sample by sample: those of some"
-                    f" samples changed as others of the {size} were replaced. Expected (B, T) values flattened with the batch"
-                    f" first, and a loss of each sample that does not depend on the others'.{_ADVICE}"
+                    f"{self.who}: the loss values in the training_step{other} are not in the order of the samples, or depend on"
+                    f" other samples: some changed when others of the {size} were replaced. Flatten (B, T) values with the"
+                    f" batch first.{_ADVICE}"
                 )
         every = agree(session, problem, told)
         if _SKIPPED not in every:
             self.checked = seen if _ALIKE in every else True
 
     def check_ahead(self, session: Session, step: Step, batch: Any, size: int) -> None:
-        """Find out in the first step, before anything moves, what would be refused once losses are scored later in the run.
+        """Find in the first step, before any weight changes, errors that would only appear when samples are scored later.
 
-        One more forward pass on the first batch whose step returns a loss, and nothing after it.
+        It costs one extra forward pass on the first batch whose step returns a loss.
 
         Raises:
             ValueError: on all ranks, as :meth:`check_first`, and if a rank's loss cannot be seen by sample or is not finite.
@@ -173,28 +173,28 @@ class Scorer:
                 self.checked = False
 
     def _lies_by_sample(self, seed: int, step: Step, batch: Any, size: int) -> str:
-        """Whether the loss values of samples stay as others are replaced, with dropout, batch statistics and low precision off.
+        """Whether loss values stay when other samples are replaced, without dropout, batch statistics and low precision.
 
-        A time-major flatten, or tokens picked by a mask, would put values down to the wrong samples in silence.
+        A time-major flatten, or tokens picked by a mask, would silently assign values to the wrong samples.
         """
         every = [*step.module.modules()]
         for still in (every, [m for m in every if isinstance(m, _NormBase | _DropoutNd)]):
             try:
                 with in_evaluation(still), unrounded():
                     stays = self._stays(seed, step, batch, size)
-            except Exception:  # a step that cannot run in evaluation mode runs with these layers alone in it
+            except Exception:  # else only these layers run in evaluation mode
                 if still is not every:
                     raise
                 stays = None
             if stays is not None:
                 return stays
-        return _TOLD  # not visible at all, which the step itself will tell
+        return _TOLD  # not visible at all, which the step itself will report
 
     def _stays(self, seed: int, step: Step, batch: Any, size: int) -> str | None:
-        """Whether the loss values of one half stay as the other half is replaced; None where none are seen.
+        """Whether the loss values of one half stay when the other half is replaced, or None if no values are seen.
 
-        Where the step draws random numbers even so, other samples may get other draws, and nothing can be told. Nor can it
-        where the values of the half that is replaced hardly move: they would not show among those of other samples.
+        The check cannot decide if the step still draws random numbers, because other samples may get other draws. It cannot
+        decide either if the values of the replaced half hardly change, because they would not show elsewhere.
         """
         half, every = size // 2, torch.arange(size)
         first = torch.cat([every[size - half :], every[half:]])
@@ -219,14 +219,14 @@ class Scorer:
         return _TOLD if differ else _ALIKE
 
     def _of(self, batch: Any, index: Tensor, size: int, seed: int) -> Any:
-        """The batch with these of its samples, or made anew of them with what the data set draws alike."""
+        """Select these samples of the batch, or make the batch again with the same random draws of the data set."""
         if self._again is None:
             return select(batch, index, size)
         with rng.keyed(seed, self.who, "again"):
             return self._again(index.tolist())
 
     def _calls(self, step: Step, batch: Any, size: int) -> tuple[list[LossCall] | None, bool]:
-        """The loss calls of the step, if they can be seen, and whether it skips the batch."""
+        """Record the loss calls of the step, if they can be seen, and whether it skips the batch."""
         observed = ObserveLosses(size)
 
         def around(run: Proceed, batch: Any) -> Any:
@@ -240,7 +240,7 @@ class Scorer:
     # -- every batch
 
     def score(self, step: Step, batch: Any, size: int) -> Scores:
-        """The scores of a batch of ``size`` samples, by a forward pass of its own."""
+        """Score a batch of ``size`` samples in an extra forward pass."""
         if self.sample_loss is None:
             around, read = self.reading(step, size)
             step.forward_only(batch, size, around)
@@ -248,7 +248,7 @@ class Scorer:
         return self._told(self.sample_loss, step, batch, size)
 
     def reading(self, step: Step, size: int) -> tuple[Around, Callable[[], Scores]]:
-        """What stands around the user's step to see its losses, and the scores once it has run."""
+        """Return a wrapper of the step that records its losses, and a function that returns the scores afterwards."""
         observed = ObserveLosses(size, bounds=self.bounds)
         losses: list[Tensor | None] = []
 
@@ -260,7 +260,7 @@ class Scorer:
 
         def read() -> Scores:
             loss, calls = next(iter(losses), None), observed.calls
-            if loss is None:  # the user's step skips this batch
+            if loss is None:  # training_step skips this batch
                 return Scores()
             try:
                 check_visible(observed, loss)
@@ -295,7 +295,7 @@ class Scorer:
         return self._finite(step, _on_cpu(means, means, None if bounds is None else bounds.norm(dim=1)))
 
     def _finite(self, step: Step, scores: Scores) -> Scores:
-        """The scores, with a problem where one of them is nan or infinite: choosing among them would hide it."""
+        """Add a problem to the scores if one of them is NaN or infinite, because choosing samples would hide it."""
         bad = ~(scores.losses.isfinite() & scores.means.isfinite())
         if scores.bounds is not None:
             bad |= ~scores.bounds.isfinite()
@@ -306,8 +306,8 @@ class Scorer:
         return Scores(
             problem=ValueError(
                 f"{self.who}: the loss of sample(s) {listed} of the {len(bad)} in batch {step.batch_idx} (after"
-                f" {step.global_step} steps) is nan or infinite; expected finite losses, because choosing among the"
-                " samples would hide it. Look at these samples, at the learning rate and at the precision."
+                f" {step.global_step} steps) is NaN or infinite, which choosing among samples would hide. Check these samples,"
+                " the learning rate and the precision."
             )
         )
 
@@ -321,20 +321,20 @@ def _unfit(batch: Any, size: int) -> str | None:
 
 
 def _rows(values: Tensor, size: int) -> Tensor:
-    """Values of samples that a link may have made into several each, shape (size, how many)."""
+    """Reshape values to (size, n), because a link may have split each sample into several."""
     if len(values) % size:
         raise LossNotVisible(f"sample_loss returned {len(values)} losses, which do not split over {size} samples.")
     return values.float().reshape(size, -1)
 
 
 def _on_cpu(losses: Tensor, means: Tensor, bounds: Tensor | None) -> Scores:
-    """The three in one transfer."""
+    """Move the three to the CPU in one transfer."""
     together = torch.stack([losses, means] if bounds is None else [losses, means, bounds]).detach().cpu().double()
     return Scores(together[0], together[1], None if bounds is None else together[2])
 
 
 def _moved(before: list[LossCall], after: list[LossCall] | None, samples: Tensor) -> float:
-    """The share of the loss values of ``samples`` that are others than before, of those that count, in the call with most."""
+    """The fraction of the counted loss values of ``samples`` that changed, in the call where most did."""
     if after is None or len(after) != len(before):
         return 1.0
     shares = [0.0]
@@ -342,7 +342,7 @@ def _moved(before: list[LossCall], after: list[LossCall] | None, samples: Tensor
         index = samples.to(a.rows.device)
         if a.rows.shape == b.rows.shape:
             old, new, counts = a.rows[index], b.rows[index], (a.counted[index] != 0) | (b.counted[index] != 0)
-        else:  # cut to another length, or tokens picked: sums tell them apart
+        else:  # cut to another length, or tokens picked: compare sums
             old, new = torch.stack([a.sums, a.counts])[:, index], torch.stack([b.sums, b.counts])[:, index]
             counts = torch.ones_like(old, dtype=torch.bool)
         other = ((old - new).abs() > 1e-3 * (1 + old.abs())) & counts

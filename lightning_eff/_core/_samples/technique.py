@@ -1,4 +1,4 @@
-"""The base class of techniques that say which samples an epoch has."""
+"""The base class of techniques that choose the samples of an epoch."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -20,14 +20,15 @@ from lightning_eff._core.technique import Technique
 
 @dataclass(frozen=True)
 class Epoch:
-    """What a technique is told of the epoch that it chooses samples for.
+    """An epoch that a technique chooses samples for.
 
     Attributes:
-        number: epochs done before it.
-        order: the data set's indices that the user's loader would yield, of all ranks, in the order in which they would be
-            seen, shape (n,), long, on the CPU; where ``left`` is set, those that are still to come.
-        size: the number N of the data set's samples.
-        left: None as an epoch begins; in mid-epoch, after :meth:`SampleChooser.choose_again`, how many are to be chosen.
+        number: the number of epochs before it.
+        order: the indices that the user's loader would yield on all ranks, in their order, shape (n,), long, on the CPU. If
+            ``left`` is set, only those still to come.
+        size: the number N of samples in the data set.
+        left: None when an epoch begins. In mid-epoch, after :meth:`SampleChooser.choose_again`, the number of samples to
+            choose.
     """
 
     number: int
@@ -38,13 +39,13 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a technique chose.
+    """A technique's choice of samples.
 
     Attributes:
-        indices: of the data set, in the order in which they are to be seen, shape (m,); one may come several times.
-        weights: what the loss of each is multiplied with before a mean is taken, shape (m,), >= 0; None leaves the loss alone.
-        sizes: how many samples each batch of all ranks has, in turn; their number is one that the ranks divide, and
-            there are no weights. None leaves that to the user's loader.
+        indices: the indices of the data set in the order of use, shape (m,), possibly with repeats.
+        weights: the factors of the samples' losses before the mean, shape (m,), >= 0. None leaves the loss unchanged.
+        sizes: the number of samples of each batch over all ranks in turn, for a number of batches that is a multiple of the
+            ranks, and without weights. None leaves the sizes to the user's loader.
     """
 
     indices: Tensor | Sequence[int]
@@ -53,58 +54,56 @@ class Choice:
 
 
 class SampleChooser(Technique):
-    """A technique that says, as an epoch begins or at any step, which samples of a map-style data set it has.
+    """A technique that chooses the samples of a map-style data set, when an epoch begins or at any step.
 
-    A subclass says it in :meth:`choose`, from which all ranks must get the same: what it draws, it draws from
-    ``session.generator``, and what it learnt of samples it keeps in :class:`SampleScores`. The choice is divided over the
-    ranks as by ``DistributedSampler`` and cut into the batches of the user's loader, with its workers, and Lightning's
-    counts of the epoch follow it. A checkpoint holds it, so that a resumed run goes on in mid-epoch to the bit. The user's
-    sampler is gone through as the epoch begins, and so draws its random numbers a moment earlier than in a plain run.
+    A subclass implements :meth:`choose`, which must return the same on all ranks: it draws from ``session.generator``, and
+    keeps what it learned about samples in :class:`SampleScores`. The choice is divided over the ranks like by
+    ``DistributedSampler`` and cut into batches of the user's loader, with its workers. Lightning's counts of the epoch
+    follow it. A checkpoint holds the choice, so a run resumes exactly in mid-epoch. The user's sampler is iterated when the
+    epoch begins, so it draws its random numbers slightly earlier than in a plain run.
 
-    Which samples a step has is ``session.sample_indices``, and with which weights ``session.sample_weights``. With
-    ``wants_losses`` each sample's loss comes to :meth:`on_losses` from the training pass itself, and with
-    ``wants_gradients`` its gradient at the loss's input to :meth:`on_gradients`.
+    ``session.sample_indices`` and ``session.sample_weights`` are the samples of a step and their weights. With
+    ``wants_losses``, :meth:`on_losses` gets each sample's loss from the training pass. With ``wants_gradients``,
+    :meth:`on_gradients` gets its gradient at the input of the loss.
 
-    Class attributes, beside those of :class:`Technique`:
+    Class attributes, in addition to those of :class:`Technique`:
         wants_losses: whether :meth:`on_losses` is called.
         wants_gradients: whether :meth:`on_gradients` is.
 
     Attributes:
-        labels: names or positions of the labels in the batch, where looking does not tell which they are.
+        labels: the names or positions of the labels in the batch, for batches where they are not found.
     """
 
     wants_losses: ClassVar[bool] = False
     wants_gradients: ClassVar[bool] = False
-    labels: Sequence[str | int] | None = (
-        None  #: names or positions of the labels in the batch, where looking does not tell
-    )
+    labels: Sequence[str | int] | None = None
 
     _epochs: EpochsOfRun | None = None
     _targets: Targets | None = None
 
     @abstractmethod
     def choose(self, epoch: Epoch) -> Choice | None:
-        """The samples of ``epoch``, the same on all ranks; None leaves the user's own."""
+        """Choose the samples of ``epoch``, the same on all ranks, or return None for the user's own."""
 
     def on_losses(self, indices: list[int], losses: Tensor) -> None:
-        """The mean loss of each sample of a training step, shape (B,), float32, without a graph, on the step's device."""
+        """Get the mean loss of each sample of a training step, shape (B,), float32, detached, on the step's device."""
 
     def on_gradients(self, indices: list[int], norms: Tensor, sums: Tensor) -> None:
-        """What each sample's ``f_i`` has for a gradient at the loss's input, such as the logits, of a training step.
+        """Get the gradient of each sample's ``f_i`` at the input of the loss, such as the logits, in a training step.
 
-        The step's loss without weights is ``(1/B) sum_i f_i``. Nothing here has a graph.
+        The step's loss without weights is ``(1/B) sum_i f_i``. All tensors are detached.
 
         Args:
-            indices: of the data set, of the batch's B samples.
-            norms: over all that a sample has there, shape (B,), float32.
-            sums: over a sample's rows (its tokens), which is the gradient at the bias of the last map, shape (B, C).
+            indices: the data set indices of the batch's B samples.
+            norms: the norm of each sample's gradient, shape (B,), float32.
+            sums: the sum over a sample's rows (its tokens), which is the gradient of the last layer's bias, shape (B, C).
         """
 
     def choose_again(self) -> None:
-        """Choose anew, between steps, what is not handed out yet of the running epoch; the same on all ranks.
+        """Choose the rest of the running epoch again, between steps, the same on all ranks.
 
-        Batches that worker processes have begun to load stay. :meth:`choose` is told how many are ``left`` and must give
-        so many.
+        Batches that worker processes have begun to load stay. :meth:`choose` gets the number of samples ``left`` and must
+        choose that many.
         """
         assert self._epochs is not None, "choose_again is called within a fit"
         self._epochs.choose_again()
@@ -138,16 +137,16 @@ class SampleChooser(Technique):
             return proceed(batch)
         if indices is None:
             raise ValueError(
-                f"{who}: it is not known which samples a batch holds, because {session.loaders.why_unknown}. Pass a"
-                f" torch.utils.data.DataLoader over a dataset with __getitem__ and __len__, or remove {who}."
+                f"{who}: it is not known which samples a batch has, because {session.loaders.why_unknown}. Use a"
+                f" torch.utils.data.DataLoader over a data set with __getitem__ and __len__, or remove {who}."
             )
         size = num_samples(batch)
         if not isinstance(indices, list) or len(indices) != size:
             got = len(indices) if isinstance(indices, list) else 1
             raise ValueError(
-                f"{who}: the loader gave {got} indices and the step has {size} samples, so it cannot be told which is which."
-                " Give the loader a batch_size and a collate_fn that makes one sample of each index, and take out techniques"
-                " that choose among a batch's samples."
+                f"{who}: the loader gave {got} indices and the step has {size} samples, so they cannot be matched. Give the"
+                " loader a batch_size and a collate_fn that makes one sample of each index, and remove techniques that choose"
+                " among a batch's samples."
             )
         parts: list[tuple[Tensor, Tensor]] = []
         gradients: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -165,7 +164,7 @@ class SampleChooser(Technique):
         done = False
         assert self._targets is not None
         output = self._targets.run(step, batch, proceed, change)
-        done = True  # what gradient checkpointing runs again has been seen
+        done = True  # gradient checkpointing may run calls again, which have been seen
         # sum_k s_ik / n_ik
         losses = torch.stack([s / n.clamp(min=1e-12) for s, n in parts]).sum(dim=0) if parts else None
         if looks:
@@ -178,7 +177,7 @@ class SampleChooser(Technique):
 
 
 def _together(gradients: dict[tuple[int, int], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-    """Norms of samples' gradients, (B,), and their sums beside one another, from those of each part's loss calls."""
+    """Combine the parts' loss calls into the norms of samples' gradients, (B,), and their concatenated sums."""
     if not gradients:
         return None
     squares = torch.stack([square for square, _ in gradients.values()]).sum(dim=0)
@@ -189,7 +188,7 @@ def _together(gradients: dict[tuple[int, int], tuple[Tensor, Tensor]]) -> tuple[
 
 
 def _by_sample(call: TargetCall, size: int) -> tuple[Tensor, Tensor]:
-    """The sum of each sample's losses, and what they count, each (B,)."""
+    """Sum each sample's losses and their counts, each (B,)."""
     losses = call.losses().detach().float().flatten()
     samples, counted = call.element_samples.flatten().to(losses.device), call.counted().detach().float().flatten()
     known = samples >= 0
@@ -199,12 +198,12 @@ def _by_sample(call: TargetCall, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(call: TargetCall, size: int, share: float) -> tuple[Tensor, Tensor]:
-    """The squared norm of each sample's gradient at the call's input, (B,), and the sum over its rows, (B, C).
+    """Compute the squared norm of each sample's gradient at the call's input, (B,), and the sum over its rows, (B, C).
 
     Args:
-        call: on the batch, or on a part of it.
-        size: B.
-        share: what the part's loss is multiplied by in the batch's.
+        call: a loss call on the batch or a part of it.
+        size: the number B of samples.
+        share: the factor of the part's loss in the batch's loss.
     """
     with torch.enable_grad():
         z = call.input.detach().requires_grad_()

@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
+from lightning_eff._core._stack.block_hooks import Handle, adds_plainly, hooked
+from lightning_eff._core._stack.block_outputs import Leavings
 from lightning_eff._core._stack.calls import hidden_of, split_output, takes_none
 from lightning_eff._core._stack.chains import Feeding, Node, comes_of, nodes_of
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core._stack.finding import Candidate, listed, outermost, stacks
-from lightning_eff._core._stack.hooked import Handle, adds_plainly, hooked
-from lightning_eff._core._stack.leaving import Leavings
 from lightning_eff._core._stack.residual import adds_to, is_subtracted
 from lightning_eff._core.patches import Patches
 

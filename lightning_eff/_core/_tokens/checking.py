@@ -21,7 +21,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from lightning_eff._core import rng
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core._tokens.inputs import BLIND, Call, Path, Plan, is_cache, leaves, mapped, tables_at, told
 from lightning_eff._core.blocks import hidden_of, split_output
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_eff._errors import UsageError
+from lightning_eff._cli.errors import UsageError
 from lightning_eff.bench.running.jobs import Job, crashed
 from lightning_eff.bench.running.workers import Workers
 

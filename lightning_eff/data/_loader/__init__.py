@@ -1,1 +1,1 @@
-"""How a training loader's settings are changed without changing its batches."""
+"""Change a training loader's settings without changing its batches."""

@@ -1,4 +1,4 @@
-"""What of a training loader's settings may change while its batches, and the random numbers of the run, stay the same."""
+"""Find out which settings of a training loader can change without changing its batches or the run's random numbers."""
 
 import multiprocessing
 import os
@@ -12,24 +12,24 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_eff._core._loaders.pieces import is_settled
-from lightning_eff._core._run.own_state import has_state
-from lightning_eff._core._run.recording import users_own
+from lightning_eff._core._loaders.batch_order import is_settled
+from lightning_eff._core._run.recording_sampler import users_own
+from lightning_eff._core._run.stateful_loaders import has_state
 
-_MOST_OBJECTS = 200_000  # of a data set that are looked at, a second or so of time
+_MOST_OBJECTS = 200_000  # of a data set that are examined, in about a second
 _LONG = 4096
 
 
 @dataclass(frozen=True)
 class Freedom:
-    """What may change.
+    """The settings that may change.
 
     Attributes:
-        workers: the number of worker processes.
-        prefetch: how far each worker looks ahead.
-        pin: whether batches are put in pinned memory.
-        in_epoch: changes may be made between any two batches, and not as an epoch begins alone.
-        reason: why not all of it may, in words; "" where it may.
+        workers: the number of worker processes may change.
+        prefetch: the number of batches that each worker prepares ahead may change.
+        pin: the use of pinned memory may change.
+        in_epoch: settings may change between any two batches, not only when an epoch begins.
+        reason: why some setting may not change, or "".
     """
 
     workers: bool = False
@@ -39,7 +39,7 @@ class Freedom:
     reason: str = ""
 
     def both(self, other: "Freedom") -> "Freedom":
-        """What this and another process may change."""
+        """The settings that both this and another process may change."""
         return Freedom(
             self.workers and other.workers,
             self.prefetch and other.prefetch,
@@ -50,11 +50,11 @@ class Freedom:
 
 
 class _Unmovable(Exception):
-    """What a data set holds cannot be in several processes and mean the same."""
+    """A data set holds something that several processes cannot share."""
 
 
 class _Enough(Exception):
-    """Enough of a data set has been looked at."""
+    """Enough of a data set has been examined."""
 
 
 class _Nowhere:
@@ -63,10 +63,10 @@ class _Nowhere:
 
 
 class _Walk(pickle.Pickler):
-    """Goes through what would be sent to a worker process, writing nothing.
+    """Walks through the objects that a worker process would get, without writing anything.
 
     Args:
-        fork: workers inherit it as it is: functions and classes need no name then, and what functions enclose is looked at.
+        fork: whether workers inherit the objects. Functions and classes need no name then, and closures are examined.
     """
 
     def __init__(self, *, fork: bool) -> None:
@@ -88,7 +88,7 @@ class _Walk(pickle.Pickler):
             return "text"
         if isinstance(obj, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
             raise _Unmovable(
-                f"it holds a random generator ({type(obj).__name__}), of which each worker would have a copy"
+                f"it holds a random generator ({type(obj).__name__}), and each worker would have its own copy"
             )
         if self.fork and isinstance(obj, FunctionType):
             cells = [cell.cell_contents for cell in obj.__closure__ or ()]
@@ -98,10 +98,10 @@ class _Walk(pickle.Pickler):
 
 
 def why_unmovable(*objects: Any, fork: bool) -> str | None:
-    """Why samples would not be the same if other processes made them of copies of ``objects``; None where nothing says so.
+    """Explain why other processes with copies of ``objects`` would make other samples, or return None.
 
     Args:
-        objects: a data set, and what makes batches of its samples.
+        objects: a data set and its collate function.
         fork: whether worker processes begin as copies of this one.
     """
     left, seen = list(objects), set[int]()
@@ -118,7 +118,7 @@ def why_unmovable(*objects: Any, fork: bool) -> str | None:
         except _Enough:
             pass
         except Exception as error:
-            return f"it cannot be pickled, and so holds what processes do not share ({type(error).__name__}: {error})"
+            return f"it cannot be pickled, so processes cannot share it ({type(error).__name__}: {error})"
         left += walk.enclosed
     return None
 
@@ -131,57 +131,59 @@ def forks(loader: Any) -> bool:
 
 
 def cores_of_a_rank(local_ranks: int) -> int:
-    """The CPU cores that this machine lets a rank have, at least 1."""
+    """The number of CPU cores per rank on this machine, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cores // local_ranks, 1)
 
 
 def freedom_of(loader: Any, *, alone: bool, chosen_by: str, cut_short: bool, drew: bool, accelerator: bool) -> Freedom:
-    """What of ``loader``'s settings may change.
+    """Find out which of a loader's settings may change.
 
     Args:
-        loader: the user's, as Lightning has made it.
-        alone: it is the only training loader.
-        chosen_by: the technique that says which samples an epoch has, or "".
-        cut_short: epochs end before the loader does.
-        drew: making samples has been seen to draw random numbers, or to change what the data set keeps.
-        accelerator: batches are copied to a device that reads pinned memory faster.
+        loader: the user's loader, after Lightning's changes.
+        alone: whether it is the only training loader.
+        chosen_by: the technique that chooses the samples of an epoch, or "".
+        cut_short: whether epochs end before the loader does.
+        drew: whether making samples drew random numbers or changed the data set.
+        accelerator: whether batches are copied to a device that reads pinned memory faster.
     """
     if not isinstance(loader, DataLoader):
-        return Freedom(reason=f"a {type(loader).__name__} is no torch DataLoader")
+        return Freedom(reason=f"a {type(loader).__name__} is not a torch DataLoader")
     if has_state(loader):
-        return Freedom(reason=f"a {type(loader).__name__} keeps its own state, which tells of its settings")
+        return Freedom(reason=f"a {type(loader).__name__} keeps its own state, which depends on its settings")
     if type(loader).__iter__ is not DataLoader.__iter__:
-        return Freedom(reason=f"{type(loader).__name__} has an iteration of its own")
+        return Freedom(reason=f"{type(loader).__name__} has its own iteration")
     workers = loader.num_workers > 0
     if loader.persistent_workers:
-        return Freedom(reason="its persistent workers go on from epoch to epoch with what they hold")
+        return Freedom(reason="its persistent workers keep their state from epoch to epoch")
     pin = Freedom(pin=accelerator)
     if not alone:
-        return _because(pin, "it is one of several, which draw from one random state in turn")
+        return _because(pin, "it is one of several loaders, which share one random state")
     if chosen_by:
-        return _because(pin, f"{chosen_by} chooses samples, and may choose again while workers look ahead")
+        return _because(pin, f"{chosen_by} chooses samples, and may choose again while workers prefetch")
     if isinstance(loader.dataset, IterableDataset):
         ahead = Freedom(prefetch=workers, pin=accelerator)
-        return _because(ahead, "each worker of an iterable data set has a part of it")
+        return _because(ahead, "each worker of an iterable data set has its own part of the data")
     samplers = (loader.sampler if loader.batch_sampler is None else loader.batch_sampler,)
     if not all(map(is_settled, samplers)):
         name = type(users_own(samplers[0])).__name__
-        return _because(pin, f"its own sampler ({name}) may look at the run, and would be asked further ahead")
+        return _because(pin, f"its sampler ({name}) may depend on the run, and workers would ask it further ahead")
     if not loader.in_order:
-        return _because(pin, "in_order=False lets batches come in any order")
+        return _because(pin, "in_order=False allows batches in any order")
     if _holds_generator(loader) and (cut_short or not workers):
-        return _because(pin, "its generator would be further ahead as an epoch ends")
+        return _because(pin, "its random generator would be further ahead when an epoch ends")
     ahead = Freedom(prefetch=workers, pin=accelerator)
     if loader.worker_init_fn is not None:
-        return _because(ahead, "its worker_init_fn may make each worker another")
+        return _because(ahead, "its worker_init_fn may make workers differ")
     if drew:
         return _because(
-            ahead, "making samples draws random numbers, or changes the data set: others with other workers"
+            ahead, "making samples draws random numbers or changes the data set, which depends on the workers"
         )
     unmovable = why_unmovable(loader.dataset, loader.collate_fn, fork=forks(loader))
     if unmovable is not None:
-        return _because(ahead, f"its data set ({type(loader.dataset).__name__}) stays in its processes: {unmovable}")
+        return _because(
+            ahead, f"its data set ({type(loader.dataset).__name__}) cannot move to other processes: {unmovable}"
+        )
     return Freedom(workers=True, prefetch=True, pin=accelerator, in_epoch=True)
 
 

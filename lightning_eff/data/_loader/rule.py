@@ -1,4 +1,4 @@
-"""The rule by which a loader's setting is chosen, from what each took: a search among neighbours of the best so far."""
+"""Choose a loader's setting from measured times, by a search among neighbors of the best so far."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from lightning_eff.data._loader.tuner import Setting
 
 @dataclass(frozen=True)
 class Measured:
-    """What a window of batches took with one setting.
+    """The times of a window of batches with one setting.
 
     Attributes:
-        waiting: mean seconds a batch in which the device waited for the loader, w.
-        seconds: mean seconds from one batch's end to the next one's, t: waiting and step.
-        startup: seconds in which an epoch's first batch came later than others, s: workers start then.
+        waiting: the mean seconds per batch that the device waited for the loader, w.
+        seconds: the mean seconds from the end of one batch to the next, t, with waiting and step.
+        startup: the extra seconds of an epoch's first batch, s, because workers start.
     """
 
     waiting: float
@@ -22,21 +22,21 @@ class Measured:
     startup: float = 0.0
 
     def cost(self, epoch: float) -> float:
-        """``t + s / n``: seconds a batch in an epoch of n batches."""
+        """Compute the seconds per batch in an epoch of n batches, ``t + s / n``."""
         return self.seconds + self.startup / epoch
 
     def share(self, epoch: float) -> float:
-        """``(w + s / n) / (t + s / n)``: how much of the time the device waits for the loader."""
+        """Compute the fraction of the time that the device waits for the loader, ``(w + s / n) / (t + s / n)``."""
         return (self.waiting + self.startup / epoch) / self.cost(epoch)
 
 
 def best_of(measured: Mapping[Setting, Measured], *, epoch: float, least_gain: float) -> Setting:
-    """The cheapest setting; one measured later takes the place of an earlier one where it saves ``least_gain`` of its time.
+    """Find the cheapest setting. A later one replaces an earlier one only if it saves ``least_gain`` of its time.
 
     Args:
-        measured: by setting, in the order of measuring; the first is the user's own.
-        epoch: batches of an epoch, n.
-        least_gain: in [0, 1).
+        measured: the times by setting, in the order of measuring. The first is the user's own.
+        epoch: the number n of batches per epoch.
+        least_gain: the fraction to save, in [0, 1).
     """
     settings = iter(measured)
     best = next(settings)
@@ -58,10 +58,10 @@ def next_setting(
     max_workers: int,
     max_prefetch: int,
 ) -> Setting | None:
-    """What to measure next: the own setting first, then neighbours of the best so far; None where no more is to be won.
+    """Choose what to measure next: the own setting first, then neighbors of the best so far, or None at the end.
 
-    Nothing is, once the device waits for at most a share ``waiting`` of the time with the best, or when all that differs from
-    it in one of pinning, workers (twice and half as many) and prefetch (twice as far) has been measured.
+    The search ends once the device waits for at most the fraction ``waiting`` of the time with the best setting, or once
+    all its neighbors have been measured. They differ in pinning, workers (double or half) or prefetch (double).
     """
     if own not in measured:
         return own

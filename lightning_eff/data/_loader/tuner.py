@@ -1,4 +1,4 @@
-"""One training loader whose iterators are made with other settings than its own, and its own where those fail."""
+"""Create a training loader's iterators with other settings than its own, and with its own if those fail."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,26 +9,26 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_eff._core import rng
-from lightning_eff._core._run.own_state import has_state
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
+from lightning_eff._core._run.stateful_loaders import has_state
 from lightning_eff._core.loaders import ResumableLoader
 from lightning_eff.data._loader.watching import Watch, WatchedCollate, WatchedStart, numbers
 
-PATIENCE_SECONDS = 60.0  # for a batch of workers that the user did not ask for
+PATIENCE_SECONDS = 60.0  # to wait for a batch of workers that the user did not ask for
 
 
 class _GaveUp(Exception):
-    """In mid-epoch, an iterator with another setting could not be made."""
+    """An iterator with another setting could not be created in mid-epoch."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a loader makes its batches.
+    """The settings with which a loader makes its batches.
 
     Attributes:
-        num_workers: worker processes of a rank; 0 makes batches in the training process.
-        prefetch_factor: batches that each worker makes ahead; 0 without workers.
-        pin_memory: whether batches lie in pinned memory, from which copies to the device are asynchronous.
+        num_workers: the number of worker processes per rank. 0 makes batches in the training process.
+        prefetch_factor: the number of batches that each worker prepares ahead, 0 without workers.
+        pin_memory: whether batches are in pinned memory, which makes copies to the device asynchronous.
     """
 
     num_workers: int = 0
@@ -37,16 +37,16 @@ class Setting:
 
     @property
     def lookahead(self) -> int:
-        """Batches that are asked for before they are needed."""
+        """The number of batches that are requested before they are needed."""
         return self.num_workers * self.prefetch_factor
 
     def __str__(self) -> str:
-        ahead = f", {self.prefetch_factor} batches ahead" if self.num_workers else ""
-        return f"{self.num_workers} workers{ahead}{', pinned' if self.pin_memory else ''}"
+        ahead = f", prefetch_factor={self.prefetch_factor}" if self.num_workers else ""
+        return f"num_workers={self.num_workers}{ahead}{', pin_memory=True' if self.pin_memory else ''}"
 
 
 def setting_of(loader: Any) -> Setting:
-    """The loader's own setting; without workers where it is no DataLoader."""
+    """The loader's own setting, without workers if it is not a DataLoader."""
     if not isinstance(loader, DataLoader):
         return Setting()
     workers = loader.num_workers
@@ -54,24 +54,25 @@ def setting_of(loader: Any) -> Setting:
 
 
 class LoaderTuner:
-    """Makes the iterators of a loader with :attr:`setting`, and takes none of their batches that its own might not give.
+    """Creates the iterators of a loader with :attr:`setting`, and discards batches that its own setting might not give.
 
-    Before a batch of other settings is handed out, the workers that made it must have drawn no random numbers and changed
-    no number that the data set keeps, and the data set here must be as it was when they were started. Otherwise, and where
-    they fail, the loader's own setting makes that batch and all that follow.
+    A batch of another setting is used only if the workers that made it drew no random numbers and changed no number of the data
+    set, and the data set in this process has not changed since they started. Otherwise, and if they fail, the loader's own
+    setting makes that batch and all that follow.
 
     Args:
-        loader: as it is wrapped.
-        host_waits: whether a fetch that has ended kept the device waiting.
+        loader: the wrapped loader.
+        host_waits: returns whether the fetch that has just ended kept the device waiting.
 
     Attributes:
         own: the user's setting.
-        setting: of the iterators that are made from now on.
-        active: of the iterator in use.
-        drew: whether making samples was seen to draw, or to change the data set.
+        setting: the setting of the iterators that are created from now on.
+        active: the setting of the iterator in use.
+        drew: whether making samples drew random numbers or changed the data set.
         failed: why another setting could not be used, or "".
-        waited_seconds: in fetches, while the device had nothing to do.
-        made_seconds: in the making of iterators.
+        waited_seconds: the time of fetches during which the device was idle.
+        made_seconds: the time to create iterators.
+        switches: the number of changes of the active setting.
     """
 
     def __init__(self, loader: ResumableLoader, host_waits: Callable[[], bool]) -> None:
@@ -87,11 +88,11 @@ class LoaderTuner:
 
     @property
     def otherwise(self) -> bool:
-        """Whether the iterator in use is made with other settings than the loader has."""
+        """Whether the iterator in use has another setting than the loader's own."""
         return self.active != self.own
 
     def switch(self, setting: Setting, *, now: bool) -> None:
-        """Let batches be made with ``setting``, from the next on or from the next epoch on."""
+        """Make batches with ``setting`` from the next batch (``now``) or the next epoch on."""
         self.setting = setting
         if not now or setting == self.active:
             return
@@ -103,10 +104,10 @@ class LoaderTuner:
         finally:
             self._in_epoch = False
 
-    # -- what the loader asks
+    # -- called by the loader
 
     def make(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """An iterator with :attr:`setting`; with the loader's own where that cannot be made."""
+        """Create an iterator with :attr:`setting`, or with the loader's own if that fails."""
         start, before = time.perf_counter(), rng.capture()
         generator = getattr(self.loader, "generator", None)
         state = None if generator is None else generator.get_state()
@@ -131,7 +132,7 @@ class LoaderTuner:
         return iterator
 
     def fetch(self, following: Callable[[], Any]) -> Any:
-        """The next batch: of the iterator in use, or of the loader's own setting where that is not to be trusted."""
+        """Get the next batch from the iterator in use, or with the loader's own setting if that is not reliable."""
         start = time.perf_counter()
         try:
             batch = following()
@@ -163,7 +164,7 @@ class LoaderTuner:
 
     @contextmanager
     def _in_place(self, setting: Setting) -> Iterator[None]:
-        """The loader has these settings, and its workers are watched."""
+        """Give the loader these settings, and watch its workers."""
         loader = self.loader
         if not isinstance(loader, DataLoader) or has_state(loader):
             yield

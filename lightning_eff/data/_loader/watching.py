@@ -1,4 +1,4 @@
-"""Whether making samples draws random numbers, or changes numbers that the data set keeps: seen where they are made."""
+"""Detect in workers whether making samples draws random numbers or changes numbers that the data set keeps."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ _HELD = ("dataset", "datasets", "transform", "transforms", "target_transform")
 
 
 def numbers(dataset: Any) -> dict[str, Any]:
-    """The plain numbers and texts that a data set keeps, and those of the data sets and transforms within it, by name."""
+    """Collect the plain numbers and texts of a data set, and of data sets and transforms within it, by name."""
     found: dict[str, Any] = {}
     for path, owner in _owners(dataset, "", 4):
         for name, value in vars(owner).items():
@@ -34,10 +34,10 @@ def _owners(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 class Watch:
-    """Looks on in worker processes, and tells the process that started them.
+    """Watches worker processes, and reports to the process that started them.
 
     Args:
-        dataset: the loader's.
+        dataset: the loader's data set.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -47,15 +47,15 @@ class Watch:
 
     @property
     def moved(self) -> bool:
-        """Whether, in a process whose batch has come in, random numbers were drawn or numbers of the data set changed."""
+        """Whether a worker drew random numbers or changed numbers of the data set."""
         return bool(self._told.item())
 
     def begin(self) -> None:
-        """In a worker: no sample has been made yet."""
+        """Begin in a worker, before any sample is made."""
         self._before = self._now()
 
     def look(self) -> None:
-        """In a worker: a batch has been made."""
+        """Check in a worker, after a batch has been made."""
         if not self._told.item() and self._now() != self._before:
             self._told.fill_(1)
 
@@ -66,7 +66,7 @@ class Watch:
 
 
 class WatchedStart:
-    """A ``worker_init_fn`` after which a watch begins."""
+    """A ``worker_init_fn`` that begins a watch."""
 
     def __init__(self, watch: Watch, inner: Callable[[int], None] | None) -> None:
         self.watch, self.inner = watch, inner
@@ -78,7 +78,7 @@ class WatchedStart:
 
 
 class WatchedCollate:
-    """A ``collate_fn`` after which a watch looks."""
+    """A ``collate_fn`` that checks a watch."""
 
     def __init__(self, watch: Watch, inner: Callable[[Any], Any]) -> None:
         self.watch, self.inner = watch, inner

@@ -1,1 +1,1 @@
-"""How long, large, hard and many the samples are over the run."""
+"""Curricula: the length, size, difficulty and number of samples over the run."""

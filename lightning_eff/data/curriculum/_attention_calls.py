@@ -1,4 +1,4 @@
-"""The attention of an unchanged module, seen by its calls: fused, by torch's module, or as a softmax of scores."""
+"""Find the attention calls of an unchanged module: fused, in torch's module, or as a softmax over scores."""
 
 import inspect
 from collections.abc import Callable
@@ -21,23 +21,22 @@ _MODULE = inspect.signature(F.multi_head_attention_forward)
 
 
 class WindowedAttention(TorchFunctionMode):
-    """While it is entered, self-attention sees the keys of a window alone.
+    """Limits self-attention to a window of keys while it is entered.
 
-    Seen are ``F.scaled_dot_product_attention`` on as many queries as keys, ``F.multi_head_attention_forward`` (so
-    ``nn.MultiheadAttention``) whose queries and keys are of one tensor, and a softmax along the last dimension of
-    scores (B, H, L, L). What gradient checkpointing runs again in a backward pass that begins while it is entered is
-    seen too.
+    It sees ``F.scaled_dot_product_attention`` with as many queries as keys, ``F.multi_head_attention_forward`` (and so
+    ``nn.MultiheadAttention``) with queries and keys from one tensor, and a softmax over the last dimension of scores (B, H, L,
+    L). It also sees calls that gradient checkpointing runs again, if the backward pass begins while it is entered.
 
     Args:
-        window: of the number L of keys, how many a query sees; L or more leaves the call as it is.
+        window: a function of the number L of keys that returns the window. L or more leaves the call unchanged.
 
     Attributes:
-        lengths: L of each call seen.
-        windows: what ``window`` said of it.
-        others: how many calls were left alone, because their queries are of other tokens than their keys.
+        lengths: L of each call.
+        windows: the window of each call.
+        others: the number of calls left unchanged because they are not self-attention.
     """
 
-    apart_from_compiled = True  # sees nothing in compiled code, which need not be compiled with it
+    apart_from_compiled = True  # sees nothing in compiled code, so nothing is compiled with it
 
     def __init__(self, window: Callable[[int], int]) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class WindowedAttention(TorchFunctionMode):
         if func not in _SEEN or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func in (Tensor.backward, torch.autograd.backward):
-            with self:  # torch has put the mode aside, and what checkpoints run again is to be seen, too
+            with self:  # torch has left the mode, but checkpointed calls must be seen too
                 return backward_by_edges(*args, **kwargs)
         if func is torch.autograd.grad:
             with self:
@@ -68,7 +67,7 @@ class WindowedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _seen(self, length: int) -> int | None:
-        """The window of a call of this length, or None where it takes in all."""
+        """The window of a call of this length, or None if it covers all keys."""
         window = self.window(length)
         self.lengths.append(length)
         self.windows.append(min(window, length))
@@ -124,7 +123,7 @@ class WindowedAttention(TorchFunctionMode):
 
 
 def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A mask of torch's module (True hides) as what is added to the scores."""
+    """Convert a mask of torch's module (True hides) to one that is added to the scores."""
     if mask is None or mask.is_floating_point():
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)

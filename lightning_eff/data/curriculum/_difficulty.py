@@ -1,4 +1,4 @@
-"""How difficult a sample is by itself: how long it is."""
+"""The difficulty of a sample by itself: its length."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -13,18 +13,18 @@ TOKENS = ("input_ids", "tokens", "ids")
 
 
 def sample_length(sample: Any, *, asked: str = "DifficultyPacing(score='length')", mend: str = "score=") -> int:
-    """The tokens of one sample, as the data set gives it.
+    """Count the tokens of one sample, as the data set returns it.
 
-    The ones of its ``attention_mask``, or else the length of its ``input_ids`` (``tokens``, ``ids``), or of its first
-    sequence of integers under any other name: a tensor or array of one dimension, or a list of numbers.
+    These are the ones of its ``attention_mask``, or else the length of its ``input_ids`` (``tokens``, ``ids``), or else of its
+    first sequence of integers: a 1-D tensor or array, or a list of numbers.
 
     Args:
-        sample: any.
-        asked: who asks, for messages.
+        sample: the sample, of any type.
+        asked: the technique with its setting, for messages.
         mend: the argument that takes a number for each sample, for messages.
 
     Raises:
-        ValueError: if it holds none.
+        ValueError: if it has no sequence of integers.
     """
     found = _sequences(sample, "")
     for name, values in found:
@@ -36,15 +36,14 @@ def sample_length(sample: Any, *, asked: str = "DifficultyPacing(score='length')
     if not found:
         held = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
         raise ValueError(
-            f"{asked}: found no sequence of integers in a sample of the data set ({held}); expected"
-            f" its tokens, a tensor, array or list of one dimension, such as input_ids. Give {mend} one number for"
-            " each sample."
+            f"{asked}: found no sequence of integers in a sample of the data set ({held}); expected its tokens as a 1-D tensor,"
+            f" array or list, such as input_ids. Or give {mend} one number for each sample."
         )
     return len(found[0][1])
 
 
 def _sequences(value: Any, name: str) -> list[tuple[str, Tensor]]:
-    """Every sequence of integers in ``value``, each with the name that it stands under."""
+    """Find every sequence of integers in ``value``, each with its name."""
     if isinstance(value, Mapping):
         return [found for key, item in value.items() for found in _sequences(item, str(key))]
     if is_dataclass(value) and not isinstance(value, type):

@@ -1,6 +1,6 @@
-"""Attention in which a query sees the keys of a window alone: pure functions, exact, and cheaper where that can be had.
+"""Exact attention within a window of keys, as pure functions.
 
-A query at place i sees keys at j with ``0 <= i - j < w`` (causal), or ``|i - j| < w``. Shapes: queries (B, H, L, E),
+A query at position i sees keys at j with ``0 <= i - j < w`` (causal), or ``|i - j| < w``. Shapes: queries (B, H, L, E),
 keys (B, H', L, E), values (B, H', L, E'), masks that broadcast to (B, H, L, L).
 """
 
@@ -12,19 +12,18 @@ from torch import Tensor
 
 
 def band(length: int, window: int, device: torch.device) -> Tensor:
-    """Which key each query may see, ``|i - j| < w``: (L, L), bool."""
+    """Build the mask ``|i - j| < w`` of the keys that each query may see: (L, L), bool."""
     places = torch.arange(length, device=device)
     return (places[:, None] - places[None, :]).abs() < window
 
 
 def within(mask: Tensor, seen: Tensor) -> Tensor:
-    """A mask of attention, with nothing seen outside of the band.
+    """Restrict an attention mask to the band.
 
-    A query that sees something and has none of it in its window sees itself: padding, after a window's length of
-    padding.
+    A query that sees something, but nothing within its window, sees itself. This happens to padding after a window of padding.
 
     Args:
-        mask: True where a key is seen, or a number that is added to the score; (.., L, L) or what broadcasts to it.
+        mask: True where a key is visible, or a number to add to the score; (.., L, L) or broadcastable to it.
         seen: the band, (L, L), bool.
     """
     length = len(seen)
@@ -39,26 +38,26 @@ def within(mask: Tensor, seen: Tensor) -> Tensor:
 
 
 def chunk_of(length: int) -> int:
-    """How many queries are computed at a time: a sixteenth of the length, so that calls are few, and at least 16."""
+    """The number of queries per chunk: a sixteenth of the length, to limit the number of calls, and at least 16."""
     return max(16, -(-length // 16))
 
 
 def windowed_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, window: int, is_causal: bool, **options: Any
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` of L queries and keys in a window of w < L, shape (.., L, E').
+    """Compute ``F.scaled_dot_product_attention`` of L queries and keys in a window of w < L, shape (.., L, E').
 
-    Chunks of c queries meet the keys that one of them sees and no others: at most ``c + w - 1`` (causal) or ``c + 2 (w
-    - 1)`` of the L, and fewer at the sequence's ends. A mask hides what lies outside of the window within these.
+    A chunk of c queries uses only the keys that one of them sees: at most ``c + w - 1`` (causal) or ``c + 2 (w - 1)`` of the L,
+    and fewer at the ends of the sequence. A mask hides keys outside the window within these.
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
-        mask: as of the call, or None.
+        q: the queries.
+        k: the keys.
+        v: the values.
+        mask: the mask of the call, or None.
         window: w >= 1.
-        is_causal: as of the call.
-        options: its other arguments.
+        is_causal: as in the call.
+        options: the other arguments of the call.
     """
     length = q.shape[-2]
     seen = band(length, window, q.device)

@@ -1,15 +1,16 @@
-"""Attention-window warm-up: each token sees few others at first, and more as training goes on (Jordan et al. 2024)."""
+"""Attention-window warm-up: each token attends to few others at first, and to more later (Jordan et al. 2024)."""
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import num_samples
@@ -24,7 +25,7 @@ WHO = "AttentionWindowWarmup"
 
 
 def window_at(u: float, length: int, *, start: int, until: float, multiple_of: int) -> int:
-    """``w(u) = m floor((start + (L - start) u / until) / m)``, at least ``start`` and at most L; L from ``until`` on."""
+    """Compute ``w(u) = m floor((start + (L - start) u / until) / m)`` in [start, L], and L from ``until`` on."""
     if u >= until or length <= start:
         return length
     target = start + (length - start) * u / until
@@ -32,7 +33,7 @@ def window_at(u: float, length: int, *, start: int, until: float, multiple_of: i
 
 
 def _narrow_throughout(technique: "AttentionWindowWarmup") -> Mapping[str, Callback]:
-    """The window at which it starts, for the whole run."""
+    """Train with the first window for the whole run."""
     if technique.neutral:
         return {}
     kept = {name: getattr(technique, name) for name in ("start", "multiple_of", "evaluate")}
@@ -41,69 +42,67 @@ def _narrow_throughout(technique: "AttentionWindowWarmup") -> Mapping[str, Callb
 
 def _pointless(profile: RunProfile) -> str | None:
     if profile.sequence_length is None:
-        return "samples are no sequences"
+        return "samples are not sequences"
     if profile.sequence_length < 256:
-        return f"in sequences of {profile.sequence_length} tokens attention costs little"
+        return f"attention costs little in sequences of {profile.sequence_length} tokens"
     return None
 
 
 def _from_shares(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
-    """``start`` is a share of the length, down to a multiple of 16."""
+    """Turn ``start`` from a fraction of the length into tokens, rounded down to a multiple of 16 (at least 16)."""
     start = max(16, int(values["start"] * (profile.sequence_length or 0)) // 16 * 16)
     return cls(**{**values, "start": start, "multiple_of": 16})
 
 
 class AttentionWindowWarmup(Technique):
-    """Let each query see the keys of a window of w tokens alone, with w growing from ``start`` to the whole sequence.
+    """Limit attention to a window of tokens that grows from ``start`` to the whole sequence.
 
-    Sees keys at ``0 <= i - j < w`` in causal attention, at ``|i - j| < w`` in attention to both sides, itself included.
-    At the share ``u`` of the budget ``w = start + (L - start) u / until``, down to a multiple of ``multiple_of``, for
-    sequences of L tokens; from ``until`` on, and wherever w reaches L, the call is the plain one, bit for bit. Within
-    an optimizer step w stays.
+    A query at position i attends to keys at ``0 <= i - j < w`` in causal attention, and at ``|i - j| < w`` in bidirectional
+    attention. At the used fraction ``u`` of the budget, ``w = start + (L - start) u / until`` for sequences of ``L`` tokens,
+    rounded down to a multiple of ``multiple_of``. From ``until`` on, and wherever ``w`` reaches ``L``, attention is the plain
+    call, bit for bit. The window stays the same within an optimizer step.
 
-    It acts on the self-attention of the unchanged module: calls of ``F.scaled_dot_product_attention`` (Hugging Face's
-    "sdpa" among them), ``nn.MultiheadAttention``, and softmax over scores (B, H, L, L) (Hugging Face's "eager"). Masks
-    of the call, for padding, packing or biases, go along; a query that its mask leaves nothing within the window sees
-    itself. A fused call on as many queries as keys is taken for self-attention; encoder-decoders of Hugging Face are
-    refused.
+    It acts on the self-attention of the unchanged module: calls of ``F.scaled_dot_product_attention`` (including Hugging Face's
+    "sdpa"), ``nn.MultiheadAttention``, and a softmax over scores (B, H, L, L) (Hugging Face's "eager"). The call's own masks
+    for padding, packing or biases still apply. A query whose mask leaves nothing within the window attends to itself. A fused
+    call with as many queries as keys is taken for self-attention, so encoder-decoders of Hugging Face are refused.
 
-    **What it saves.** Fused attention is computed in up to 16 chunks of queries, exactly, each with the keys that one
-    of its queries sees and no others: ``c + w - 1`` of L (causal, c the chunk), or ``c + 2 (w - 1)``. A causal kernel
-    that skips hidden blocks computes half of all by itself. On one core of a CPU, of (1, 4, 1024, 64), forward and
-    backward, causal attention takes .5 of the plain call's time at w = 128, .7 at 256, and as much from about 512 on,
-    since masks and chunks cost too; attention to both sides .6 at 128, .8 at 256 and more than the plain call's from
-    400 on. Over a linear warm-up to the whole sequence this is little more than nothing, and attention is a part of a
-    step alone; it pays with thousands of tokens, or with a window that grows late. nn.MultiheadAttention and softmax
-    over scores are masked and save nothing at all. FlexAttention's block masks, compiled on a GPU, are what the
-    record's time comes from; a module must be written for them, and such calls are not seen.
+    Use it with thousands of tokens per sequence, or with a window that grows late; for less it saves little. Fused attention is
+    computed exactly in up to 16 chunks of queries. A chunk of ``c`` queries uses only the keys that one of its queries sees:
+    ``c + w - 1`` of ``L`` (causal) or ``c + 2 (w - 1)``. A causal kernel that skips hidden blocks already computes only
+    half. On one CPU core with shape (1, 4, 1024, 64), forward and backward, causal attention takes 0.5 of the plain call's
+    time at ``w = 128``, 0.7 at 256, and as much from about 512 on, because masks and chunks cost time too. Bidirectional
+    attention takes 0.6 at 128, 0.8 at 256, and more than the plain call from 400 on. ``nn.MultiheadAttention`` and softmax
+    over scores are only masked and save nothing. The speed of the modded-nanogpt record comes from FlexAttention's compiled
+    block masks on a GPU, which a module must be written for. Calls of FlexAttention are not seen.
 
-    It stands among the curricula, and not with what swaps layers: no parameter changes, what grows is how much of a
-    sample a step uses, and it is over before the run is.
-
-    Logged: ``window``, that of the last step's longest sequence.
+    It logs ``window`` (the window of the last step's longest sequence).
 
     Args:
-        start: tokens that a query sees at first, >= 1.
-        until: fraction of the budget in [0, 1] from which on attention is whole; 0 is plain training.
-        multiple_of: tokens, >= 1, of which windows between are multiples; a compiled kernel is tuned once for each.
-        evaluate: what validation sees: ``"full"``, the plain module, as a checkpoint is used, or ``"present"``, the window
-            that training has by then. ``"present"`` also holds in ``trainer.validate`` after a fit or with ``ckpt_path``.
+        start: the number of tokens in the first window.
+        until: the fraction of the budget from which on attention is whole. 0 is plain training.
+        multiple_of: the number of tokens that windows in between are multiples of. A compiled kernel is tuned once per window.
+        evaluate: the window in validation: ``"full"`` validates the plain module, as a checkpoint is used, and ``"present"``
+            uses the window that training has by then, also in ``trainer.validate`` after a fit or with ``ckpt_path``.
 
     Raises:
-        ValueError: if an argument is out of its range; at setup, if the module is an encoder-decoder of Hugging Face or
-            compiled; at the first batch, on all ranks and before any weight has changed, if no attention is seen, or
-            none is on more tokens than ``start``.
+        ValueError: for a value out of range. At setup, if the module is compiled or an encoder-decoder of Hugging Face. At the
+            first batch, on all ranks and before any weight has changed, if no self-attention is found, or none has more tokens
+            than ``start``.
 
-    Sources:
-        Jordan et al. 2024, modded-nanogpt (the records of November 2024 and later), whose window grows by 64 or 128
-        tokens to the run's end, causal, in FlexAttention.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[AttentionWindowWarmup(128, until=0.8)])
+
+    References:
+        Jordan et al. 2024, modded-nanogpt, github.com/KellerJordan/modded-nanogpt (records from November 2024 on), whose causal
+        window grows by 64 or 128 tokens to the end of the run.
     """
 
-    saves: ClassVar[str] = "attention's products outside of the window, while it is narrow"
+    saves: ClassVar[str] = "attention outside the window, while the window is small"
     paper: ClassVar[str] = "Jordan et al. 2024, github.com/KellerJordan/modded-nanogpt"
     constraints: ClassVar[str] = (
-        "automatic optimization; self-attention by scaled_dot_product_attention, nn.MultiheadAttention or a softmax over"
-        " its scores, not compiled; pays for long sequences only"
+        "needs automatic optimization and self-attention by scaled_dot_product_attention, nn.MultiheadAttention or a softmax"
+        " over its scores, not compiled; pays only for long sequences"
     )
     needs: ClassVar[Need] = Need.CALLS
     survey: ClassVar[Survey | None] = None
@@ -114,48 +113,36 @@ class AttentionWindowWarmup(Technique):
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("RandomLTD", "TokenDropping", "PatchDropout", "TokenMerging"),
-            "of blocks on some of their tokens it cannot be told how far apart these stand",
+            "in blocks that run on some of their tokens, the distance between tokens is unknown",
         ),
-        "SequencePacking": "the window would grow to the length of a row of several samples, and not of one",
-        "RegionalCompilation": "attention inside of compiled blocks cannot be seen",
+        "SequencePacking": "the window would grow to the length of a packed row instead of a sample",
+        "RegionalCompilation": "attention inside compiled blocks cannot be seen",
         **dict.fromkeys(
             ("ActivationCompression", "ACTPrecision"),
-            "its attention runs again by the kernel of the plain call, which may take no mask",
+            "it runs attention again with the kernel of the plain call, which may not take a mask",
         ),
     }
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
-    _must_narrow: ClassVar[bool] = True  # a first window that holds all is refused
+    _must_narrow: ClassVar[bool] = True  # refuse a first window that covers the whole sequence
 
     def __init__(
         self,
-        start: int = 64,
+        start: Annotated[int, Count()] = 64,
         *,
-        until: float = 0.8,
-        multiple_of: int = 64,
+        until: Annotated[float, Fraction()] = 0.8,
+        multiple_of: Annotated[int, Count()] = 64,
         evaluate: Literal["full", "present"] = "full",
     ) -> None:
-        who = type(self).__name__
-        for name, value in (("start", start), ("multiple_of", multiple_of)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{who}({name}={value!r}): expected an integer >= 1, a number of tokens.")
-        if not 0.0 <= until <= 1.0:
-            raise ValueError(
-                f"{who}({until=}): expected a fraction of the budget in [0, 1], from which on attention is whole."
-            )
-        if evaluate not in ("full", "present"):
-            raise ValueError(
-                f"{who}({evaluate=}): expected 'full', the plain module, or 'present', the window of the moment."
-            )
         self.start, self.until, self.multiple_of = start, until, multiple_of
         self.evaluate: Literal["full", "present"] = evaluate
         self._reset()
 
     def _reset(self) -> None:
         self._seen = False
-        self._window = self._length = 0  # of the last step that looked
+        self._window = self._length = 0  # of the last step with attention
         self._steps = 0  # batches with a window below the length
-        self._u = 0.0  # of the last batch, which validation goes by, also where it comes first in a resumed run
+        self._u = 0.0  # of the last batch, for validation, also if that comes first in a resumed run
 
     @property
     @override
@@ -163,12 +150,12 @@ class AttentionWindowWarmup(Technique):
         return self.until == 0.0
 
     def window_of(self, length: int, u: float) -> int:
-        """The window of sequences of ``length`` tokens at the share ``u`` of the budget."""
+        """The window of sequences of ``length`` tokens at the used fraction ``u`` of the budget."""
         return window_at(u, length, start=self.start, until=self.until, multiple_of=self.multiple_of)
 
     @override
     def on_open(self, session: Session) -> None:
-        if self.evaluate == "present":  # after a fit, and from a checkpoint, the window that training had by then
+        if self.evaluate == "present":  # also after a fit and from a checkpoint
             module = session.module
             session.patches.set(module, "validation_step", self._windowed(module.validation_step))
 
@@ -186,13 +173,13 @@ class AttentionWindowWarmup(Technique):
             config: Any = getattr(m, "config", None)
             if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
                 raise ValueError(
-                    f"{type(self).__name__}: {at} is an encoder-decoder or has cross-attention, whose queries and keys may be"
-                    " as many and yet of other tokens; expected self-attention alone. Take the technique out."
+                    f"{type(self).__name__}: {at} is an encoder-decoder or has cross-attention, which looks like self-attention"
+                    f" if there are as many queries as keys. Remove {type(self).__name__}."
                 )
             if getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod"):
                 raise ValueError(
-                    f"{type(self).__name__}: {at} is compiled, and attention in compiled code cannot be seen; expected a"
-                    " module that is not. Train it uncompiled, or take the technique out."
+                    f"{type(self).__name__}: {at} is compiled, and attention in compiled code cannot be seen. Train it without"
+                    f" torch.compile, or remove {type(self).__name__}."
                 )
 
     @override
@@ -230,7 +217,7 @@ class AttentionWindowWarmup(Technique):
             self._steps += self._window < self._length
 
     def _look(self, step: Step, batch: Any) -> None:
-        """See in the first batch, alike on all ranks, by a pass that leaves no trace, that there is something to do."""
+        """Check on the first batch that there is attention to limit, in a pass that leaves no trace, on all ranks."""
         who, problem, mode = type(self).__name__, None, self._mode()
 
         def around(run: Proceed, batch: Any) -> Any:
@@ -239,18 +226,17 @@ class AttentionWindowWarmup(Technique):
 
         ready = loss_of(step.forward_only(batch, num_samples(batch), around, transform=False)) is not None
         self._length = max(mode.lengths, default=0)
-        if not mode.lengths and ready:  # a step that is skipped tells nothing
-            beside = f" ({mode.others} calls have queries of other tokens than their keys)" if mode.others else ""
+        if not mode.lengths and ready:  # a skipped step says nothing
+            others = f" ({mode.others} calls have other queries than keys)" if mode.others else ""
             problem = ValueError(
-                f"{who}: saw no self-attention in training_step{beside}; expected calls of"
-                " F.scaled_dot_product_attention on as many queries as keys, nn.MultiheadAttention, or a softmax over scores"
-                " (B, H, L, L), outside of compiled code. Hugging Face's models take attn_implementation='sdpa'. Or take the"
-                " technique out."
+                f"{who}: found no self-attention in training_step{others}: no F.scaled_dot_product_attention,"
+                " nn.MultiheadAttention, or softmax over scores (B, H, L, L) outside compiled code. Load Hugging Face models"
+                f" with attn_implementation='sdpa', or remove {who}."
             )
         elif ready and self._must_narrow and max(mode.lengths) <= self.start:
             problem = ValueError(
-                f"{who}(start={self.start}): attention in the first batch is on {max(mode.lengths)} tokens, all of which the"
-                " first window holds; expected more. Lower start, or take the technique out."
+                f"{who}(start={self.start}): attention in the first batch has only {max(mode.lengths)} tokens, which all fit"
+                f" into the first window. Use a smaller start, or remove {who}."
             )
         self._seen = all(agree(self.session, problem, ready))
 
@@ -274,8 +260,8 @@ class AttentionWindowWarmup(Technique):
     def summary(self) -> str:
         if not self._length:
             return "no step taken"
-        end = "the whole" if self._window == self._length else f"a window of {self._window:,}"
-        return f"{end} of {self._length:,} tokens seen in the end, after {self._steps:,} batches with less"
+        end = f"{self._window:,} of {self._length:,} tokens at the end"
+        return f"window of {end}, smaller than the sequence in {self._steps:,} batches"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -288,18 +274,18 @@ class AttentionWindowWarmup(Technique):
 
 
 class NarrowAttention(AttentionWindowWarmup):
-    """Train in the window with which :class:`AttentionWindowWarmup` starts, throughout: its control, and not exported.
+    """Train with the first window of :class:`AttentionWindowWarmup` throughout, as its control. It is not exported.
 
     Args:
-        start: the window, in tokens.
-        multiple_of: as of the warm-up.
-        evaluate: as of the warm-up.
+        start: the number of tokens in the window.
+        multiple_of: as in the warm-up.
+        evaluate: the window in validation, as in the warm-up.
 
     Raises:
-        ValueError: as the warm-up does, but for a window that holds all.
+        ValueError: as the warm-up does, except for a window that covers the whole sequence.
     """
 
-    saves: ClassVar[str] = "attention's products outside of the window, throughout"
+    saves: ClassVar[str] = "attention outside the window, throughout"
     search_space: ClassVar[SearchSpace | None] = None
     control: ClassVar[Control] = Control("itself the control of AttentionWindowWarmup")
     needs_budget: ClassVar[bool] = False
@@ -307,7 +293,7 @@ class NarrowAttention(AttentionWindowWarmup):
 
     def __init__(self, *, start: int, multiple_of: int = 64, evaluate: Literal["full", "present"] = "full") -> None:
         super().__init__(start=start, until=1.0, multiple_of=multiple_of, evaluate=evaluate)
-        self.until = float("inf")  # never reached, also where u = 1
+        self.until = float("inf")  # never reached, not even at u = 1
 
     @override
     def window_of(self, length: int, u: float) -> int:

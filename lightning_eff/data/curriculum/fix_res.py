@@ -1,8 +1,8 @@
-"""FixRes: train on small images, then tune classifier and norms alone on full ones (Touvron et al. 2019, arXiv:1906.06423)."""
+"""FixRes: train on small images, then tune only the classifier and norms on full ones (Touvron et al. 2019)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import Callback
@@ -10,31 +10,32 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core._images.positions import Seen
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step, in_evaluation
 from lightning_eff._core.technique import Control
-from lightning_eff.data.curriculum._resolution import SmallerImages, check_share, no_images
+from lightning_eff.data.curriculum._resolution import ImageKeys, Scale, SmallerImages, no_images
 
 WHO = "FixRes"
-_MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises: it is called so, and holds no parameter of two dimensions or more."""
+    """Whether a module is a norm, by its name and because it has no parameter with two or more dimensions."""
     own = [*module.parameters(recurse=False)]
     return "norm" in type(module).__name__.lower() and not [*module.children()] and all(p.ndim < 2 for p in own)
 
 
-def last_map(seen: Seen) -> nn.Module | None:
-    """The map that was called last, where it gives each sample, or each pixel, its logits: (N, K) or (N, K, H, W)."""
-    maps = [(module, ndim) for module, ndim in seen.called if isinstance(module, _MAPS)]
-    return maps[-1][0] if maps and maps[-1][1] in (2, 4) else None
+def last_layer(seen: Seen) -> nn.Module | None:
+    """The linear or convolutional layer called last, if it returns logits per sample (N, K) or per pixel (N, K, H, W)."""
+    layers = [(module, ndim) for module, ndim in seen.called if isinstance(module, _LAYERS)]
+    return layers[-1][0] if layers and layers[-1][1] in (2, 4) else None
 
 
 def _arms(technique: "FixRes") -> Mapping[str, Callback]:
-    """Small images throughout, and as long on full images with all parameters."""
+    """Train on small images throughout, and tune all parameters on full images for as long."""
     if technique.neutral or technique.tune_all:
         return {}
     same = {"scale": technique.scale, "tune_all": True, "multiple_of": technique.multiple_of, "keys": technique.keys}
@@ -45,48 +46,55 @@ def _arms(technique: "FixRes") -> Mapping[str, Callback]:
 
 
 class FixRes(SmallerImages):
-    """Train on images of ``scale`` times their height and width, then tune classifier and norms alone on full ones.
+    """Train on small images, then tune only the classifier and the norms on full images.
 
-    Objects look larger in training, where crops are enlarged, than in validation, and what a network's last layers see
-    changes with the size of images: so the paper trains at a small size and adapts these layers to the full one, which costs
-    little. From the share ``until`` of the budget on, ``training_step`` gets the loader's own batch, and only the classifier
-    and the norms have gradients: every other parameter keeps its bits, whatever decay, momentum and state the optimizer has
-    for it. Running statistics of the norms that are tuned go on to adapt, at the size that validation has; those of others
-    stay as they are.
+    Training crops are enlarged, so objects look larger in training than in validation, and the statistics of a network's last
+    layers change with the image size. The paper therefore trains at a small size and cheaply adapts these layers to the full
+    one. It tests at 1.15 to 1.7 times the training size.
 
-    The classifier is the map that was called last in a trial with the first batch. Images are found, other tensors of their
-    size go along, positions are interpolated, and the size is tried before any weight has changed, as
-    :class:`ProgressiveResizing` documents. Learning rates are the module's: a schedule that has decayed to almost nothing at
-    ``until`` leaves nothing to tune with. The paper tests at 1.15 to 1.7 times the training size.
+    From the fraction ``until`` of the budget on, images are full, and only the classifier and the norms have gradients. Every
+    other parameter stays the same bit for bit, whatever weight decay, momentum and state the optimizer has for it. The running
+    statistics of tuned norms adapt to full images, and those of other norms stay fixed.
 
-    Logged: ``side``, the height of the last step's images in pixels, ``share``, its share of the full one, and ``tuned``, the
-    parameters (numbers) that are trained from ``until`` on; 0 before.
+    Use it to save most of the compute of a run on full images. Learning rates are the module's own: a schedule that has decayed
+    to almost zero at ``until`` leaves nothing to tune with.
+
+    The classifier is the linear or convolutional layer that was called last in a trial with the first batch.
+
+    The images in the batch are found, other tensors of their size are resized with them, and positions are interpolated. Every
+    size is tried before any weight has changed. :class:`ProgressiveResizing` documents the details.
+
+    It logs ``side`` (the height of the last step's images in pixels), ``share`` (its fraction of the full height) and ``tuned``
+    (the number of trained values from ``until`` on, 0 before).
 
     Args:
-        scale: share of the full height and width until then, in (0, 1]; 1 is plain training, which needs no fixing.
-        until: share of the budget in (0, 1] from which on classifier and norms alone are tuned; at 1 they never are.
-        norms: ``"all"`` tunes every norm; ``"last"`` the one that was called last alone, as the paper's scripts do it.
-        classifier: dotted path of the module that is the classifier; None takes the map that was called last.
-        tune_all: tune every parameter from ``until`` on, which needs no classifier: the control.
-        multiple_of: pixels, >= 1; sides below the full ones are multiples of it.
-        keys: names (dict, dataclass) or positions (tuple, list) of the tensors (N, C, H, W) that are images, where looking at
-            shapes does not tell.
+        scale: the fraction of the full height and width before ``until``. 1 is plain training, which needs no fixing.
+        until: the fraction of the budget from which on only the classifier and norms are tuned. At 1 they never are.
+        norms: the norms to tune: ``"all"``, or only the one that was called ``"last"``, as in the paper's scripts.
+        classifier: the dotted path of the classifier. None takes the layer that was called last.
+        tune_all: whether to tune every parameter from ``until`` on, as a control. No classifier is needed then.
+        multiple_of: the number of pixels that smaller sides are multiples of.
+        keys: the tensors (N, C, H, W) that are images, by name (dict, dataclass) or position (tuple, list). Give them if the
+            images are not found by their shape.
 
     Raises:
-        ValueError: if an argument is out of its range; at the first batch, before any weight has changed, if it holds no
-            images, none would be smaller, the module cannot do with images of that size, or no classifier is found.
+        ValueError: for a value out of range. At the first batch, before any weight has changed, if it has no images, no size of
+            the run is smaller, the module cannot process that size, or no classifier is found.
 
-    Sources:
-        Touvron et al. 2019, arXiv:1906.06423.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=30, callbacks=[FixRes(scale=0.7, until=0.9)])
+
+    References:
+        Touvron et al. 2019, "Fixing the train-test resolution discrepancy", arXiv:1906.06423.
     """
 
     saves: ClassVar[str] = (
-        "compute and activations: small images nearly throughout, and short backward passes at the end"
+        "compute and activations: small images for most of the run, and short backward passes at the end"
     )
     paper: ClassVar[str] = "Touvron et al. 2019, arXiv:1906.06423"
     constraints: ClassVar[str] = (
-        "automatic optimization; batches with images (N, C, H, W); modules for images of any size, with a classifier called"
-        " last or named by classifier=; a learning rate that is not yet zero at until"
+        "needs automatic optimization, batches with images (N, C, H, W), a module for images of any size whose classifier is"
+        " called last or named by classifier=, and a learning rate above zero at until"
     )
     survey: ClassVar[Survey | None] = Survey("train-test resolution (FixRes)", shen="3.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -96,30 +104,23 @@ class FixRes(SmallerImages):
         "small images throughout, validated at full size; and all parameters tuned on full images for as long", _arms
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "ProgressiveResizing": "both say at each step how large its images are",
-        "EfficientTrain": "both say at each step how large its images are",
+        "ProgressiveResizing": "both set the size of each step's images",
+        "EfficientTrain": "both set the size of each step's images",
     }
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
-        scale: float = 0.7,
+        scale: Scale = 0.7,
         *,
-        until: float = 0.85,
+        until: Annotated[float, Fraction(above=0)] = 0.85,
         norms: Literal["all", "last"] = "all",
         classifier: str | None = None,
         tune_all: bool = False,
-        multiple_of: int = 4,
-        keys: Sequence[str | int] | None = None,
+        multiple_of: Annotated[int, Count()] = 4,
+        keys: ImageKeys = None,
     ) -> None:
-        check_share(scale, who=WHO, name="scale", of="a share of the full height and width")
-        check_share(until, who=WHO, name="until", of="the share of the budget from which on few parameters are tuned")
-        for name, value in (("scale", scale), ("until", until)):
-            if value == 0:
-                raise ValueError(f"{WHO}({name}={value!r}): expected a number above 0.")
-        if norms not in ("all", "last"):
-            raise ValueError(f"{WHO}({norms=}): expected 'all' or 'last'.")
         self.scale = scale
         self.until = until
         self.norms: Literal["all", "last"] = norms
@@ -130,17 +131,17 @@ class FixRes(SmallerImages):
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._tuned: list[str] = []  # names of parameters, once the first batch was looked at
-        self._adapting: list[str] = []  # names of the norms among their modules
+        self._tuned: list[str] = []  # names of parameters, after the first batch
+        self._adapting: list[str] = []  # names of their norms
         self._tuning = False
         self._frozen: list[tuple[nn.Parameter, bool]] = []
-        self._evaluating: list[nn.Module] = []  # fixed norms, which were in training mode
+        self._evaluating: list[nn.Module] = []  # fixed norms that were in training mode
         self._numbers = 0
 
     @property
     @override
     def neutral(self) -> bool:
-        return self.scale == 1.0  # what is trained at the full size needs no fixing
+        return self.scale == 1.0  # training at the full size needs no fixing
 
     @property
     @override
@@ -165,18 +166,18 @@ class FixRes(SmallerImages):
         if self.classifier is not None:
             head = dict(step.module.named_modules()).get(self.classifier)
             if head is None or not [*head.parameters()]:
-                maps = [name for name, m in step.module.named_modules() if isinstance(m, _MAPS)]
+                layers = [name for name, m in step.module.named_modules() if isinstance(m, _LAYERS)]
                 raise ValueError(
-                    f"{WHO}(classifier={self.classifier!r}): {type(step.module).__name__} has no such module with parameters;"
-                    f" expected a dotted path, such as one of {maps[-4:]}."
+                    f"{WHO}(classifier={self.classifier!r}): {type(step.module).__name__} has no module with parameters at this"
+                    f" path. Choose a dotted path such as one of {layers[-4:]}."
                 )
         else:
-            head = last_map(seen)
+            head = last_layer(seen)
         if head is None:
-            last = [f"{names.get(id(m), '?')} ({ndim}-D)" for m, ndim in seen.called if isinstance(m, _MAPS)][-3:]
+            last = [f"{names.get(id(m), '?')} ({ndim}-D)" for m, ndim in seen.called if isinstance(m, _LAYERS)][-3:]
             raise ValueError(
-                f"{WHO}: found no classifier: the maps called last were {', '.join(last) or 'none'}; expected one that returns"
-                " (N, K) or (N, K, H, W). Name it by classifier=, a dotted path."
+                f"{WHO}: found no classifier, a last layer that returns (N, K) or (N, K, H, W). The layers called last were"
+                f" {', '.join(last) or 'none'}. Name the classifier with classifier=, a dotted path."
             )
         norms = [m for m in step.module.modules() if is_norm(m)]
         if self.norms == "last":
@@ -194,12 +195,12 @@ class FixRes(SmallerImages):
         begins = session.progress.u >= self.until and batch_idx % session.trainer.accumulate_grad_batches == 0
         if not self._tuned or not (self._tuning or begins):
             return
-        self._freeze(session)  # in a resumed run that was tuning, too, also within a window
+        self._freeze(session)  # also in a resumed run that was tuning, within a window too
         session.rewrap()
         if not self._tuning:
             self._tuning = True
             rank_zero_info(
-                f"{WHO}: from step {session.trainer.global_step} on, {len(self._tuned)} parameters are tuned"
+                f"{WHO}: tuning only {len(self._tuned)} parameter tensors from step {session.trainer.global_step} on"
             )
             session.blocks_changed(self)
 
@@ -209,7 +210,7 @@ class FixRes(SmallerImages):
             self._freeze(session)
 
     def _freeze(self, session: Session) -> None:
-        """Take all but the tuned parameters out of training; what the user froze stays so."""
+        """Freeze all but the tuned parameters. Parameters that the user froze stay frozen."""
         self._thaw(session.module)
         tuned = set(self._tuned)
         for name, p in session.module.named_parameters():
@@ -217,10 +218,10 @@ class FixRes(SmallerImages):
                 continue
             self._frozen.append((p, p.requires_grad))
             p.requires_grad_(False)
-            p.grad = None  # an optimizer leaves what has none alone: its decay, momentum and state, too
+            p.grad = None  # an optimizer skips parameters without a gradient, with their decay and momentum
         self._numbers = sum(p.numel() for name, p in session.module.named_parameters() if name in tuned)
         self._evaluating = [m for m in self._fixed(session.module) if m.training]
-        for m in self._evaluating:  # between steps too: averages recompute the statistics of norms that train
+        for m in self._evaluating:  # between steps too, because averages recompute the statistics of training norms
             m.training = False
 
     def _fixed(self, module: nn.Module) -> list[nn.Module]:
@@ -251,10 +252,10 @@ class FixRes(SmallerImages):
                 return super()._link(step, batch, proceed)
         modes = ExitStack()
         modes.enter_context(in_evaluation(fixed))
-        self.session.when_step_ends(modes.close)  # blocks may be run again in the backward pass
+        self.session.when_step_ends(modes.close)  # blocks may run again in the backward pass
         return super()._link(step, batch, proceed)
 
-    # -- what it tells
+    # -- report and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -263,7 +264,7 @@ class FixRes(SmallerImages):
     @override
     def summary(self) -> str:
         of = "" if self.tune_all else " of classifier and norms"
-        tuned = f"; {len(self._tuned)} parameters{of} tuned" if self._tuning else ""
+        tuned = f"; tuned {len(self._tuned)} parameter tensors{of}" if self._tuning else ""
         return super().summary() + tuned
 
     @override

@@ -1,23 +1,24 @@
-"""Progressive resizing: train on small images first (Howard 2018; Tan & Le 2021, EfficientNetV2; as Composer does it)."""
+"""Progressive resizing: train on small images first (Howard 2018; Tan & Le 2021, EfficientNetV2; Composer's schedule)."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar
 
 from lightning.pytorch import Callback
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.technique import Control
-from lightning_eff.data.curriculum._resolution import SmallerImages, check_share, no_images
+from lightning_eff.data.curriculum._resolution import ImageKeys, Scale, SmallerImages, no_images
 
 WHO = "ProgressiveResizing"
-_STEPS = 4096  # points of the ramp that are looked at for its sizes: more than images have pixels
+_STEPS = 4096  # points of the ramp to take sizes from, more than images have pixels
 
 
 def share_at(u: float, *, scale: float, until: float, hold: float) -> float:
-    """The share of the full side at the share ``u`` of the budget.
+    """Compute the fraction of the full side at the used fraction ``u`` of the budget.
 
-    ``scale`` for ``u < hold until``, then ``scale + (1 - scale) (u - hold until) / (until - hold until)``, and 1 from
+    It is ``scale`` for ``u < hold until``, then ``scale + (1 - scale) (u - hold until) / (until - hold until)``, and 1 from
     ``until`` on.
     """
     if u >= until:
@@ -27,7 +28,7 @@ def share_at(u: float, *, scale: float, until: float, hold: float) -> float:
 
 
 def _small_throughout(technique: "ProgressiveResizing") -> Mapping[str, Callback]:
-    """The size at which it starts, for the whole run."""
+    """Train at the first size for the whole run."""
     if technique.neutral or technique.constant:
         return {}
     same = {"scale": technique.scale, "multiple_of": technique.multiple_of, "keys": technique.keys}
@@ -35,56 +36,54 @@ def _small_throughout(technique: "ProgressiveResizing") -> Mapping[str, Callback
 
 
 class ProgressiveResizing(SmallerImages):
-    """Train on images of ``scale`` times their height and width, then ever larger ones, and on full ones from ``until`` on.
+    """Train on small images first, then on ever larger ones, and on full images at the end.
 
-    At the share ``u`` of the budget both sides are ``scale`` of the full ones while ``u < hold until``, grow linearly to
-    ``until``, and are full from then on, when ``training_step`` gets the very batch that the loader made. With the defaults,
-    which are Composer's, half of the budget is spent at half the side, and its last fifth at the full one. Sides are rounded
-    to the nearest multiple of ``multiple_of`` (and of the patches into which a convolution cuts the images), and hold over an
-    accumulation window. Validation, test and prediction see full images.
+    Both sides of an image are ``scale`` of the full ones while the used fraction of the budget is below ``hold * until``. They
+    grow linearly up to ``until`` and are full from then on. With the defaults, which are Composer's, half of the budget is
+    spent at half the side and the last fifth at the full one. Sides are rounded to the nearest multiple of ``multiple_of``
+    (and of the patch size) and stay the same within an accumulation window. Validation, test and prediction use full
+    images.
 
-    Images are the 4-D tensors (N, C, H, W) of floating point in the batch, wherever they are, or those of uint8 where there
-    are none; they shrink bilinearly without aliasing, in their own dtype and memory format. Other tensors (..., H, W), such
-    as masks, take the nearest pixel. A target that is 4-D and of floating point is taken for an image unless ``keys`` says
-    which are. What counts pixels in numbers would be wrong: boxes and keypoints must be shares of the side.
+    Use it where small images teach most of the task. A convolutional network's step at half the side costs about a quarter. If
+    only full images show the answer, it loses: on ``benchmarks/rings`` it was far behind plain training after half a minute on
+    one CPU thread, though ahead of small images throughout (docs/evidence.md). Loaders still deliver full images, so the loader
+    may limit the speed of small steps. Each new size recompiles a compiled module. Regularization should grow with the size
+    (Tan and Le 2021); if that matters, add it in the module or the data set.
+
+    Images are the floating-point tensors (N, C, H, W) anywhere in the batch, or those of uint8 if there are none. They shrink
+    bilinearly with antialiasing, in their own dtype and memory format. Other tensors (..., H, W), such as masks, take the
+    nearest pixel. A floating-point 4-D target is taken for an image unless ``keys`` names the images. Values in pixels would be
+    wrong, so give boxes and keypoints as fractions of the side.
 
     Before any weight has changed, every size of the run is tried with two samples of the first batch, in forward passes that
-    leave no trace. Transformers' models that can are asked to interpolate positions (``interpolate_pos_encoding``); a table
-    with a row for each patch, that a module adds by itself, is found and interpolated, in the graph, so that it is trained
-    at all sizes. What can neither is refused, as are flattened features.
+    leave no trace. Transformers models that support it interpolate their positions (``interpolate_pos_encoding``). A table with
+    a row per patch that a module adds itself is found and interpolated within the graph, so it is trained at all sizes. Other
+    modules with fixed positions or flattened features are refused.
 
-    Regularisation should grow with the size (Tan & Le 2021): add it in the module or the data set where it matters. Loaders
-    deliver full images all along, so at small sizes they may be what a step waits for; each new size recompiles a compiled
-    module.
-
-    Where only full images tell the answer (``benchmarks/rings``: half of the side hardly shows what tells) it lost: after
-    half a minute of one CPU thread it was far behind plain training, all of whose steps are full ones, though ahead of small
-    images throughout (docs/evidence.md). Expect gains where small images teach most of the task.
-
-    Logged: ``side``, the height of the last step's images in pixels, and ``share``, its share of the full one.
+    It logs ``side`` (the height of the last step's images in pixels) and ``share`` (its fraction of the full height).
 
     Args:
-        scale: share of the full height and width at the start, in (0, 1]; 1 is plain training.
-        until: share of the budget in [0, 1] from which on images are full; 0 is plain training.
-        hold: share of ``until`` in [0, 1] for which images stay at ``scale``; at 1 they are full at once from then on.
-        multiple_of: pixels, >= 1; sides below the full ones are multiples of it.
-        keys: names (dict, dataclass) or positions (tuple, list) of the tensors (N, C, H, W) that are images, where looking at
-            shapes does not tell.
+        scale: the fraction of the full height and width at the start. 1 is plain training. Also accepted as ``initial_scale``.
+        until: the fraction of the budget from which on images are full. 0 is plain training.
+        hold: the fraction of ``until`` during which images stay at ``scale``. At 1 they then become full at once.
+        multiple_of: the number of pixels that smaller sides are multiples of. Also accepted as ``size_increment``.
+        keys: the tensors (N, C, H, W) that are images, by name (dict, dataclass) or position (tuple, list). Give them if the
+            images are not found by their shape.
 
     Raises:
-        ValueError: if an argument is out of its range; at the first batch, before any weight has changed, if it holds no
-            images, none would be smaller, or the module cannot do with images of some size of the run.
+        ValueError: for a value out of range. At the first batch, before any weight has changed, if it has no images, no size of
+            the run is smaller, or the module cannot process some size.
 
-    Sources:
-        Howard 2018 (fast.ai, DAWNBench); Tan & Le 2021, arXiv:2104.00298; MosaicML's Composer (the schedule).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ProgressiveResizing(scale=0.5, until=0.8)])
+
+    References:
+        Howard 2018 (fast.ai, DAWNBench). Tan and Le 2021, "EfficientNetV2: Smaller Models and Faster Training",
+        arXiv:2104.00298. The schedule is that of MosaicML's Composer.
     """
 
     saves: ClassVar[str] = "compute and activations early in training: at half the side a CNN's step costs a quarter"
     paper: ClassVar[str] = "Howard 2018; Tan & Le 2021, arXiv:2104.00298"
-    constraints: ClassVar[str] = (
-        "automatic optimization; batches with images (N, C, H, W); modules for images of any size: CNNs with global pooling,"
-        " ViTs whose positions can be interpolated; every new size recompiles a compiled module"
-    )
     survey: ClassVar[Survey | None] = Survey("progressive resizing", zhuang="2.1", shen="3.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"scale": Choice((0.5, 0.625, 0.75)), "until": Uniform(0.3, 0.9), "hold": Choice((0.0, 0.625))},
@@ -96,18 +95,13 @@ class ProgressiveResizing(SmallerImages):
 
     def __init__(
         self,
-        scale: float = 0.5,
+        scale: Annotated[Scale, Alias("initial_scale")] = 0.5,
         *,
-        until: float = 0.8,
-        hold: float = 0.625,
-        multiple_of: int = 4,
-        keys: Sequence[str | int] | None = None,
+        until: Annotated[float, Fraction()] = 0.8,
+        hold: Annotated[float, Fraction()] = 0.625,
+        multiple_of: Annotated[int, Count(), Alias("size_increment")] = 4,
+        keys: ImageKeys = None,
     ) -> None:
-        check_share(scale, who=WHO, name="scale", of="a share of the full height and width; 1 is plain training")
-        if scale == 0:
-            raise ValueError(f"{WHO}({scale=}): expected a share of the full height and width above 0.")
-        check_share(until, who=WHO, name="until", of="the share of the budget from which on images are full")
-        check_share(hold, who=WHO, name="hold", of="the share of until for which images stay at scale")
         super().__init__(multiple_of=multiple_of, keys=keys)
         self.scale = scale
         self.until = until
@@ -120,7 +114,7 @@ class ProgressiveResizing(SmallerImages):
 
     @property
     def constant(self) -> bool:
-        """Whether images are of one size throughout."""
+        """Whether images have one size throughout."""
         return self.until == self.hold == 1.0
 
     @property

@@ -3,36 +3,39 @@
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
-from lightning_eff._core._tokens.sequences import Sequences, check_shortening, find_sequences, shorten
+from lightning_eff._core._tokens.sequences import Sequences, find_sequences, shorten
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
+from lightning_eff.data._keys import Keys
+from lightning_eff.data.curriculum._sizes import SizesUsed
 
 WHO = "SequenceLengthWarmup"
 
 
 def target_length(u: float, *, start: int, full: int, until: float) -> float:
-    """``l(u) = start + (T - start) u / until`` for ``u < until``, and the full length ``T`` from then on."""
+    """Compute ``l(u) = start + (T - start) u / until`` for ``u < until``, and the full length ``T`` from then on."""
     return start + (full - start) * u / until if u < until else float(full)
 
 
 @functools.lru_cache(maxsize=1024)
 def reshape_lengths(full: int, start: int, multiple_of: int) -> tuple[int, ...]:
-    """The lengths into which ``full`` tokens split evenly: multiples of ``multiple_of`` from ``start`` on."""
+    """List the lengths that ``full`` tokens split into evenly: multiples of ``multiple_of`` from ``start`` on."""
     return tuple(d for d in range(multiple_of, full + 1, multiple_of) if full % d == 0 and d >= start)
 
 
 def _short_throughout(technique: "SequenceLengthWarmup") -> dict[str, Callback]:
-    """The length at which it starts, for the whole run."""
+    """Train at the first length for the whole run."""
     if technique.neutral:
         return {}
     return {
@@ -44,14 +47,14 @@ def _short_throughout(technique: "SequenceLengthWarmup") -> dict[str, Callback]:
 
 def _pointless(profile: RunProfile) -> str | None:
     if profile.sequence_length is None:
-        return "samples are no sequences"
+        return "samples are not sequences"
     if profile.sequence_length < 4 * _MULTIPLE:
         return f"sequences of {profile.sequence_length} tokens are too short to begin with fewer"
     return None
 
 
 def _from_shares(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
-    """``start`` is a share of the full length, down to a multiple of 8 or less."""
+    """Turn ``start`` from a fraction of the full length into tokens, rounded down to a multiple of 8 (at least 8)."""
     start = int(values["start"] * (profile.sequence_length or 0))
     return cls(**{**values, "start": max(start - start % _MULTIPLE, _MULTIPLE), "multiple_of": _MULTIPLE})
 
@@ -60,51 +63,63 @@ _MULTIPLE = 8
 
 
 class SequenceLengthWarmup(Technique):
-    """Grow the training sequences from ``start`` to their full length T over the first ``until`` of the budget.
+    """Train on short sequences first, and grow them to their full length.
 
-    The target length is ``start + (T - start) u / until`` at the share ``u`` of the budget; it holds over an
-    accumulation window. From ``until`` on, ``training_step`` gets the very batch that the loader made. T is that of the
-    batch at hand, so that batches of several lengths (bucketing) are each shortened in proportion, and those that
-    cannot be are left alone; only the first batch must have something to shorten.
+    The target length is ``start + (T - start) u / until`` at the used fraction ``u`` of the budget, with ``T`` the length
+    of the batch at hand. It stays the same within an accumulation window. From ``until`` on, batches are the loader's own.
+    Batches of several lengths (bucketing) are each shortened in proportion. Batches that cannot be shortened stay as they
+    are, except that the first batch must be one that can.
 
-    ``mode="reshape"`` keeps every token: (B, T) becomes (B T / L, L), with L the largest divisor of T that is a
-    multiple of ``multiple_of`` and not above the target (the smallest one >= ``start`` until the target reaches the
-    next). The pieces of a sample lie side by side. ``position_ids`` start at 0 in each piece, square masks become the
-    blocks on their diagonal. Attention does not reach across pieces, and a model that shifts labels by itself (Hugging
-    Face's causal ones) predicts no piece's first token. ``mode="truncate"`` keeps the first tokens of each sequence and
-    drops the rest, with L the target rounded down to a multiple of ``multiple_of``; it suits sequences padded on the
-    right.
+    Use it for transformers, whose steps on short sequences cost less time and memory, and to stabilize training at large
+    batches and learning rates. Every new length recompiles a compiled module.
 
-    A batch that is one tensor (B, T + 1), with T a multiple of ``multiple_of`` > 1, is taken to be shifted by the
-    module itself: its pieces have L + 1 tokens and overlap by one, so that every pair of input and target is kept once.
+    ``mode="reshape"`` keeps every token: (B, T) becomes (B T / L, L). ``L`` is the largest divisor of ``T`` that is a multiple
+    of ``multiple_of`` and not above the target, or the smallest one from ``start`` on before the target reaches it. The
+    pieces of a sample are consecutive rows. ``position_ids`` start at 0 in each piece, and square masks become the blocks
+    on their diagonal. Attention does not reach across pieces. A model that shifts labels itself (such as Hugging Face's
+    causal models) does not predict a piece's first token.
 
-    A padding mask named ``..attention_mask`` (1 is seen) or ``..key_padding_mask`` (True is not) that would hide all of
-    a piece is opened there, because attention would return NaN; such a piece is padding, whose labels are ignored as
-    before. Square masks are opened likewise on the diagonal. In a tuple, where nothing has a name, only masks of
-    ``-inf`` are.
+    ``mode="truncate"`` keeps the first ``L`` tokens of each sequence and drops the rest. ``L`` is the target rounded down to a
+    multiple of ``multiple_of``. It suits sequences with padding on the right.
 
-    Logged: ``length``, that of the last step.
+    A batch that is one tensor (B, T + 1), with ``T`` a multiple of ``multiple_of`` > 1, is taken to be shifted by the module
+    itself. Its pieces have ``L + 1`` tokens and overlap by one, so every pair of input and target is kept once.
+
+    A padding mask that would hide a whole piece would make attention return NaN, so it is opened there. The piece is padding,
+    and its labels are ignored as before. This applies to masks named ``..attention_mask`` (1 is visible) or
+    ``..key_padding_mask`` (True is hidden), to square masks (on the diagonal), and within a tuple, where nothing has a name, to
+    masks with ``-inf``.
+
+    It logs ``length`` (the sequence length of the last step).
 
     Args:
-        start: tokens, >= 1, a multiple of ``multiple_of``, at most T.
-        until: fraction of the budget in [0, 1] at which the full length is reached; 0 is plain training.
-        multiple_of: tokens, >= 1; lengths below T are multiples of it (hardware is fast at multiples of 8).
-        mode: ``"reshape"`` or ``"truncate"``.
-        keys: names (dict, dataclass) or positions (tuple, list) of the tensors to cut along dimension 1, where looking
-            at shapes does not tell; nothing else is cut then.
+        start: the number of tokens per sequence at the start, a multiple of ``multiple_of`` and at most ``T``. Also accepted as
+            ``min_seq_length``.
+        until: the fraction of the budget at which the full length is reached. 0 is plain training. Also accepted as
+            ``duration``.
+        multiple_of: the number of tokens that lengths below ``T`` are multiples of. Hardware is fast at multiples of 8. Also
+            accepted as ``step_size``.
+        mode: how to shorten sequences: ``"reshape"`` keeps every token, ``"truncate"`` drops the rest of each sequence.
+        keys: the only tensors to cut along dimension 1, by name (dict, dataclass) or position (tuple, list). Give them if the
+            sequences are not found by their shape.
 
     Raises:
-        ValueError: if an argument is out of its range; at the first batch, before any weight has changed, if its
-            sequences are not found, are shorter than ``start``, or cannot be split.
+        ValueError: for a value out of range. At the first batch, before any weight has changed, if its sequences are not found,
+            are shorter than ``start``, or cannot be split.
 
-    Sources:
-        Press et al. 2020, arXiv:2012.15832 (short sequences first); Li et al. 2021, arXiv:2108.06084 (linear growth).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[SequenceLengthWarmup(64, until=0.3)])
+
+    References:
+        Press et al. 2020, "Shortformer: Better Language Modeling using Shorter Inputs", arXiv:2012.15832. Li et al. 2021,
+        "The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT Models", arXiv:2108.06084
+        (linear growth).
     """
 
     saves: ClassVar[str] = "time and activation memory early in training; stability at large batches and learning rates"
     paper: ClassVar[str] = "Press et al. 2020, arXiv:2012.15832; Li et al. 2021, arXiv:2108.06084"
     constraints: ClassVar[str] = (
-        "batches of sequences, found by shape or named by keys=; reshape needs a T with divisors and no per-sample"
+        "needs batches of sequences, found by shape or named by keys=; reshape needs a T with divisors and no per-sample"
         " tensors; every new length recompiles a compiled module"
     )
     needs: ClassVar[Need] = Need.BATCH
@@ -118,47 +133,38 @@ class SequenceLengthWarmup(Technique):
         _pointless,
         _from_shares,
     )
-    control: ClassVar[Control] = Control("the short length throughout, validated at the full one", _short_throughout)
+    control: ClassVar[Control] = Control("the first length throughout, validated at the full one", _short_throughout)
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
-        start: int = 64,
+        start: Annotated[int, Count(), Alias("min_seq_length")] = 64,
         *,
-        until: float = 0.3,
-        multiple_of: int = 8,
+        until: Annotated[float, Fraction(), Alias("duration")] = 0.3,
+        multiple_of: Annotated[int, Count(), Alias("step_size")] = 8,
         mode: Literal["reshape", "truncate"] = "reshape",
-        keys: list[str | int] | None = None,
+        keys: Annotated[list[str | int] | None, Keys("['input_ids', 'labels'] or [0, 1]")] = None,
     ) -> None:
-        for name, value in (("start", start), ("multiple_of", multiple_of)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{WHO}({name}={value!r}): expected an integer >= 1, a number of tokens.")
         if start % multiple_of:
             below = start - start % multiple_of
             near = f"{below} or {below + multiple_of}" if below else f"{multiple_of}"
             raise ValueError(
-                f"{WHO}({start=}, {multiple_of=}): expected a start that is a multiple of multiple_of, as every length"
-                f" below the full one is. The nearest: start={near}; or lower multiple_of."
+                f"{WHO}({start=}, {multiple_of=}): start must be a multiple of multiple_of. Use start={near}, or a smaller"
+                " multiple_of."
             )
-        if not 0.0 <= until <= 1.0:
-            raise ValueError(
-                f"{WHO}({until=}): expected a fraction of the budget in [0, 1], at which the full length is reached."
-            )
-        check_shortening(mode, keys, who=WHO)
         self.start = start
         self.until = until
         self.multiple_of = multiple_of
         self.mode: Literal["reshape", "truncate"] = mode
-        self.keys = None if keys is None else list(keys)
+        self.keys = keys
         self._reset()
 
     def _reset(self) -> None:
-        self._full = 0  # the longest T seen; 0 before the first batch
+        self._full = 0  # the longest T seen, 0 before the first batch
         self._length = 0
-        self._last_step = -1
-        self._used: dict[int, list[int]] = {}  # by length: the first step with it, and how many
+        self._used = SizesUsed()  # by length
 
     @property
     @override
@@ -197,7 +203,7 @@ class SequenceLengthWarmup(Technique):
         return found, length, shorten(batch, found, length, reshape=self.mode == "reshape", who=WHO)
 
     def length_of(self, full: int, u: float) -> int:
-        """The length that sequences of ``full`` tokens are given at the share ``u`` of the budget."""
+        """The length that sequences of ``full`` tokens get at the used fraction ``u`` of the budget."""
         if u >= self.until or full <= self.start:
             return full
         target = target_length(u, start=self.start, full=full, until=self.until)
@@ -207,28 +213,26 @@ class SequenceLengthWarmup(Technique):
         return max((length for length in lengths if length <= target), default=lengths[0])
 
     def _check_possible(self, full: int) -> None:
-        """Raise ``ValueError`` if sequences of ``full`` tokens, the first ones of the run, cannot be shortened."""
+        """Raise ``ValueError`` if the run's first sequences, of ``full`` tokens, cannot be shortened."""
         if self.start > full:
             raise ValueError(
-                f"{WHO}(start={self.start}): the first batch has sequences of {full} tokens; expected a start of at"
-                " most that. Lower start, or take the technique out."
+                f"{WHO}(start={self.start}): the first batch has sequences of only {full} tokens. Use a smaller start, or"
+                f" remove {WHO}."
             )
         possible = [d for d in reshape_lengths(full, 1, self.multiple_of) if d < full]
         if self.mode == "truncate" or self.start == full or any(d >= self.start for d in possible):
             return
         others = [d for d in reshape_lengths(full, 1, 1) if d < full]
+        fits = f"start={_listed(possible)}, or " if possible else ""
         raise ValueError(
-            f"{WHO}(start={self.start}, multiple_of={self.multiple_of}, mode='reshape'): the first batch has sequences"
-            f" of {full} tokens, which split evenly into no shorter length that is a multiple of {self.multiple_of} and"
-            f" at least {self.start}. Possible starts: {possible or 'none'} (with another multiple_of: {others})."
-            " Choose one of them, load sequences of another length, or use mode='truncate'."
+            f"{WHO}(start={self.start}, multiple_of={self.multiple_of}, mode='reshape'): the first batch has sequences of"
+            f" {full} tokens, which do not split evenly into lengths of at least {self.start} that are multiples of"
+            f" {self.multiple_of}. Use {fits}multiple_of=1 with start={_listed(others)}, or mode='truncate'."
         )
 
     def _count(self, step: Step, length: int) -> None:
         self._length = length
-        if step.global_step != self._last_step:  # micro-batches and scoring passes of one step count once
-            self._last_step = step.global_step
-            self._used.setdefault(length, [step.global_step, 0])[1] += 1
+        self._used.count(step, length)
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -236,38 +240,33 @@ class SequenceLengthWarmup(Technique):
 
     @override
     def summary(self) -> str:
-        if not self._used:
-            return "no step taken"
-        used = sorted(self._used.items())
-        told = [f"{length} for {steps:,}" for length, (_, steps) in used]
-        told[0] += " step" if used[0][1][1] == 1 else " steps"
-        length, (first, _) = used[-1]
-        if length == self._full == self._length:
-            told[-1] = f"{length} from step {first:,} on"
-        return ", ".join(told if len(told) <= 6 else [*told[:2], f"({len(told) - 4} more)", *told[-2:]])
+        at_full = self._full == self._length
+        return self._used.summary(str, final=self._full if at_full else None, in_order=True)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        used = {length: list(counts) for length, counts in self._used.items()}
-        return {"full": self._full, "length": self._length, "last_step": self._last_step, "used": used}
+        return {"full": self._full, "length": self._length, **self._used.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._full, self._length = state_dict["full"], state_dict["length"]
-        self._last_step = state_dict["last_step"]
-        self._used = {length: list(counts) for length, counts in state_dict["used"].items()}
+        self._used.load_state_dict(state_dict)
+
+
+def _listed(lengths: list[int]) -> str:
+    return " or ".join(map(str, lengths[-5:]))
 
 
 class ShortSequences(SequenceLengthWarmup):
-    """Train at the length at which :class:`SequenceLengthWarmup` starts, throughout: its control, and not exported.
+    """Train at the first length of :class:`SequenceLengthWarmup` throughout, as its control. It is not exported.
 
-    Validation, test and prediction see the full length.
+    Validation, test and prediction use the full length. The arguments are those of the warm-up.
 
     Args:
-        start: the length, as of the warm-up.
-        multiple_of: as of the warm-up.
-        mode: as of the warm-up.
-        keys: as of the warm-up.
+        start: the sequence length.
+        multiple_of: the number of tokens that ``start`` is a multiple of.
+        mode: how to shorten sequences.
+        keys: the tensors to cut, by name or position.
 
     Raises:
         ValueError: as the warm-up does.
@@ -288,7 +287,7 @@ class ShortSequences(SequenceLengthWarmup):
         keys: list[str | int] | None = None,
     ) -> None:
         super().__init__(start=start, until=1.0, multiple_of=multiple_of, mode=mode, keys=keys)
-        self.until = math.inf  # never reached, also where u = 1
+        self.until = math.inf  # never reached, not even at u = 1
 
     @property
     @override

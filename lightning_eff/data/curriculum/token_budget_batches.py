@@ -1,13 +1,14 @@
-"""Batches by tokens instead of samples: as many samples of like length as a budget holds (Vaswani et al. 2017)."""
+"""Token-budget batches: as many samples of similar length per batch as a token budget allows (Vaswani et al. 2017)."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.by_index import of_each_sample
 from lightning_eff._core._samples.technique import Choice, Epoch, SampleChooser
@@ -20,19 +21,19 @@ WHO = "TokenBudgetBatches"
 
 
 def cost(batch: Sequence[int], lengths: Sequence[int], *, padded: bool) -> int:
-    """The tokens of a batch: ``B max l_i`` with its padding, ``sum l_i`` without."""
+    """Count the tokens of a batch: ``B max l_i`` with padding, ``sum l_i`` without."""
     of_batch = [lengths[i] for i in batch]
     return len(batch) * max(of_batch) if padded else sum(of_batch)
 
 
 def cut(order: Sequence[int], lengths: Sequence[int], budget: int, *, padded: bool) -> list[list[int]]:
-    """Samples one after the other in batches of at most ``budget`` tokens, each as large as that allows.
+    """Cut samples in order into batches of at most ``budget`` tokens, each as large as possible.
 
     Args:
-        order: samples.
-        lengths: tokens of each sample of the data set, each <= ``budget``.
-        budget: tokens.
-        padded: count a batch's padding, too.
+        order: the samples.
+        lengths: the tokens of each sample of the data set, each <= ``budget``.
+        budget: the maximum number of tokens.
+        padded: whether padding counts.
     """
     batches: list[list[int]] = []
     longest = total = 0
@@ -48,7 +49,7 @@ def cut(order: Sequence[int], lengths: Sequence[int], budget: int, *, padded: bo
 
 
 def evened(batches: list[list[int]], ranks: int) -> list[list[int]]:
-    """As many batches as ``ranks`` divide: those of most samples are halved; where all have one, the first come again."""
+    """Halve the largest batches (or repeat the first) until their number is a multiple of ``ranks``."""
     found = [list(batch) for batch in batches]
     while len(found) % ranks:
         at = max(range(len(found)), key=lambda i: (len(found[i]), -i))
@@ -70,16 +71,16 @@ def budgeted(
     generator: Generator,
     padded: bool,
 ) -> list[list[int]]:
-    """The batches of an epoch: batch ``j`` is of rank ``j % ranks``, and those of one step have about as many tokens.
+    """Build the batches of an epoch. Batch ``j`` is for rank ``j % ranks``; those of one step have similar token counts.
 
     Args:
-        order: samples, as the user's sampler gives them.
-        lengths: tokens of each sample of the data set.
-        budget: tokens of a batch, at most.
-        window: samples that are sorted by length among one another.
-        ranks: processes.
+        order: the samples in the order of the user's sampler.
+        lengths: the tokens of each sample of the data set.
+        budget: the maximum number of tokens per batch.
+        window: the number of consecutive samples that are sorted by length together.
+        ranks: the number of processes.
         generator: draws the order of the steps.
-        padded: count a batch's padding, too.
+        padded: whether padding counts.
     """
     batches: list[list[int]] = []
     for start in range(0, len(order), window):
@@ -94,54 +95,57 @@ def budgeted(
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    return "samples are no sequences" if profile.sequence_length is None else None
+    return "samples are not sequences" if profile.sequence_length is None else None
 
 
 def _search(cls: Callable[..., Any], values: Mapping[str, Any], profile: RunProfile) -> Any:
-    """Of a budget of ``share`` of the places that a batch of the run's has now, and of one sample's at least."""
+    """Set the budget to ``share`` of the positions in the run's batches, but at least to one sample."""
     assert profile.sequence_length is not None, "else it is pointless"
     return cls(max(profile.sequence_length, round(values["share"] * profile.batch_size * profile.sequence_length)))
 
 
 class TokenBudgetBatches(SampleChooser):
-    """Make batches by tokens instead of samples: each holds as many samples of like length as ``max_tokens`` allow.
+    """Fill each batch with as many samples of similar length as a token budget allows.
 
-    Of samples of different lengths, batches of a fixed number waste what the longest asks for, in padding and in memory. Here
-    the user's own order is taken in windows of ``window`` samples; each window is sorted by length and cut into batches of at
-    most ``max_tokens``; and the batches of the epoch come in random order, so that short and long ones are mixed. Each sample
-    of the user's order comes once in an epoch. The user's loader makes the batches, with its collate function and workers,
-    which must pad a batch to its own longest sample for anything to be saved.
+    Batches of a fixed number of samples waste time and memory on padding to the longest. This technique takes the user's own
+    order in windows of ``window`` samples, sorts each window by length, and cuts it into batches of at most ``max_tokens``. The
+    batches of an epoch come in random order, so short and long ones are mixed. Each sample of the user's order comes once per
+    epoch. The user's loader builds the batches, with its workers and its collate function, which must pad a batch only to its
+    own longest sample.
 
-    Every rank has as many batches as every other (the largest are halved for it; where there are fewer samples than ranks,
-    some come again), and the ranks' batches of one step are neighbours in their number of tokens. The choice depends on the
-    seed, the epoch and the sampler alone and is in checkpoints: a run that resumes in mid-epoch goes on to the bit.
+    Use it for sequences of very different lengths. The loss of a batch is the module's own mean, so steps on few long samples
+    weigh as much as steps on many short ones. Epochs have another number of batches than the loader's own, which is known when
+    an epoch begins. Schedules that ask the Trainer for the number of steps count the loader's own, so set ``max_steps``.
 
-    A batch's loss is the mean that the module takes of it: steps on few long samples weigh as much as those on many short ones.
-    Epochs have another number of batches than the user's loader would, which is known as an epoch begins: schedules that ask
-    the Trainer before for how many steps there will be count the user's, so say how long the run is by ``max_steps``.
+    Every rank has the same number of batches: the largest are halved, and if there are fewer samples than ranks, some repeat.
+    The batches of one step have similar token counts on all ranks. The choice follows from the seed, the epoch and the sampler,
+    and is part of checkpoints, so a run resumes exactly in mid-epoch.
 
-    Logged: ``samples`` of the last batch, ``tokens`` of them, and ``filled``, the share of the budget that they are.
+    It logs ``samples`` and ``tokens`` (of the last batch) and ``filled`` (the fraction of the budget that is used).
 
     Args:
-        max_tokens: tokens of a batch on one rank, at most, >= 1; 0 is plain training.
-        lengths: tokens of each sample of the data set, shape (N,); None finds them once, before the first step: the ones of a
-            sample's ``attention_mask``, the length of its ``input_ids``, or of its first sequence of integers.
-        padded: count a batch's padding, too (its longest sample times their number); False for its tokens alone, as beside
-            :class:`SequencePacking`.
-        window: samples that are sorted by length among one another, >= 1; 1 sorts none.
+        max_tokens: the maximum number of tokens per batch on one rank. 0 is plain training.
+        lengths: the number of tokens of each sample of the data set, shape (N,). None finds them once before the first step:
+            the ones of a sample's ``attention_mask``, the length of its ``input_ids``, or of its first sequence of integers.
+        padded: whether padding counts towards the budget (the longest sample times the number of samples). Use False together
+            with :class:`SequencePacking`.
+        window: the number of consecutive samples that are sorted by length together. 1 sorts none.
 
     Raises:
-        ValueError: if an argument is out of its range; before the first step, on all ranks, if there are not as many lengths as
-            samples, none is found, or a sample has more tokens than ``max_tokens``.
+        ValueError: for a value out of range. Before the first step, on all ranks, if the number of lengths is not that of the
+            samples, no lengths are found, or a sample has more tokens than ``max_tokens``.
 
-    Sources:
-        Vaswani et al. 2017, arXiv:1706.03762 (section 5.1: batches of about 25,000 tokens, by approximate length).
+    Example:
+        >>> trainer = L.Trainer(max_steps=10_000, callbacks=[TokenBudgetBatches(max_tokens=16_384)])
+
+    References:
+        Vaswani et al. 2017, "Attention Is All You Need", arXiv:1706.03762, section 5.1 (batches of about 25,000 tokens).
     """
 
-    saves: ClassVar[str] = "padding, and memory that the longest batch alone would ask for"
+    saves: ClassVar[str] = "padding, and the memory of the longest batch"
     paper: ClassVar[str] = "Vaswani et al. 2017, arXiv:1706.03762"
     constraints: ClassVar[str] = (
-        "one DataLoader over a map-style data set, whose collate function pads a batch to its longest sample"
+        "needs one DataLoader over a map-style data set, whose collate function pads a batch to its longest sample"
     )
     needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = None
@@ -149,29 +153,25 @@ class TokenBudgetBatches(SampleChooser):
         {"share": Uniform(0.25, 1.0, log=True)}, pointless=_pointless, make=_search
     )
     control: ClassVar[Control] = Control(
-        "the baseline for as many seconds, with as many tokens in a batch on average, since the batch's size alone"
-        " changes training"
+        "the baseline for as many seconds, with as many tokens per batch on average, because the batch size alone changes"
+        " training"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "DifficultyPacing": "both say which samples an epoch has",
-        "GradientNoiseScale": "it measures batches of one size",
-        "BatchSizeWarmup": "both say how many samples a batch has",
+        "DifficultyPacing": "both choose the samples of an epoch",
+        "GradientNoiseScale": "it needs batches of one size",
+        "BatchSizeWarmup": "both set the number of samples in a batch",
     }
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
-        max_tokens: int,
+        max_tokens: Annotated[int, Count(at_least=0)],
         *,
         lengths: Sequence[int] | Tensor | None = None,
         padded: bool = True,
-        window: int = 1000,
+        window: Annotated[int, Count()] = 1000,
     ) -> None:
-        for name, value, least in (("max_tokens", max_tokens, 0), ("window", window, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                what = "tokens of a batch; 0 is plain training" if name == "max_tokens" else "samples"
-                raise ValueError(f"{WHO}({name}={value!r}): expected an integer >= {least}, {what}.")
         self.max_tokens = max_tokens
         self.padded = padded
         self.window = window
@@ -199,9 +199,9 @@ class TokenBudgetBatches(SampleChooser):
         long = [i for i in order if lengths[i] > self.max_tokens]
         if long:
             raise ValueError(
-                f"{WHO}(max_tokens={self.max_tokens}): {len(long):,} of {len(order):,} samples have more tokens, the first at"
-                f" index {long[0]} has {lengths[long[0]]}; expected a budget that holds each. Raise max_tokens to"
-                f" {max(lengths[i] for i in long)}, or cut such samples."
+                f"{WHO}(max_tokens={self.max_tokens}): {len(long):,} of {len(order):,} samples have more tokens; the first, at"
+                f" index {long[0]}, has {lengths[long[0]]}. Use max_tokens={max(lengths[i] for i in long)} or truncate the"
+                " samples."
             )
         batches = budgeted(
             order,
@@ -221,8 +221,8 @@ class TokenBudgetBatches(SampleChooser):
             found = self._found = [int(n) for n in of_each_sample(self.session, asked, who=WHO).tolist()]
         if len(found) != size:
             raise ValueError(
-                f"{WHO}: got {len(found):,} lengths for a data set of {size:,} samples; expected one for each, in the order of"
-                " their indices. Give as many, or train on the data set that they are of."
+                f"{WHO}(lengths=...): got {len(found):,} lengths for a data set of {size:,} samples; expected one per sample."
+                " Give the lengths of this data set."
             )
         return found
 
@@ -243,7 +243,7 @@ class TokenBudgetBatches(SampleChooser):
         batches = self._totals["batches"]
         if not batches:
             return "no step taken"
-        return f"{self._totals['tokens'] / batches:,.0f} of at most {self.max_tokens:,} tokens in a batch on average"
+        return f"{self._totals['tokens'] / batches:,.0f} of at most {self.max_tokens:,} tokens per batch on average"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -258,18 +258,18 @@ class TokenBudgetBatches(SampleChooser):
 
 
 def _checked(lengths: Sequence[int] | Tensor) -> list[int]:
-    """The lengths as integers.
+    """Convert the given lengths to a list of integers.
 
     Raises:
-        ValueError: if they are no integers >= 0 in a row.
+        ValueError: if they are not a row of integers >= 0.
     """
     try:
         found = torch.as_tensor(lengths).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{WHO}(lengths=...): expected the tokens of each sample of the data set; {error}.") from error
+        raise ValueError(f"{WHO}(lengths=...): expected the tokens of each sample of the data set: {error}.") from error
     if found.ndim != 1 or not len(found) or found.is_floating_point() or found.is_complex() or int(found.min()) < 0:
         raise ValueError(
-            f"{WHO}(lengths=...): got {found.dtype} values of shape {tuple(found.shape)}; expected integers >= 0, the tokens of"
-            " each sample of the data set, shape (N,)."
+            f"{WHO}(lengths=...): got {found.dtype} values of shape {tuple(found.shape)}; expected integers >= 0, one per"
+            " sample of the data set, shape (N,)."
         )
     return found.tolist()

@@ -1,1 +1,1 @@
-"""Which samples a step sees."""
+"""Techniques that choose the samples of a step."""

@@ -1,4 +1,4 @@
-"""How much of what a training step classifies is right, counted as its loss is computed."""
+"""Count the correct answers of a training step as its loss is computed."""
 
 from typing import Any
 
@@ -12,17 +12,17 @@ from lightning_eff._core.losses import bind_loss
 
 
 class CountRight(TorchFunctionMode):
-    """Count right and all answers in the calls of loss functions on classes that are run under it.
+    """Counts the correct answers and all answers in the classification losses that run under it.
 
-    Of class scores the largest is the answer, of a score for "yes" its sign, of a probability whether it exceeds one half;
-    targets that are ignored do not count, and class probabilities stand for their likeliest class.
+    The answer is the class with the largest score, the sign of a binary score, or whether a probability exceeds one half.
+    Ignored targets do not count. Class probabilities as targets stand for their most likely class.
 
     Attributes:
-        right: how many answers were right, a scalar tensor, or None where no call was seen.
-        total: how many there were.
+        right: the number of correct answers, a scalar tensor, or None if no loss was seen.
+        total: the number of answers.
     """
 
-    apart_from_compiled = True  # sees nothing in compiled code, which need not be compiled with it
+    apart_from_compiled = True  # sees nothing in compiled code, so nothing is compiled with it
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class CountRight(TorchFunctionMode):
 
 @torch.no_grad()
 def answers(func: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """How many answers of one loss call are right, and how many there are, scalars; None for a loss not on classes."""
+    """Count the correct answers and all answers of one loss call, as scalars, or None if it is not on classes."""
     z, target = arguments["input"].detach(), arguments["target"].detach()
     if func in (F.cross_entropy, F.nll_loss):
         axis = 0 if z.ndim == 1 else 1

@@ -1,4 +1,4 @@
-"""What all techniques share that train on a part of each batch, chosen by its samples' losses."""
+"""The base class of techniques that train on a part of each batch, chosen by the losses of its samples."""
 
 from abc import abstractmethod
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Technique
+from lightning_eff.data.selection._counting import CountsSamples
 from lightning_eff.data.selection._random_subset import RandomSubset
 
 _CHOOSERS = (
@@ -31,79 +31,62 @@ _CHOOSERS = (
 
 
 def others(name: str) -> dict[str, str]:
-    """``conflicts`` of the technique ``name`` with all others that choose among a batch's samples."""
+    """The ``conflicts`` of the technique ``name`` with all others that choose among a batch's samples."""
     return {other: "both choose the samples" for other in _CHOOSERS if other != name}
 
 
 def random_subset(keep: float) -> dict[str, Callback]:
-    """The control of a technique that trains on this share of each batch: as many at random."""
+    """The control of a technique that trains on the fraction ``keep`` of each batch: as many samples at random."""
     return {} if keep == 1 else {f"a random {keep:.0%} of each batch": RandomSubset(keep=keep)}
 
 
 def largest(scores: Tensor, *, k: int) -> Tensor:
-    """The ``k`` samples of largest score.
+    """Find the ``k`` samples with the largest scores.
 
     Args:
         scores: shape (B,).
         k: in [1, B].
 
     Returns:
-        Their indices, long, ascending; of equal ones the first.
+        Their indices in ascending order, long. The first of equal scores wins.
     """
     return scores.argsort(descending=True, stable=True)[:k].sort().values
 
 
-def check_keep(who: str, keep: float) -> None:
-    """Raise ``ValueError`` unless ``keep`` is a share in (0, 1]."""
-    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-        raise ValueError(
-            f"{who}({keep=}): expected a number in (0, 1], the share of each batch that is trained on. 0.5 is half of it, 1"
-            " is plain training."
-        )
+class Choosing(CountsSamples):
+    """A technique whose step trains on ``round(share * B)`` samples of a batch of ``B``, chosen by their losses.
 
-
-def check_sample_loss(who: str, sample_loss: object) -> None:
-    """Raise ``ValueError`` unless it is a function, or None."""
-    if sample_loss is not None and not callable(sample_loss):
-        raise ValueError(
-            f"{who}({sample_loss=}): expected a function of (module, batch) that returns the losses of the batch's samples, or"
-            " None."
-        )
-
-
-class Choosing(Technique):
-    """A technique whose step trains on ``round(share * B)`` samples of a batch of ``B``, at least 1, chosen by their losses.
-
-    A subclass says the share by :meth:`share`, and trains on what it chooses in :meth:`train`. Steps whose share is 1 are
-    plain and cost no pass; the run's first one looks at the loss in any case. Under accumulation each micro-batch is chosen
-    from by itself, under DDP each rank's.
+    A subclass returns the fraction from :meth:`share`, and trains on its choice in :meth:`train`. At least one sample is
+    chosen. Steps whose fraction is 1 are plain and cost no extra pass, but the first step of the run always checks the loss.
+    Micro-batches of an accumulation window and ranks are handled separately.
 
     Attributes:
-        sample_loss: the user's function for a loss that cannot be seen by sample, or None.
+        sample_loss: the user's function for a loss that is not visible per sample, or None.
     """
 
-    constraints: ClassVar[str] = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
+    constraints: ClassVar[str] = (
+        "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
+    )
     needs: ClassVar[Need] = Need.STEP
     sample_loss: SampleLoss | None
 
+    @override
     def _reset(self) -> None:
+        super()._reset()
         self._scorer = Scorer(type(self).__name__, self.sample_loss, bounds=False)
-        self._active, self._fraction = False, 1.0
-        self._steps = {"on": 0, "off": 0}
-        self._samples = {"seen": 0, "trained": 0}
 
-    # -- what subclasses say
+    # -- for subclasses
 
     @abstractmethod
     def share(self, step: Step) -> float:
-        """The share of this step's batch that is trained on, in (0, 1]; the same on all ranks."""
+        """The fraction of this step's batch to train on, in (0, 1], the same on all ranks."""
 
     def score(self, step: Step, batch: Any, size: int) -> Scores:
-        """The losses of the batch's samples, by a forward pass of its own."""
+        """Compute the losses of the batch's samples in an extra forward pass."""
         return self._scorer.score(step, batch, size)
 
     def problem(self, step: Step, scores: Scores, size: int) -> ValueError | None:
-        """What makes the scores of this rank unusable, to be raised on all."""
+        """The error that makes this rank's scores unusable; all ranks raise it."""
         return scores.problem
 
     @abstractmethod
@@ -132,43 +115,19 @@ class Choosing(Technique):
             agree(self.session, self.problem(step, scores, size))
         else:
             self._scorer.check_ahead(self.session, step, batch, size)
-        if scores is None or not len(scores.means):  # of the latter kind, the user's step skips this batch
+        if scores is None or not len(scores.means):  # no means: training_step skips this batch
             output = self.plain(step, batch, proceed, size)
         else:
             trained = max(1, round(share * size))
             output = self.train(step, batch, proceed, scores, size, trained)
-        self._fraction = trained / size
-        self._steps["on" if self._active else "off"] += 1
-        self._samples["seen"] += size
-        self._samples["trained"] += trained
+        self.count(size, trained)
         return output
-
-    # -- what it tells and keeps
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "active": self._active,
-            "fraction": self._fraction,
-            "steps": dict(self._steps),
-            "samples": dict(self._samples),
-            "checked": self._scorer.checked,
-        }
+        return {**super().state_dict(), "checked": self._scorer.checked}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._active, self._fraction = state_dict["active"], state_dict["fraction"]
-        self._steps, self._samples = dict(state_dict["steps"]), dict(state_dict["samples"])
+        super().load_state_dict(state_dict)
         self._scorer.checked = state_dict["checked"]
-
-    @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {"active": int(self._active), "fraction": self._fraction}
-
-    @override
-    def summary(self) -> str:
-        steps, samples = self._steps, self._samples
-        return (
-            f"chose samples in {steps['on']:,} of {sum(steps.values()):,} steps, trained on {samples['trained']:,} of"
-            f" {samples['seen']:,} samples"
-        )

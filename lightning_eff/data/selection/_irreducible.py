@@ -1,4 +1,4 @@
-"""The loss that is left of each sample once a model has learnt from others: found by training one in the run itself."""
+"""Compute each sample's loss under a model that learned from other samples, by training that model within the run."""
 
 import time
 from collections.abc import Iterator
@@ -21,22 +21,22 @@ from lightning_eff._core.steps import silent
 def irreducible_losses(
     session: Session, scorer: Scorer, model: nn.Module | None, *, size: int, epochs: int, lr: float
 ) -> Tensor:
-    """Each training sample's loss by a model that was trained on the half of the data in which it is not, shape (N,), float64.
+    """Compute each sample's loss under a model trained on the half of the data without it, shape (N,), float64.
 
-    Both halves are of one random order of the indices; the model begins twice from the weights that it has now, and has them
-    again afterwards, with its buffers, metrics and modes. Gradients are averaged over the ranks, each of which trains on its
-    share. Nothing is left in logs or the global random state. The cost is counted.
+    The halves come from one random order of the indices. The model starts from its current weights for each half. Afterwards it
+    has its weights, buffers, metrics and modes back. Gradients are averaged over the ranks, each of which trains on its own
+    part. Logs and the global random state stay as they were. The cost is counted.
 
     Args:
         session: the run, within its first step.
-        scorer: takes the losses apart.
-        model: a LightningModule whose ``training_step`` takes the same batches; None for the run's own module.
-        size: samples of a batch on each rank.
-        epochs: passes over each half.
-        lr: the rate of AdamW, which falls to 0 linearly.
+        scorer: splits losses by sample.
+        model: a LightningModule whose ``training_step`` takes the same batches. None takes the run's own module.
+        size: the batch size on each rank.
+        epochs: the number of passes over each half.
+        lr: the initial learning rate of AdamW, which decays to 0 linearly.
 
     Raises:
-        ValueError: on all ranks, if a loss cannot be taken apart by sample, or is nan or infinite.
+        ValueError: on all ranks, if a loss cannot be split by sample, or is NaN or infinite.
     """
     loader = session.loaders.latest
     assert loader is not None
@@ -57,7 +57,7 @@ def irreducible_losses(
 def _train(
     session: Session, model: nn.Module | None, indices: Tensor, which: int, *, size: int, epochs: int, lr: float
 ) -> None:
-    """Train the model on these samples, whatever the run's own optimizer is."""
+    """Train the model on these samples with AdamW, independent of the run's own optimizer."""
     chain, module, with_index = chain_of(session, model)
     step = chain.original if model is not None else session.chain.original
     weights = [p for p in module.parameters() if p.requires_grad]
@@ -87,7 +87,7 @@ def _train(
 
 
 def _gradients(session: Session, loss: Tensor | None, weights: list[nn.Parameter]) -> list[Tensor]:
-    """The gradients of ``loss``, 0 where it has none, on average over the ranks; no hook of DDP or of techniques sees them."""
+    """Compute gradients averaged over the ranks, 0 where ``loss`` has none, without hooks of DDP or of techniques."""
     found: tuple[Tensor | None, ...] = (None,) * len(weights)
     if loss is not None:
         device = loss.device.type
@@ -105,7 +105,7 @@ def _gradients(session: Session, loss: Tensor | None, weights: list[nn.Parameter
 
 @contextmanager
 def _as_before(module: Any) -> Iterator[None]:
-    """Afterwards the module has the weights, gradients, buffers, metrics and attributes that it had, and has logged nothing."""
+    """Restore the module's weights, gradients, buffers, metrics and attributes afterwards, and mute its logs."""
     kept = [(p, p.detach().clone(), p.grad) for p in module.parameters()]
     try:
         with silent(module), torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Epochs of some of a data set's samples: what techniques that keep a subset share."""
+"""Epochs over a part of the data set, for techniques that keep a subset."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ from lightning_eff.data.selection._offline.files import Told, fingerprint
 
 
 def of_subset(epoch: Epoch, kept: Tensor, *, who: str) -> Choice | None:
-    """Those of the epoch's own order that are in ``kept``, in that order; None where that is all of them.
+    """Choose the samples of the epoch's own order that are in ``kept``, or None if all of them are.
 
     Args:
-        epoch: whose order the user's sampler gave.
+        epoch: the epoch, with the order of the user's sampler.
         kept: indices of the data set, shape (m,), long.
         who: the technique's name.
 
@@ -26,17 +26,17 @@ def of_subset(epoch: Epoch, kept: Tensor, *, who: str) -> Choice | None:
     order = epoch.order[inside[epoch.order]]
     if not len(order):
         raise ValueError(
-            f"{who}: the loader's sampler yields {len(epoch.order):,} samples in epoch {epoch.number}, none of which are among"
-            f" the {len(kept):,} kept; expected some. Keep more, or let the sampler go over the whole data set."
+            f"{who}: the loader's sampler yields {len(epoch.order):,} samples in epoch {epoch.number}, but none of the"
+            f" {len(kept):,} samples to train on. Keep more samples, or use a sampler over the whole data set."
         )
     return None if len(order) == len(epoch.order) else Choice(order)
 
 
 def check_told(session: Session, told: Told, *, who: str) -> None:
-    """Compare a file with the data set that is trained on.
+    """Check that a file belongs to the training data set.
 
     Raises:
-        ValueError: on all ranks, if on one of them it is of another data set.
+        ValueError: on all ranks, if it belongs to another data set on one of them.
     """
     loader = session.loaders.latest
     assert loader is not None
@@ -49,5 +49,5 @@ def check_told(session: Session, told: Told, *, who: str) -> None:
 
 
 def random_subset(size: int, count: int, generator: torch.Generator) -> Tensor:
-    """``count`` of ``size`` indices, each set of them as likely as any other; ascending, long, shape (count,)."""
+    """Draw ``count`` of ``size`` indices uniformly without replacement, in ascending order, long, shape (count,)."""
     return torch.randperm(size, generator=generator)[:count].sort().values

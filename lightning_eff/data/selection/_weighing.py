@@ -1,4 +1,4 @@
-"""Drawing samples of a batch by their scores, and training on the weighted mean of the losses of those drawn."""
+"""Draw samples of a batch by their scores, and train on the weighted mean of their losses."""
 
 from typing import Any
 
@@ -13,26 +13,26 @@ from lightning_eff._core.steps import Around, Proceed
 
 
 def probabilities(scores: Tensor) -> Tensor:
-    """``p_i = g_i / sum_j g_j``, or ``1/B`` where all scores are 0; shape (B,), float64."""
+    """Compute ``p_i = g_i / sum_j g_j``, or ``1/B`` if all scores are 0, shape (B,), float64."""
     g = scores.double()
     return g / g.sum() if g.sum() > 0 else torch.full_like(g, 1 / len(g))
 
 
 def draw(p: Tensor, b: int, generator: torch.Generator) -> Tensor:
-    """``b`` indices, long, drawn with replacement with probabilities ``p``; never one whose ``p`` is 0."""
+    """Draw ``b`` indices with replacement and probabilities ``p``, long. An index with ``p = 0`` is never drawn."""
     cdf = p.double().cumsum(0)
     u = torch.rand(b, dtype=torch.float64, generator=generator) * cdf[-1]
     return torch.searchsorted(cdf, u, right=True).clamp_max(int(p.nonzero().max()))
 
 
 def negative(who: str, losses: Tensor, mend: str) -> ValueError | None:
-    """What is wrong where a loss is negative, to which no probability can be proportional."""
+    """The error if a loss is negative, because no probability can be proportional to it."""
     if not (losses < 0).any():
         return None
     at = ", ".join(map(str, (losses < 0).nonzero().flatten().tolist()[:16]))
     return ValueError(
-        f"{who}: the loss of sample(s) {at} of {len(losses)} is negative; expected losses >= 0, to which probabilities can be"
-        f" proportional. {mend}"
+        f"{who}: the loss of sample(s) {at} of {len(losses)} is negative; expected losses >= 0 to draw in proportion to them."
+        f" {mend}"
     )
 
 
@@ -43,11 +43,11 @@ def weighing(
     scores: Scores,
     sample_loss: SampleLoss | None,
 ) -> Around:
-    """What stands around the user's step so that its loss is ``(1/b) sum_j w_j l_j`` over the b samples drawn of ``size``."""
+    """Wrap the step so that its loss is ``(1/b) sum_j w_j l_j`` over the ``b`` samples drawn from ``size``."""
     w = w.to(session.module.device)
 
     def here() -> Tensor:
-        """The weights of this part of the batch, as much larger as its loss weighs less in the batch's than its samples do."""
+        """The weights of this part of the batch, scaled up if its loss counts less in the batch than its samples do."""
         (index, number), share = session.part, session.share_of_part
         return w.chunk(number)[index] / (number * share) if share else torch.zeros_like(w.chunk(number)[index])
 

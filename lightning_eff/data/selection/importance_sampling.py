@@ -1,13 +1,15 @@
-"""Importance sampling by a bound on each sample's gradient norm (Katharopoulos & Fleuret 2018, arXiv:1803.00942)."""
+"""Importance sampling with a bound on each sample's gradient norm (Katharopoulos & Fleuret 2018, arXiv:1803.00942)."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
@@ -15,71 +17,98 @@ from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control
+from lightning_eff.data.selection._counting import CountsSamples
 from lightning_eff.data.selection._random_subset import RandomSubset
 from lightning_eff.data.selection._weighing import draw, negative, probabilities, weighing
 
 
 def variance_reduction(p: Tensor) -> float:
-    """``tau >= 1``, the square root of how much drawing with ``p`` lowers the second moment; 1 where all are equal.
+    """Compute ``tau >= 1``, the square root of the factor by which drawing with ``p`` reduces the second moment.
 
-    ``1/tau = sqrt(1 - sum_i (p_i - 1/B)^2 / sum_i p_i^2)``, or ``tau = sqrt(B sum_i p_i^2)``, since ``sum_i p_i = 1``.
+    ``1/tau = sqrt(1 - sum_i (p_i - 1/B)^2 / sum_i p_i^2)``, which equals ``tau = sqrt(B sum_i p_i^2)`` since ``sum_i p_i = 1``.
+    It is 1 if all probabilities are equal.
     """
     return max(1.0, math.sqrt(len(p) * p.double().square().sum().item()))
 
 
 def default_threshold(size: int, b: int) -> float:
-    """``tau_th = (B + 3b) / (3b)``: from there on a step pays for its scoring, a backward pass being two forwards."""
+    """Compute ``tau_th = (B + 3b) / (3b)``, above which drawing pays for scoring if a backward pass costs two forwards."""
     return (size + 3 * b) / (3 * b)
 
 
 def _random_subset(technique: "ImportanceSampling") -> dict[str, Callback]:
-    """``round(B / presample)`` of each batch at random."""
+    """Draw ``round(B / presample)`` samples of each batch at random."""
     keep = 1 / technique.presample
     return {} if technique.neutral or keep == 1 else {f"a random {keep:.0%} of each batch": RandomSubset(keep=keep)}
 
 
-class ImportanceSampling(Technique):
-    """Train on ``b = B / presample`` samples of each batch of ``B``, drawn by how much they would move the weights.
+@dataclass(frozen=True, repr=False)
+class _Threshold(Number):
+    """A number >= 0, or infinity."""
 
-    The loader's batch is the presample. A forward-only pass scores its ``B`` samples; ``b = round(B / presample)`` (at
-    least 1) are drawn with replacement with ``p_i = score_i / sum score``, and the loss of each is weighted by ``w_i =
-    1 / (B p_i)`` before the mean, so that the step's gradient is, on average over draws, that of the whole batch, with
-    padded and ignored tokens too. To train on as many samples as before, give the loader ``presample`` times the batch
-    size.
+    low = 0
 
-    It switches itself on where that pays: ``tau``, the variance reduction of the scores, is averaged over steps and
-    ranks, and samples are drawn once ``tau > threshold``. Until then whole batches are trained on plainly, and ``tau``
-    is read off the training pass itself, which costs no pass. A ``threshold`` below 1, the least value of ``tau``, is
-    on from the first step. A sample that scores 0 moves no weight and is never drawn; where all score 0, ``p`` is
-    uniform. Under accumulation each micro-batch is sampled by itself, under DDP each rank's.
+    @property
+    @override
+    def expected(self) -> str:
+        return "a number >= 0 or math.inf"
 
-    The loss is seen through the loss functions of ``torch.nn.functional`` (and so ``torch.nn``'s modules):
-    ``training_step`` must return the sum of their mean-reduced values, whose rows lie sample by sample; the first batch
-    is checked for it. Any other loss needs ``sample_loss``. With it, drawn samples are trained on with the weighted
-    mean of what it returns, and ``training_step`` (with its logging) runs in plain steps only, where ``tau`` costs a
-    forward pass of its own.
+    @override
+    def __call__(self, value: Any) -> float:
+        return value if isinstance(value, float) and value == math.inf else super().__call__(value)
+
+
+class ImportanceSampling(CountsSamples):
+    """Train on the samples of each batch that change the weights most, and reweight them to keep the gradient unbiased.
+
+    The loader's batch of ``B`` samples is the presample. A forward pass without gradients scores it. ``b = round(B /
+    presample)`` samples (at least one) are drawn with replacement, with ``p_i = score_i / sum score``. The loss of each is
+    weighted by ``w_i = 1 / (B p_i)`` before the mean, so the expected gradient of the step is that of the whole batch, also
+    with padded and ignored tokens. To train on as many samples per step as before, multiply the loader's batch size by
+    ``presample``.
+
+    It switches itself on when it pays. ``tau`` is the variance reduction that the scores promise, averaged over steps and
+    ranks. Samples are drawn once ``tau > threshold``. Until then it trains on whole batches and reads ``tau`` off the training
+    pass, which costs no extra pass. ``tau`` is at least 1, so a ``threshold`` below 1 draws from the first step on. Use it
+    where the backward pass dominates and gradient norms differ a lot between samples.
+
+    A sample with score 0 is never drawn. If all scores are 0, draws are uniform. Micro-batches of an accumulation window and
+    ranks are handled separately.
+
+    ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row
+    or one group of consecutive rows per sample. The first batch is checked. For any other loss, give ``sample_loss``. The
+    drawn samples are then trained on with the weighted mean of its values. ``training_step`` (with its logging) runs only in
+    plain steps, where ``tau`` costs an extra forward pass.
 
     Args:
-        presample: ``B / b``, how many samples are scored for each that is drawn, >= 1. 1 draws as many as there are.
-        score: "gradient_bound", the norm of the loss's gradient with respect to the loss function's input (for softmax
-            cross-entropy ``||softmax(z) - onehot||``), or "loss" (Katharopoulos & Fleuret 2017, arXiv:1706.00043, here
-            with the unbiased weights, its k = 1; its default k = 0.5 dampens them and so favours hard samples).
-        threshold: on where ``tau`` exceeds it, >= 0; None is the paper's ``(B + 3b) / (3b)``, 2 where presample is 3.
-            ``math.inf`` is plain training.
-        smoothing: the paper's ``a_tau``, the weight of the past in ``tau <- a tau + (1 - a) tau_now``, in [0, 1).
-        sample_loss: for a loss that cannot be seen by sample: a function of (module, batch) that returns the losses of
-            the batch's samples, shape (B,). With "gradient_bound" it must call a loss function of
-            ``torch.nn.functional``, of any reduction, on the logits.
+        presample: the number of samples to score for each sample to draw, ``B / b``. 1 draws ``B`` samples.
+        score: the estimate of each sample's gradient norm. "gradient_bound" is the norm of the loss's gradient with respect to
+            the input of the loss function, ``||softmax(z) - onehot||`` for cross-entropy. "loss" is the loss itself, with
+            unbiased weights.
+        threshold: the value of ``tau`` above which it draws samples. None is the paper's ``(B + 3b) / (3b)``, which is 2 for
+            ``presample=3``. ``math.inf`` is plain training.
+        smoothing: the weight of earlier steps in the running mean of ``tau``. 0 uses only the last step.
+        sample_loss: a function of (module, batch) that returns one loss per sample, shape (B,). With "gradient_bound" it must
+            call a loss function of ``torch.nn.functional`` on the logits, with any reduction.
 
     Raises:
-        ValueError: for other values; at the first step, if the loss cannot be seen by sample or a batch holds one
-            sample only; at any step, on all ranks, if a score is nan, infinite or negative.
+        ValueError: for a value out of range. At the first step, if the loss of a sample cannot be seen or a batch has one
+            sample. At any step, on all ranks, if a score is NaN, infinite or negative.
+
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ImportanceSampling(presample=3)])
+
+    References:
+        Katharopoulos and Fleuret 2018, "Not All Samples Are Created Equal: Deep Learning with Importance Sampling",
+        arXiv:1803.00942. ``score="loss"``: Katharopoulos and Fleuret 2017, "Biased Importance Sampling for Deep Neural Network
+        Training", arXiv:1706.00043, with ``k = 1``. :class:`LossBiasedSampling` has the paper's ``k = 0.5``.
     """
 
-    saves = "backward passes: a third of each batch is trained on, chosen for the least variance"
+    saves = "backward passes: a third of each batch is trained on, drawn for the least variance"
     paper = "Katharopoulos & Fleuret 2018, arXiv:1803.00942; score='loss': 2017, arXiv:1706.00043"
-    constraints = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
+    constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
+    did = "drew"
     needs: ClassVar[Need] = Need.STEP
     survey: ClassVar[Survey | None] = Survey("importance sampling", zhuang="2.2", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
@@ -90,40 +119,18 @@ class ImportanceSampling(Technique):
         },
         needs_samples,
     )
-    control = Control("a random choice of as many samples, from the first step on, without scoring", _random_subset)
+    control = Control("as many samples drawn at random from the first step on, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"SelectiveBackprop": "both choose the samples"}
 
     def __init__(
         self,
-        presample: float = 3.0,
+        presample: Annotated[float, Number(at_least=1)] = 3.0,
         *,
         score: Literal["gradient_bound", "loss"] = "gradient_bound",
-        threshold: float | None = None,
-        smoothing: float = 0.9,
+        threshold: Annotated[float | None, _Threshold(hint="0 always draws, math.inf never does.")] = None,
+        smoothing: Annotated[float, Fraction(below=1)] = 0.9,
         sample_loss: SampleLoss | None = None,
     ) -> None:
-        if not 1 <= presample < math.inf:
-            raise ValueError(
-                f"ImportanceSampling(presample={presample}): expected a finite number >= 1, how many samples are scored"
-                " for each that is drawn. 3 is the paper's code's."
-            )
-        if score not in ("gradient_bound", "loss"):
-            raise ValueError(f"ImportanceSampling(score={score!r}): expected 'gradient_bound' or 'loss'.")
-        if threshold is not None and not threshold >= 0:
-            raise ValueError(
-                f"ImportanceSampling(threshold={threshold}): expected a number >= 0 that tau must exceed. None takes"
-                " the paper's (B + 3b) / (3b), 0 is always on, math.inf never."
-            )
-        if not 0 <= smoothing < 1:
-            raise ValueError(
-                f"ImportanceSampling(smoothing={smoothing}): expected a number in [0, 1), the weight of the past in"
-                " tau. 0.9 is the paper's, 0 takes the last step's tau alone."
-            )
-        if sample_loss is not None and not callable(sample_loss):
-            raise ValueError(
-                f"ImportanceSampling(sample_loss={sample_loss!r}): expected a function of (module, batch) that returns"
-                " the losses of the batch's samples, or None."
-            )
         self.presample = presample
         self.score = score
         self.threshold = threshold
@@ -131,13 +138,12 @@ class ImportanceSampling(Technique):
         self.sample_loss = sample_loss
         self._reset()
 
+    @override
     def _reset(self) -> None:
+        super()._reset()
         self._scorer = Scorer("ImportanceSampling", self.sample_loss, bounds=self.score == "gradient_bound")
         self._tau = 0.0
         self._on = self.threshold is not None and self.threshold < 1
-        self._active, self._fraction = False, 1.0
-        self._steps = {"on": 0, "off": 0}
-        self._samples = {"seen": 0, "trained": 0}
 
     @property
     @override
@@ -168,10 +174,7 @@ class ImportanceSampling(Technique):
                 w = 1 / (size * p[index])
                 step.around = weighing(self.session, w.float(), size, scores, self.sample_loss)
                 output, trained = proceed(step.pick(batch, index, size)), b
-        self._fraction = trained / size
-        self._steps["on" if self._active else "off"] += 1
-        self._samples["seen"] += size
-        self._samples["trained"] += trained
+        self.count(size, trained)
         return output
 
     def _train_on_all(self, step: Step, batch: Any, proceed: Proceed, size: int, b: int) -> Any:
@@ -184,7 +187,7 @@ class ImportanceSampling(Technique):
         return proceed(batch)
 
     def _update(self, scores: Scores, size: int, b: int) -> Tensor | None:
-        """Take the scores into ``tau`` and the switch, alike on all ranks; returns this rank's ``p``, if it has one."""
+        """Update ``tau`` and the switch from the scores, the same on all ranks, and return this rank's ``p`` if it has one."""
         problem, p, tau = scores.problem, None, None
         if problem is None and len(scores.losses):
             g = scores.losses if scores.bounds is None else scores.bounds
@@ -203,31 +206,18 @@ class ImportanceSampling(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "tau": self._tau,
-            "on": self._on,
-            "active": self._active,
-            "fraction": self._fraction,
-            "steps": dict(self._steps),
-            "samples": dict(self._samples),
-            "checked": self._scorer.checked,
-        }
+        return {**super().state_dict(), "tau": self._tau, "on": self._on, "checked": self._scorer.checked}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self._tau, self._on = state_dict["tau"], state_dict["on"]
-        self._active, self._fraction = state_dict["active"], state_dict["fraction"]
-        self._steps, self._samples = dict(state_dict["steps"]), dict(state_dict["samples"])
         self._scorer.checked = state_dict["checked"]
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
-        return {"tau": self._tau, "active": int(self._active), "fraction": self._fraction}
+        return {"tau": self._tau, **super().report()}
 
     @override
     def summary(self) -> str:
-        steps, samples = self._steps, self._samples
-        return (
-            f"drew samples in {steps['on']:,} of {sum(steps.values()):,} steps, trained on {samples['trained']:,} of"
-            f" {samples['seen']:,} samples, tau {self._tau:.2f} at the end"
-        )
+        return f"{super().summary()}, tau {self._tau:.2f} at the end"

@@ -1,14 +1,16 @@
-"""Ordered SGD: train on the samples of largest loss of each batch (Kawaguchi & Lu 2020, arXiv:1907.04371)."""
+"""Ordered SGD: train on the samples with the largest loss of each batch (Kawaguchi & Lu 2020, arXiv:1907.04371)."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import comb
+from numbers import Real
 from typing import Any, ClassVar, Literal, NoReturn
 
 from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import refusal
+from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
 from lightning_eff._core.losses import LossNotVisible
@@ -17,27 +19,11 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Around, Proceed, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.selection._accuracy import CountRight
-from lightning_eff.data.selection._choosing import (
-    Choosing,
-    check_keep,
-    check_sample_loss,
-    largest,
-    others,
-    random_subset,
-)
+from lightning_eff.data.selection._choosing import Choosing, largest, others, random_subset
+from lightning_eff.data.selection._counting import check_budget
 
-#: The paper's q/s, by the least training accuracy from which it holds.
+#: The paper's q/s by the training accuracy from which it applies.
 BY_ACCURACY = ((0.0, 1.0), (0.8, 1 / 2), (0.9, 1 / 4), (0.95, 1 / 8), (0.995, 1 / 16))
-
-
-def order_weights(n: int, s: int, q: int) -> list[float]:
-    """``gamma_j``, how often the sample of the j-th largest of ``n`` losses is among the ``q`` largest of ``s`` drawn.
-
-    ``gamma_j = sum_{l<q} C(j-1, l) C(n-j, s-l-1) / C(n, s)`` for ``j = 1 ... n``; they sum to ``q``. The update is on
-    average over batches of ``s`` samples the gradient of ``(1/q) sum_j gamma_j L_(j)``.
-    """
-    every = comb(n, s)
-    return [sum(comb(j - 1, k) * comb(n - j, s - k - 1) for k in range(q)) / every for j in range(1, n + 1)]
 
 
 def share_at(accuracy: float) -> float:
@@ -46,7 +32,7 @@ def share_at(accuracy: float) -> float:
 
 
 def _random_subset(technique: "OrderedSGD") -> Mapping[str, Callback]:
-    """As many samples of each batch at random; over a run whose share changes, as many as on average."""
+    """Draw as many samples of each batch at random, or the average number if the fraction changes over the run."""
     if technique.stages is None:
         return {}
     ends = [*(u for u, _ in technique.stages[1:]), 1.0]
@@ -55,46 +41,55 @@ def _random_subset(technique: "OrderedSGD") -> Mapping[str, Callback]:
 
 
 class OrderedSGD(Choosing):
-    """Train on the ``q = round(keep * s)`` samples of largest loss of each batch of ``s``, at least 1.
+    """Train on the samples with the largest loss of each batch.
 
-    A forward-only pass finds each sample's mean loss; on the q largest the user's own ``training_step`` runs, their mean loss
-    not reweighted. So what is minimised is not the mean loss but ``(1/q) sum_j gamma_j L_(j)`` of the losses in descending
-    order, which counts large ones more. A wrong label has a large loss, too: labels should be right.
+    A forward pass without gradients computes the loss of each of the ``s`` samples of a batch. The module's own
+    ``training_step`` then runs on the ``q = round(keep * s)`` samples with the largest loss (at least one). Their mean loss is
+    not reweighted, so training minimizes ``(1/q) sum_j gamma_j L_(j)`` over the losses in descending order. The weight
+    ``gamma_j`` is the probability that the j-th largest loss is among the ``q`` largest of a batch.
 
-    With ``keep="accuracy"``, as in the paper, all samples are trained on until the last epoch's training accuracy is 80 %,
-    and then a half, a quarter from 90 % on, an eighth from 95 %, and a sixteenth from 99.5 %. The accuracy is counted in the
-    loss calls on classes, as the epoch is trained on, dropout included, of the whole batches and of all ranks. While all are
-    trained on, it is read off the training pass itself, which costs no pass; the run's first batch alone is looked at before.
+    Use it to spend backward passes on hard samples. Labels should be right, because a wrong label has a large loss too. Each
+    step in which it acts costs one extra forward pass and saves ``1 - keep`` of the training step. Micro-batches of an
+    accumulation window and ranks are handled separately.
 
-    The loss is seen through the loss functions of ``torch.nn.functional`` (and so ``torch.nn``'s modules):
-    ``training_step`` must return the sum of their mean-reduced values, whose rows lie sample by sample; the first batch
-    is checked for it. Any other loss needs ``sample_loss``. Under accumulation each micro-batch is chosen from by itself,
-    under DDP each rank's.
+    With ``keep="accuracy"``, as in the paper, the fraction depends on the training accuracy of the last epoch. It is 1 up to
+    80 %, then 1/2, 1/4 from 90 %, 1/8 from 95 % and 1/16 from 99.5 %. The accuracy is counted in the classification losses of
+    the epoch's training steps (with dropout), over whole batches and all ranks. While all samples are trained on, the training
+    pass itself gives the accuracy, so there is no extra pass except for the first batch of the run.
 
-    Logged: ``active``, whether the last step chose, ``fraction``, the share of its batch that it trained on, and with
-    "accuracy" the last whole epoch's ``accuracy``.
+    ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row
+    or one group of consecutive rows per sample. The first batch is checked. For any other loss, give ``sample_loss``.
+
+    It logs ``active`` (whether the last step chose samples), ``fraction`` (the fraction of the batch that was used) and, with
+    "accuracy", the ``accuracy`` of the last whole epoch.
 
     Args:
-        keep: ``q/s``, the share of each batch that is trained on: a number in (0, 1], of which 1 is plain training; stages
-            ``[(u, keep), ...]`` by the used share ``u`` of the budget, the first at 0; or "accuracy", the paper's schedule.
-        sample_loss: for a loss that cannot be seen by sample: a function of (module, batch) that returns the losses of
-            the batch's samples, shape (B,). It is used to choose alone; ``training_step`` is what trains.
+        keep: the fraction ``q/s`` of each batch to train on. It is a number in (0, 1], where 1 is plain training, or
+            "accuracy" for the paper's schedule. Stages ``[(u, keep), ...]`` change it at the used fraction ``u`` of the budget,
+            starting at 0.
+        sample_loss: a function of (module, batch) that returns one loss per sample, shape (B,). It is used only to choose
+            samples.
 
     Raises:
-        ValueError: for other values; with several stages, where the run has no budget; at the first step, on all ranks,
-            if the loss cannot be seen by sample, a batch holds one sample only or, with "accuracy", no loss call on classes is
-            seen; at any step, if a loss is nan or infinite.
+        ValueError: for a value out of range. At setup, if there are several stages and the run has no budget. At the first
+            step, on all ranks, if the loss of a sample cannot be seen, a batch has one sample, or "accuracy" finds no
+            classification loss. At any step, if a loss is NaN or infinite.
 
-    Sources:
-        Kawaguchi & Lu 2020, arXiv:1907.04371.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[OrderedSGD("accuracy")])
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[OrderedSGD([(0, 1.0), (0.5, 0.5)])])
+
+    References:
+        Kawaguchi and Lu 2020, "Ordered SGD: A New Stochastic Optimization Framework for Empirical Risk Minimization",
+        arXiv:1907.04371.
     """
 
-    saves: ClassVar[str] = "backward passes: the samples of largest loss of each batch are trained on"
+    saves: ClassVar[str] = "backward passes: only the samples with the largest loss of each batch are trained on"
     paper: ClassVar[str] = "Kawaguchi & Lu 2020, arXiv:1907.04371"
     survey: ClassVar[Survey | None] = Survey("ordered SGD", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"keep": Choice(("accuracy", 0.25, 0.5))}, needs_samples)
     control: ClassVar[Control] = Control(
-        "a random choice of as many samples, without scoring; with keep='accuracy' the baseline for as many seconds",
+        "as many samples drawn at random, without scoring; for keep='accuracy' the baseline for as many seconds",
         _random_subset,
     )
     conflicts: ClassVar[Mapping[str, str]] = others("OrderedSGD")
@@ -105,7 +100,6 @@ class OrderedSGD(Choosing):
         *,
         sample_loss: SampleLoss | None = None,
     ) -> None:
-        check_sample_loss("OrderedSGD", sample_loss)
         self.keep = keep
         self.stages = None if keep == "accuracy" else _stages(keep)
         self.sample_loss = sample_loss
@@ -117,7 +111,7 @@ class OrderedSGD(Choosing):
         self._accuracy = 0.0
         self._right: int | Tensor = 0
         self._total: int | Tensor = 0
-        self._counts = False  # whether a first batch has been seen to have answers that can be counted
+        self._counts = False  # whether a batch with answers that can be counted has been seen
 
     @property
     @override
@@ -126,11 +120,8 @@ class OrderedSGD(Choosing):
 
     @override
     def check(self, session: Session) -> None:
-        if self.stages is not None and len(self.stages) > 1 and not session.progress.limits():
-            raise ValueError(
-                f"OrderedSGD(keep={self.keep}): the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None), so how far"
-                " the run is cannot be told. Set one of them, or one number for keep."
-            )
+        if self.stages is not None and len(self.stages) > 1:
+            check_budget(session, f"OrderedSGD(keep={self.keep})", "give one number for keep")
 
     # -- the step
 
@@ -172,9 +163,9 @@ class OrderedSGD(Choosing):
             problem = None
             if count.right is None and not skipped:
                 problem = LossNotVisible(
-                    "OrderedSGD(keep='accuracy'): training_step called none of torch.nn.functional's cross_entropy, nll_loss,"
-                    " binary_cross_entropy and binary_cross_entropy_with_logits where it can be seen; expected one, by which"
-                    " right answers are counted. Give keep= a number, or stages by the used share of the budget."
+                    "OrderedSGD(keep='accuracy'): found no call of torch.nn.functional's cross_entropy, nll_loss,"
+                    " binary_cross_entropy or binary_cross_entropy_with_logits in training_step, so the accuracy is unknown."
+                    " Give a number, such as keep=0.5, or stages."
                 )
             self._counts = all(agree(self.session, problem, not skipped))
         if count.right is not None and count.total is not None:
@@ -191,7 +182,7 @@ class OrderedSGD(Choosing):
             self._accuracy = sum(right for right, _ in every) / total
         self._right = self._total = 0
 
-    # -- what it tells and keeps
+    # -- report and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -223,7 +214,7 @@ def _counting(count: CountRight, session: Session) -> Around:
         right, total, part = count.right, count.total, session.part[0]
         with count:
             output = run(batch)
-        if part in counted:  # another pass on the same samples, as of SAM
+        if part in counted:  # another pass on the same samples, as in SAM
             count.right, count.total = right, total
         counted.add(part)
         return output
@@ -232,29 +223,35 @@ def _counting(count: CountRight, session: Session) -> Around:
 
 
 def _stages(keep: Any) -> list[tuple[float, float]]:
-    """``keep`` as stages ``(u, keep)``.
+    """Turn ``keep`` into stages ``(u, keep)``.
 
     Raises:
-        ValueError: if it is neither a share, nor stages in order.
+        ValueError: if it is neither a fraction nor stages in order.
     """
-    if isinstance(keep, int | float):
-        check_keep("OrderedSGD", keep)
-        return [(0.0, float(keep))]
+    if isinstance(keep, Real):
+        return [(0.0, _fraction(keep))]
     if isinstance(keep, str) or not isinstance(keep, Sequence):
         _refuse(keep)
     stages: list[tuple[Any, Any]] = [tuple(stage) for stage in keep if isinstance(stage, Sequence) and len(stage) == 2]
     if not stages or len(stages) < len(keep):
         _refuse(keep)
-    for _, share in stages:
-        check_keep("OrderedSGD", share)
+    shares = [_fraction(share) for _, share in stages]
     starts = [u for u, _ in stages]
     if starts[0] != 0 or any(not a < b < 1 for a, b in pairwise(starts)):
         _refuse(keep)
-    return [(float(u), float(share)) for u, share in stages]
+    return [(float(u), share) for u, share in zip(starts, shares, strict=True)]
+
+
+def _fraction(share: Any) -> float:
+    kind = Fraction(above=0)
+    try:
+        return float(kind(share))
+    except ValueError:
+        raise refusal(OrderedSGD, "keep", share, kind.expected) from None
 
 
 def _refuse(keep: Any) -> NoReturn:
     raise ValueError(
-        f"OrderedSGD({keep=}): expected a share in (0, 1], 'accuracy', or stages [(u, keep), ...] whose used shares u of the"
-        " budget begin with 0 and rise below 1, such as [(0, 1.0), (0.5, 0.5)]."
+        f"OrderedSGD({keep=}): expected a number in (0, 1], 'accuracy', or stages [(u, keep), ...] with u from 0, rising and"
+        " below 1. For example, give keep=[(0, 1.0), (0.5, 0.5)]."
     )

@@ -1,12 +1,12 @@
-"""Choose among a batch's samples by the losses of the network's first blocks alone, which cost a part of a forward pass."""
+"""Choose samples of each batch by the loss after the network's first blocks, which costs a part of a forward pass."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch import Callback
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Layers
+from lightning_eff._core._arguments.kinds import Fraction, Layers
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores
@@ -15,18 +15,12 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, ne
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.data.selection._choosing import (
-    Choosing,
-    check_keep,
-    check_sample_loss,
-    largest,
-    others,
-    random_subset,
-)
+from lightning_eff.data.selection._choosing import Choosing, largest, others, random_subset
+from lightning_eff.data.selection._counting import Keep
 
 
 def num_blocks(depth: float, active: int) -> int:
-    """``max(1, round(depth * active))``, the blocks that score where ``active`` of them run."""
+    """Compute the number of blocks that score if ``active`` blocks run: ``max(1, round(depth * active))``."""
     return max(1, round(depth * active))
 
 
@@ -39,64 +33,63 @@ def _pointless(profile: RunProfile) -> str | None:
 
 
 class ProxySelection(Choosing):
-    """Train on the ``round(keep * B)`` samples of each batch of ``B`` that have the largest loss after a part of the blocks.
+    """Train on the samples of each batch with the largest loss after the network's first blocks.
 
-    The proxy is the module itself with the first ``depth`` of its repeated blocks: the others hand their input on in a
-    forward-only pass, whose last block's output goes on to the module's own norm and head. It has no weights of its own, and
-    its pass costs about ``depth`` of one. On the samples chosen the user's own ``training_step`` runs with all blocks; their
-    mean loss is not reweighted, so the gradient is biased towards hard samples, and a wrong label is a hard sample too. With
-    ``depth=1`` it is Ordered SGD. A network whose head never saw the first blocks' output may rank samples otherwise than in
-    full depth: ``depth`` says how near they are.
+    The proxy is the module itself with the first ``depth`` of its repeated blocks. A forward pass without gradients skips the
+    other blocks, and the output of the last scoring block goes to the module's own norm and head. The module's own
+    ``training_step`` then runs with all blocks on the ``round(keep * B)`` samples with the largest loss (at least one). Their
+    mean loss is not reweighted, so the gradient is biased towards hard samples.
 
-    The loss is seen through the loss functions of ``torch.nn.functional`` (and so ``torch.nn``'s modules):
-    ``training_step`` must return the sum of their mean-reduced values, whose rows lie sample by sample; the first batch
-    is checked for it. Any other loss needs ``sample_loss``. Under accumulation each micro-batch is chosen from by itself,
-    under DDP each rank's. Beside techniques that let a part of the blocks run, ``depth`` is of those that run.
+    Use it like :class:`OrderedSGD` where a full scoring pass costs too much: the proxy has no weights of its own, and its pass
+    costs about ``depth`` of a forward pass. With ``depth=1`` it is Ordered SGD. A wrong label is a hard sample too, so avoid it
+    on noisy labels. A head that never saw the output of the first blocks may rank samples differently from the full network;
+    a larger ``depth`` brings the rankings closer. Together with techniques that run only a part of the blocks, ``depth`` is a
+    fraction of those that run. Micro-batches of an accumulation window and ranks are handled separately.
 
-    Logged: ``active``, whether the last step chose, and ``fraction``, the share of its batch that it trained on.
+    ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row
+    or one group of consecutive rows per sample. The first batch is checked. For any other loss, give ``sample_loss``.
+
+    It logs ``active`` (whether the last step chose samples) and ``fraction`` (the fraction of the batch that was used).
 
     Args:
-        keep: the share of each batch that is trained on, in (0, 1]. 1 is plain training and costs no pass.
-        depth: the share of the blocks that score, in (0, 1]; at least one does.
-        layers: the blocks, as a path, a pattern or a list of paths; None takes the longest stack.
-        sample_loss: for a loss that cannot be seen by sample: a function of (module, batch) that returns the losses of
-            the batch's samples, shape (B,). It is used to choose alone.
+        keep: the fraction of each batch to train on. 1 is plain training without the extra pass.
+        depth: the fraction of the blocks that score, at least one block.
+        layers: the blocks, as a dotted path, a pattern or a list of paths. None takes the longest stack.
+        sample_loss: a function of (module, batch) that returns one loss per sample, shape (B,). It is used only to choose
+            samples.
 
     Raises:
-        ValueError: for other values; at setup, if there is no stack of repeated blocks; at the first step, on all ranks, if
-            the loss cannot be seen by sample or a batch holds one sample only; at any step, if a loss is nan or infinite.
+        ValueError: for a value out of range. At setup, if there is no stack of repeated blocks. At the first step, on all
+            ranks, if the loss of a sample cannot be seen or a batch has one sample. At any step, if a loss is NaN or infinite.
 
-    Sources:
-        This package's own. Coleman et al. 2020, arXiv:1906.11829, select by a separate, smaller model, before training.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ProxySelection(keep=0.5, depth=0.5)])
+
+    References:
+        A method of this package. Coleman et al. 2020, "Selection via Proxy: Efficient Data Selection for Deep Learning",
+        arXiv:1906.11829, select with a separate, smaller model before training.
     """
 
-    saves: ClassVar[str] = "backward passes, and most of the pass that scores: it runs the first blocks alone"
+    saves: ClassVar[str] = "backward passes, and most of the scoring pass, which runs only the first blocks"
     paper: ClassVar[str] = "this package's own, after selection via proxy, Coleman et al. 2020, arXiv:1906.11829"
     constraints: ClassVar[str] = (
-        "a stack of repeated blocks; a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
+        "needs a stack of repeated blocks, a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     )
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"keep": Choice((0.25, 0.5, 0.75)), "depth": Choice((0.25, 0.5))}, _pointless
     )
-    control: ClassVar[Control] = Control("a random choice of as many samples, without scoring", _random_subset)
-    refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique scores samples by the first blocks alone"}
+    control: ClassVar[Control] = Control("as many samples drawn at random, without scoring", _random_subset)
+    refuses: ClassVar[Reasons] = {Part.PIPELINE: "it scores samples with the first blocks only"}
     conflicts: ClassVar[Mapping[str, str]] = others("ProxySelection")
 
     def __init__(
         self,
-        keep: float = 0.5,
+        keep: Keep = 0.5,
         *,
-        depth: float = 0.5,
+        depth: Annotated[float, Fraction(above=0)] = 0.5,
         layers: Layers | None = None,
         sample_loss: SampleLoss | None = None,
     ) -> None:
-        check_keep("ProxySelection", keep)
-        if not 0 < depth <= 1:
-            raise ValueError(
-                f"ProxySelection({depth=}): expected a number in (0, 1], the share of the blocks that score. 1 scores with all"
-                " of them."
-            )
-        check_sample_loss("ProxySelection", sample_loss)
         self.keep, self.depth, self.layers, self.sample_loss = keep, depth, layers, sample_loss
         self._reset()
 

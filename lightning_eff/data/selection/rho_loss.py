@@ -1,8 +1,8 @@
-"""RHO-LOSS: train on the samples whose loss could still fall most (Mindermann et al. 2022, arXiv:2206.07137)."""
+"""RHO-LOSS: train on the samples whose loss can still fall most (Mindermann et al. 2022, arXiv:2206.07137)."""
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
@@ -19,19 +20,13 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.data.selection._choosing import (
-    Choosing,
-    check_keep,
-    check_sample_loss,
-    largest,
-    others,
-    random_subset,
-)
+from lightning_eff.data.selection._choosing import Choosing, largest, others, random_subset
+from lightning_eff.data.selection._counting import Keep
 from lightning_eff.data.selection._irreducible import irreducible_losses
 
 
 def reducible(losses: Tensor, irreducible: Tensor) -> Tensor:
-    """The reducible holdout loss ``l_i - l_i^IL``, both of shape (B,), in float64: what of a loss can still be learnt."""
+    """Compute the reducible holdout loss ``l_i - l_i^IL``, both of shape (B,), in float64."""
     return losses.double() - irreducible.double()
 
 
@@ -41,88 +36,92 @@ def _random_subset(technique: "RHOLoss") -> Mapping[str, Callback]:
 
 def _pointless(profile: RunProfile) -> str | None:
     if profile.epochs < 2:
-        return "the run goes over its data less than twice, which the passes that find irreducible losses already do"
+        return "the run goes over its data fewer than two times, as do the passes that find irreducible losses"
     return needs_samples(profile)
 
 
 class RHOLoss(Choosing):
-    """Train on the ``round(keep * B)`` samples of each batch of ``B`` whose reducible loss is largest, at least 1.
+    """Train on the samples of each batch whose loss can still fall most.
 
-    The reducible loss is the sample's loss now, by a forward-only pass, less its irreducible loss: what is left of it by a
-    model that learnt from other samples. Samples that are learnt already have none, nor have those that cannot be learnt,
-    such as wrong labels, which choosing by the loss alone prefers. The mean loss of the samples chosen is not reweighted.
+    The reducible loss of a sample is its loss now, from a forward pass without gradients, minus its irreducible loss: the loss
+    under a model that learned from other samples. It is small for samples that are learned already and for samples that cannot
+    be learned, such as wrong labels. The module's own ``training_step`` runs on the ``round(keep * B)`` samples with the
+    largest reducible loss (at least one). Their mean loss is not reweighted.
 
-    Irreducible losses are known by a sample's data set index, each found once: given by ``irreducible``, or found before the
-    first step. For that a model is trained on one random half of the training data and finds the losses of the other, and the
-    other way round, as in the paper's variant without holdout data. The model is the module itself, from the weights that the
-    run begins with, which it has again afterwards; or ``model``, a smaller one. What this costs, ``epochs`` passes over the
-    data and a forward pass, is counted as the run's own, in its time and in its report. ``irreducible_losses`` has them after a
-    fit, for ``torch.save``. Checkpoints hold them, so that a resumed run finds none again.
+    Irreducible losses belong to data set indices. Give them as ``irreducible``, or let the run compute them before its first
+    step. It then trains a model on one random half of the training data to score the other half, and the other way round, as
+    in the paper's variant without holdout data. The model is the module itself, which gets its initial weights back
+    afterwards, or a smaller ``model``. This costs ``epochs`` passes over the data and a forward pass, which count towards the
+    run's time and its report. After a fit, the attribute ``irreducible_losses`` holds them for ``torch.save``. Checkpoints
+    hold them too, so a resumed run does not compute them again.
 
-    Random augmentation and masking make other samples of one index: its irreducible loss is then one draw's.
+    Use it for several epochs over noisy or redundant data. Random augmentation and masking make a different sample of the same
+    index each time, while its irreducible loss comes from one draw. Micro-batches of an accumulation window and ranks are
+    handled separately.
 
-    The loss is seen through the loss functions of ``torch.nn.functional`` (and so ``torch.nn``'s modules):
-    ``training_step`` must return the sum of their mean-reduced values, whose rows lie sample by sample; the first batch
-    is checked for it. Any other loss needs ``sample_loss``. Under accumulation each micro-batch is chosen from by itself,
-    under DDP each rank's.
+    ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row
+    or one group of consecutive rows per sample. The first batch is checked. For any other loss, give ``sample_loss``.
 
-    Logged: ``active``, whether the last step chose, ``fraction``, the share of its batch that it trained on, and
-    ``irreducible_loss``, the mean over the data set.
+    It logs ``active`` (whether the last step chose samples), ``fraction`` (the fraction of the batch that was used) and
+    ``irreducible_loss`` (the mean over the data set).
 
     Args:
-        keep: ``n_b / n_B``, the share of each batch that is trained on, in (0, 1]; 0.1 is the paper's. 1 is plain training.
-        irreducible: one number for each sample of the data set, in the order of their indices, shape (N,); or the path of a
-            tensor that ``torch.save`` wrote. None finds them.
-        model: a LightningModule whose ``training_step`` takes the same batches, which finds them in the module's place.
-        epochs: passes over each half of the data, >= 1, by which that model is trained.
-        lr: the rate at which AdamW trains it, > 0; it falls to 0 linearly.
-        sample_loss: for a loss that cannot be seen by sample: a function of (module, batch) that returns the losses of
-            the batch's samples, shape (B,). It is used to choose and to find irreducible losses by.
+        keep: the fraction of each batch to train on. 0.1 is the paper's, 1 is plain training.
+        irreducible: one irreducible loss per sample of the data set, in the order of the indices, shape (N,), or the path of a
+            tensor that ``torch.save`` wrote. None computes them.
+        model: a LightningModule whose ``training_step`` takes the same batches, to compute irreducible losses in place of the
+            module.
+        epochs: the number of passes over each half of the data to train that model.
+        lr: the learning rate of the AdamW that trains it. It decays to 0 linearly.
+        sample_loss: a function of (module, batch) that returns one loss per sample, shape (B,). It is used only to choose
+            samples and to compute irreducible losses.
 
     Raises:
-        ValueError: for other values; as training starts, where the loader does not tell a batch's indices, as for an
-            IterableDataset, or there are not as many numbers as samples; at the first step, on all ranks, if the loss cannot be
-            seen by sample, a batch holds one sample only or not one for each index; at any step, if a loss is nan or infinite.
+        ValueError: for a value out of range. When training starts, if the loader does not say which samples a batch has (for
+            example over an IterableDataset) or the number of irreducible losses is wrong. At the first step, on all ranks, if
+            the loss of a sample cannot be seen, a batch has one sample, or it does not have one sample per index. At any step,
+            if a loss is NaN or infinite.
 
-    Sources:
-        Mindermann et al. 2022, arXiv:2206.07137. Kaddour et al. 2023, arXiv:2307.06440, find no gain at equal time.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[RHOLoss(keep=0.25, epochs=2)])
+
+    References:
+        Mindermann et al. 2022, "Prioritized Training on Points that are Learnable, Worth Learning, and Not Yet Learnt",
+        arXiv:2206.07137. Kaddour et al. 2023, "No Train No Gain", arXiv:2307.06440, find no gain for the same training time.
     """
 
-    saves: ClassVar[str] = "backward passes: those samples are trained on whose loss can still fall"
+    saves: ClassVar[str] = "backward passes: only the samples whose loss can still fall are trained on"
     paper: ClassVar[str] = "Mindermann et al. 2022, arXiv:2206.07137"
     constraints: ClassVar[str] = (
-        "a DataLoader over a map-style data set; a mean loss of torch.nn.functional, or sample_loss=; several epochs"
+        "needs a DataLoader over a map-style data set, a mean loss of torch.nn.functional, or sample_loss=, and several epochs"
     )
     needs: ClassVar[Need] = Need.WHOLE
     survey: ClassVar[Survey | None] = Survey("RHO-LOSS", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"keep": Choice((0.1, 0.25, 0.5)), "epochs": Choice((1, 3))}, _pointless
     )
-    control: ClassVar[Control] = Control("a random choice of as many samples, without scoring", _random_subset)
+    control: ClassVar[Control] = Control("as many samples drawn at random, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = others("RHOLoss")
 
     def __init__(
         self,
-        keep: float = 0.1,
+        keep: Keep = 0.1,
         *,
         irreducible: str | os.PathLike[str] | Sequence[float] | Tensor | None = None,
         model: LightningModule | None = None,
-        epochs: int = 1,
-        lr: float = 1e-3,
+        epochs: Annotated[int, Count()] = 1,
+        lr: Annotated[float, Number(above=0)] = 1e-3,
         sample_loss: SampleLoss | None = None,
     ) -> None:
-        check_keep("RHOLoss", keep)
-        check_sample_loss("RHOLoss", sample_loss)
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-            raise ValueError(f"RHOLoss({epochs=}): expected an integer >= 1, passes over each half of the data.")
-        if not 0 < lr < float("inf"):
-            raise ValueError(
-                f"RHOLoss({lr=}): expected a finite number > 0, the rate of the irreducible model's AdamW."
-            )
-        if model is not None and (irreducible is not None or not is_a(model, LightningModule)):
+        if model is not None and not is_a(model, LightningModule):
             raise ValueError(
                 f"RHOLoss(model={type(model).__name__}(...)): expected a LightningModule whose training_step takes the same"
-                " batches, and no irreducible= beside it, which would leave it nothing to find."
+                " batches, or None."
+            )
+        if model is not None and irreducible is not None:
+            raise ValueError(
+                f"RHOLoss(irreducible=..., model={type(model).__name__}(...)): both give the irreducible losses. Give one of"
+                " them."
             )
         self.keep, self.model, self.epochs, self.lr, self.sample_loss = keep, model, epochs, lr, sample_loss
         self.given = None if irreducible is None else _given(irreducible)
@@ -147,8 +146,8 @@ class RHOLoss(Choosing):
     def on_model(self, session: Session) -> None:
         if self.given is None and is_checkpointed_reentrantly((self.model or session.module).modules()):
             raise ValueError(
-                "RHOLoss: the module's blocks are checkpointed with use_reentrant=True; expected use_reentrant=False, because"
-                " the irreducible model's gradients are taken by torch.autograd.grad. Set that, or give irreducible=."
+                "RHOLoss: the module's blocks are checkpointed with use_reentrant=True, but the irreducible model's gradients"
+                " come from torch.autograd.grad. Set use_reentrant=False, or give irreducible=."
             )
 
     @override
@@ -159,19 +158,18 @@ class RHOLoss(Choosing):
         samples, held = self.session.loaders.num_samples, self.irreducible_losses
         if samples is None:
             raise ValueError(
-                "RHOLoss: the training loader does not tell which samples a batch has; expected one DataLoader over a map-style"
-                " data set, both with a length, because irreducible losses are known by index. Give the data set's samples by"
-                " index, or use OrderedSGD, which needs none."
+                "RHOLoss: the training loader does not say which samples a batch has, but irreducible losses belong to samples."
+                " Use one DataLoader over a data set with __getitem__ and __len__, or use OrderedSGD instead."
             )
         if held is not None and len(held) != samples:
             raise ValueError(
-                f"RHOLoss: got {len(held):,} irreducible losses for a data set of {samples:,} samples; expected one for each,"
-                " in the order of their indices. Give as many, or train on the data set that they are of."
+                f"RHOLoss: got {len(held):,} irreducible losses for a data set of {samples:,} samples; expected one per sample."
+                " Give the losses of this data set, or irreducible=None to compute them."
             )
         if samples < 2 * self.session.replicas.count and held is None:
             raise ValueError(
-                f"RHOLoss: got a data set of {samples} sample(s); expected at least two for each process, since each half is"
-                " learnt and scored. Give irreducible=."
+                f"RHOLoss: got a data set of {samples} sample(s); expected at least two per process to split it into halves."
+                " Give irreducible=."
             )
 
     @override
@@ -181,32 +179,31 @@ class RHOLoss(Choosing):
     @override
     def score(self, step: Step, batch: Any, size: int) -> Scores:
         problem = self._unknown(step, size)
-        if self.irreducible_losses is None:  # which is so on all ranks, or on none
+        if self.irreducible_losses is None:  # the same on all ranks
             (size_of_all, *_) = agree(self.session, problem, size)
             self.irreducible_losses = irreducible_losses(
                 self.session, self._scorer, self.model, size=size_of_all, epochs=self.epochs, lr=self.lr
             ).float()
             cost = self.session.chain.cost
             rank_zero_info(
-                f"RHOLoss: irreducible losses of {len(self.irreducible_losses):,} samples found, on average"
-                f" {float(self.irreducible_losses.mean()):.4g}, in {cost.seconds:.1f} s of extra passes"
+                f"RHOLoss: computed the irreducible losses of {len(self.irreducible_losses):,} samples (mean"
+                f" {float(self.irreducible_losses.mean()):.4g}) in {cost.seconds:.1f} s of extra passes"
             )
         return Scores(problem=problem) if problem is not None else super().score(step, batch, size)
 
     def _unknown(self, step: Step, size: int) -> ValueError | None:
-        """What is wrong where the loader gave others, or another number of indices."""
+        """The error if the loader's indices of this batch are unknown, or are not one integer per sample."""
         indices = step.indices
         if indices is not None and len(indices) == size and all(isinstance(i, int) for i in indices):
             return None
         if indices is None:
             return ValueError(
-                f"RHOLoss: it is not known which samples a batch holds, because {self.session.loaders.why_unknown}. Pass a"
-                " torch.utils.data.DataLoader over a dataset with __getitem__ and __len__, or use OrderedSGD, which needs none."
+                f"RHOLoss: it is not known which samples a batch has, because {self.session.loaders.why_unknown}. Use a"
+                " torch.utils.data.DataLoader over a data set with __getitem__ and __len__, or use OrderedSGD instead."
             )
         return ValueError(
-            f"RHOLoss: the loader gave {len(indices)} indices for a batch of {size} samples;"
-            " expected one integer for each, by which its irreducible loss is known. Give the loader a batch_size and a"
-            " collate_fn that makes one sample of each index."
+            f"RHOLoss: the loader gave {len(indices)} indices for a batch of {size} samples; expected one integer per sample."
+            " Give the loader a batch_size and a collate_fn that makes one sample of each index."
         )
 
     @override
@@ -215,7 +212,7 @@ class RHOLoss(Choosing):
         rho = reducible(scores.means, self.irreducible_losses[torch.tensor(step.indices)])
         return proceed(step.pick(batch, largest(rho, k=k), size))
 
-    # -- what it tells and keeps
+    # -- report and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -233,10 +230,10 @@ class RHOLoss(Choosing):
 
 
 def _given(irreducible: Any) -> Tensor:
-    """The irreducible losses in float32, on the CPU.
+    """Read the given irreducible losses, in float32 on the CPU.
 
     Raises:
-        ValueError: if they are no finite numbers in a row, or the file has none.
+        ValueError: if they are not a row of finite numbers, or the file cannot be read.
     """
     what = "..."
     if isinstance(irreducible, str | os.PathLike):
@@ -245,18 +242,18 @@ def _given(irreducible: Any) -> Tensor:
             irreducible = torch.load(irreducible, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(
-                f"RHOLoss(irreducible={what}): expected a file with a tensor of shape (N,), as torch.save(losses, path) writes"
-                f" it; {error}."
+                f"RHOLoss(irreducible={what}): expected a file with a tensor of shape (N,), but reading it failed: {error}."
+                " Write it with torch.save(losses, path)."
             ) from error
     try:
         found = torch.as_tensor(irreducible).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"RHOLoss(irreducible={what}): expected one number for each sample of the data set; {error}."
+            f"RHOLoss(irreducible={what}): expected one number for each sample of the data set, as a list or tensor: {error}."
         ) from error
     if found.ndim != 1 or not len(found) or found.is_complex() or not bool(found.isfinite().all()):
         raise ValueError(
-            f"RHOLoss(irreducible={what}): got {found.dtype} values of shape {tuple(found.shape)}, all finite:"
-            f" {bool(found.isfinite().all())}; expected one finite number for each sample of the data set, shape (N,)."
+            f"RHOLoss(irreducible={what}): expected one finite number for each sample of the data set, shape (N,), but got"
+            f" {found.dtype} values of shape {tuple(found.shape)}{'' if bool(found.isfinite().all()) else ', not all finite'}."
         )
     return found.float()

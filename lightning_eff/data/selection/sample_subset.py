@@ -1,4 +1,4 @@
-"""Train on those samples of a data set that a selection before training left in a file (DSIR: Xie et al. 2023)."""
+"""Train on the samples of a data set that a selection before training wrote to a file (DSIR: Xie et al. 2023)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +9,8 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import refusal
+from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.technique import Choice, Epoch, SampleChooser
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
@@ -21,7 +23,7 @@ WHO = "SampleSubset"
 
 
 def _as_many(technique: "SampleSubset") -> Mapping[str, Callback]:
-    """As many samples at random, the same ones all along."""
+    """Draw as many samples at random, the same ones for the whole run."""
     if technique.told is None:
         return {}
     share = len(technique.told.values) / technique.told.num_samples
@@ -33,52 +35,57 @@ def _pointless(profile: RunProfile) -> str | None:
 
 
 class SampleSubset(SampleChooser):
-    """Train on some samples of the data set alone: those whose indices a file holds, or a random share of them.
+    """Train on a part of the data set: the samples whose indices a file lists, or a random fraction.
 
-    The user's own loader, sampler and order stay: of what its sampler gives in an epoch, the samples outside the subset are
-    left out, and the rest is cut into batches anew, over all ranks. So epochs are shorter, and a run of so many epochs takes
-    less time; one of so many steps or seconds sees each sample more often. What a custom batch sampler puts together is not
-    kept together. Schedules that ask the Trainer before for how many steps there will be count the whole data set's, so say how
-    long the run is by ``max_steps``; and where a last batch of one sample is too small (BatchNorm), give the loader
-    ``drop_last``.
+    The loader, its sampler and its order stay. Samples outside the subset are skipped, and the rest is cut into new batches
+    over all ranks. Batches that a custom batch sampler builds are not kept together.
 
-    The file is written by ``lightning-eff select`` or by hand. As ``.json`` it is
+    Use it after a selection such as ``lightning-eff select dsir``, or to train on a random subset. Epochs are shorter: a run of
+    a fixed number of epochs takes less time, and a run of a fixed number of steps or seconds sees each sample more often.
+    Schedules that ask the Trainer for the number of steps count the whole data set, so set ``max_steps``. If a last batch of
+    one sample is too small (for example for BatchNorm), use ``drop_last`` in the loader.
+
+    ``lightning-eff select`` writes the file, or you do. A ``.json`` file looks like this:
 
         {"num_samples": 6, "fingerprint": null, "indices": [0, 2, 5]}
 
-    with the length of the data set; the indices, each once; and a fingerprint of some of the samples as the data set gives
-    them, by which another data set of as many samples is told apart, or null. As ``.npz`` it holds arrays by these names.
+    ``num_samples`` is the length of the data set. ``indices`` lists each sample once. ``fingerprint`` is a hash of some samples
+    that identifies the data set, or null. A ``.npz`` file holds arrays with these names.
 
-    A share draws the subset from the run's seed, and it stays the same for the whole run: that is the control.
+    A random subset follows from the run's seed and stays the same for the whole run.
 
-    Logged: ``samples``, how many there are in the subset, and ``share`` of the data set.
+    It logs ``samples`` (the size of the subset) and ``share`` (its fraction of the data set).
 
     Args:
-        samples: the path of a file of indices, or a share of the data set in (0, 1], of which ``round(samples * N)`` samples
-            (at least one) are drawn at random. 1.0 is plain training.
+        samples: the samples to train on. Give the path of a file of indices, or the fraction of the data set to draw at random
+            (``round(samples * N)`` samples, at least one). 1.0 is plain training.
 
     Raises:
-        ValueError: if the share is out of its range, or the file is not there, is of another form, or holds indices that
-            stand twice or are out of range; before the first step, on all ranks, if it is of another data set, by its length
-            or its fingerprint, or if the loader's sampler yields none of the subset.
+        ValueError: for a fraction out of range, or a file that is missing, malformed, or has repeated or invalid indices.
+            Before the first step, on all ranks, if the file belongs to another data set (by its length or fingerprint), or if
+            the loader's sampler yields no sample of the subset.
 
-    Sources:
-        Xie et al. 2023, arXiv:2302.03169 (DSIR, which makes such a file: ``lightning-eff select dsir``).
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[SampleSubset(0.3)])  # or SampleSubset("selected.npz")
+
+    References:
+        Xie et al. 2023, "Data Selection for Language Models via Importance Resampling", arXiv:2302.03169 (DSIR), which
+        ``lightning-eff select dsir`` implements.
     """
 
-    saves: ClassVar[str] = "steps on samples that a selection before training left out"
+    saves: ClassVar[str] = "steps on samples that a selection before training removed"
     paper: ClassVar[str] = "Xie et al. 2023, arXiv:2302.03169"
-    constraints: ClassVar[str] = "one DataLoader over a map-style data set"
+    constraints: ClassVar[str] = "needs one DataLoader over a map-style data set"
     needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("data selection before training (DSIR)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"samples": Uniform(0.3, 0.9)}, _pointless)
     control: ClassVar[Control] = Control(
-        "as many samples at random, the same ones all along; of a random share itself, the baseline for as many seconds",
+        "as many samples at random, the same ones for the whole run; for a random subset, the baseline for as many seconds",
         _as_many,
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "DifficultyPacing": "both say which samples an epoch has",
-        "TokenBudgetBatches": "both say which samples an epoch has",
+        "DifficultyPacing": "both choose the samples of an epoch",
+        "TokenBudgetBatches": "both choose the samples of an epoch",
     }
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
@@ -88,13 +95,8 @@ class SampleSubset(SampleChooser):
         self.share = 1.0
         if isinstance(samples, str | Path):
             self.told = read(samples, "indices", who=WHO)
-        elif isinstance(samples, bool) or not isinstance(samples, int | float) or not 0 < samples <= 1:
-            raise ValueError(
-                f"{WHO}({samples!r}): expected the path of a file of indices, or a share of the data set in (0, 1], which is"
-                " drawn at random. 1.0 is plain training."
-            )
         else:
-            self.share = float(samples)
+            self.share = _fraction(samples)
         self._reset()
 
     def _reset(self) -> None:
@@ -131,8 +133,8 @@ class SampleSubset(SampleChooser):
     def summary(self) -> str:
         if not self._size:
             return "no step taken"
-        where = "drawn at random" if self.told is None else f"of {self.told.path}"
-        return f"on {self._samples:,} of {self._size:,} samples, {where}"
+        where = "drawn at random" if self.told is None else f"from {self.told.path}"
+        return f"trained on {self._samples:,} of {self._size:,} samples, {where}"
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -141,3 +143,15 @@ class SampleSubset(SampleChooser):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._samples, self._size = state_dict["samples"], state_dict["size"]
+
+
+def _fraction(samples: Any) -> float:
+    """The fraction of the data set to draw.
+
+    Raises:
+        ValueError: if it is not a number in (0, 1].
+    """
+    try:
+        return float(Fraction(above=0)(samples))
+    except ValueError:
+        raise refusal(SampleSubset, "samples", samples, "the path of a file of indices or a number in (0, 1]") from None

@@ -1,4 +1,4 @@
-"""Selective-Backprop: train on the samples of each batch that are hard by recent standards (Jiang et al. 2019)."""
+"""Selective-Backprop: train on the samples of each batch with a high loss (Jiang et al. 2019)."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -16,27 +16,31 @@ from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control
+from lightning_eff.data.selection._counting import CountsSamples, Keep, check_budget
 from lightning_eff.data.selection._random_subset import RandomSubset
 
 
 def keep_probabilities(losses: Tensor, history: Tensor, *, beta: float) -> Tensor:
-    """``P(l) = CDF(l)^beta`` with ``CDF(l)`` the share of ``history`` that is at most ``l``; shape (B,), float64.
+    """Compute ``P(l) = CDF(l)^beta``, where ``CDF(l)`` is the fraction of ``history`` that is at most ``l``.
 
     Args:
         losses: shape (B,).
         history: recent losses, shape (R,), in any order.
-        beta: >= 0; over losses like those of the history the mean of ``P`` is ``1 / (1 + beta)``.
+        beta: >= 0. If ``losses`` are distributed like ``history``, the mean of ``P`` is ``1 / (1 + beta)``.
+
+    Returns:
+        Shape (B,), float64.
     """
     at_most = torch.searchsorted(history.double().sort().values, losses.double(), right=True)
     return (at_most.double() / len(history)) ** beta
 
 
 def choose(weights: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """Exactly ``k`` of the indices of ``weights``, drawn without replacement one by one with chances as their weights.
+    """Draw exactly ``k`` indices without replacement, with probabilities proportional to ``weights``.
 
-    That is, the k least of ``E_i / weight_i`` with ``E_i`` exponential. An index of weight 0 is chosen only where too
-    few others are left.
+    These are the ``k`` smallest values of ``E_i / weight_i``, with ``E_i`` exponential. An index of weight 0 is drawn only if
+    too few others are left.
 
     Args:
         weights: shape (B,), >= 0.
@@ -44,21 +48,21 @@ def choose(weights: Tensor, k: int, generator: torch.Generator) -> Tensor:
         generator: on the CPU.
 
     Returns:
-        The indices, long, shape (k,), ascending.
+        The indices in ascending order, shape (k,), long.
     """
     e = torch.empty(len(weights), dtype=torch.float64).exponential_(generator=generator)
     return (e / weights.double()).argsort(stable=True)[:k].sort().values
 
 
 def _random_subset(technique: "SelectiveBackprop") -> dict[str, Callback]:
-    """As many samples of each batch at random, in the steps in which it would choose."""
+    """Draw as many samples of each batch at random, in the same steps."""
     if technique.neutral:
         return {}
     when = {"start": technique.start, "end": technique.end, "interval": technique.interval}
     return {f"a random {technique.keep:.0%} of each batch": RandomSubset(keep=technique.keep, **when)}
 
 
-class SelectiveBackprop(Technique):
+class SelectiveBackprop(CountsSamples):
     """Train on the samples of each batch with a high loss, compared with recent losses.
 
     A forward pass without gradients computes the loss of each of the ``B`` samples. ``round(keep * B)`` of them (at least
@@ -71,7 +75,7 @@ class SelectiveBackprop(Technique):
 
     It acts in every ``interval``-th optimizer step while the used fraction of the budget is in ``[start, end)``. Other
     steps are plain, cost nothing and leave the history unchanged. ``interval=2`` corresponds to ``interrupt=2`` in
-    Composer, which acts from 0.5 to 0.9 of the run. Each micro-batch of an accumulation window and each rank is handled
+    Composer, which acts from 0.5 to 0.9 of the run. Micro-batches of an accumulation window and ranks are handled
     separately.
 
     ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row
@@ -113,12 +117,12 @@ class SelectiveBackprop(Technique):
         },
         needs_samples,
     )
-    control = Control("a random choice of as many samples in the same steps, without scoring", _random_subset)
+    control = Control("as many samples drawn at random in the same steps, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"ImportanceSampling": "both choose the samples"}
 
     def __init__(
         self,
-        keep: Annotated[float, Fraction(above=0)] = 0.5,
+        keep: Keep = 0.5,
         *,
         beta: Annotated[float, Number(at_least=0)] = 1.0,
         start: Annotated[float, Fraction(below=1)] = 0.0,
@@ -140,12 +144,11 @@ class SelectiveBackprop(Technique):
         self.sample_loss = sample_loss
         self._reset()
 
+    @override
     def _reset(self) -> None:
+        super()._reset()
         self._scorer = Scorer("SelectiveBackprop", self.sample_loss, bounds=False)
         self._losses = torch.empty(0, dtype=torch.float64)
-        self._active, self._fraction = False, 1.0
-        self._steps = {"on": 0, "off": 0}
-        self._samples = {"seen": 0, "trained": 0}
 
     @property
     @override
@@ -154,12 +157,9 @@ class SelectiveBackprop(Technique):
 
     @override
     def check(self, session: Session) -> None:
-        if (self.start > 0 or self.end < 1) and not session.progress.limits():
-            raise ValueError(
-                f"SelectiveBackprop(start={self.start}, end={self.end}): the Trainer has no end (max_steps=-1,"
-                " max_epochs=-1, max_time=None), so how far the run is cannot be told. Set one of them, or start=0 and"
-                " end=1."
-            )
+        if self.start > 0 or self.end < 1:
+            setting = f"SelectiveBackprop(start={self.start}, end={self.end})"
+            check_budget(session, setting, "use start=0 and end=1")
 
     @override
     def attach(self, session: Session) -> None:
@@ -176,45 +176,22 @@ class SelectiveBackprop(Technique):
             ranks = agree(session, scores.problem, scores.means.tolist())
             new = torch.tensor([loss for losses in ranks for loss in losses], dtype=torch.float64)
             self._losses = torch.cat([self._losses, new])[-self.history :]
-            if len(scores.means):  # else the user's step skips this batch
+            if len(scores.means):  # else training_step skips this batch
                 trained = max(1, round(self.keep * size))
                 p = keep_probabilities(scores.means, self._losses, beta=self.beta)
                 key = ("SelectiveBackprop", step.global_step, step.batch_idx, session.rank)
                 batch = step.pick(batch, choose(p, trained, session.generator(*key)), size)
         elif session.progress.u < self.end:
             self._scorer.check_ahead(session, step, batch, size)
-        self._fraction = trained / size
-        self._steps["on" if self._active else "off"] += 1
-        self._samples["seen"] += size
-        self._samples["trained"] += trained
+        self.count(size, trained)
         return proceed(batch)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "losses": self._losses.clone(),
-            "active": self._active,
-            "fraction": self._fraction,
-            "steps": dict(self._steps),
-            "samples": dict(self._samples),
-            "checked": self._scorer.checked,
-        }
+        return {**super().state_dict(), "losses": self._losses.clone(), "checked": self._scorer.checked}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self._losses = state_dict["losses"].cpu().clone()[-self.history :]
-        self._active, self._fraction = state_dict["active"], state_dict["fraction"]
-        self._steps, self._samples = dict(state_dict["steps"]), dict(state_dict["samples"])
         self._scorer.checked = state_dict["checked"]
-
-    @override
-    def report(self) -> dict[str, float | int | Tensor]:
-        return {"active": int(self._active), "fraction": self._fraction}
-
-    @override
-    def summary(self) -> str:
-        steps, samples = self._steps, self._samples
-        return (
-            f"chose samples in {steps['on']:,} of {sum(steps.values()):,} steps, trained on {samples['trained']:,} of"
-            f" {samples['seen']:,} samples"
-        )

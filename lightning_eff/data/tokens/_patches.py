@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core._tokens.checking import token_dim
 from lightning_eff._core.batches import map_tensors, num_samples, tensors
 from lightning_eff._core.blocks import BlockStack, hidden_of, split_output

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_eff._core.blocks import hidden_of, uncompiled, untraced_hooks
 from lightning_eff.memory._planning.chain import Stage
+from lightning_eff.memory._recompute.execution_context import random_state, set_random_state
 from lightning_eff.memory._recompute.ledger import Ledger, bytes_of, key_of, tensors_in
-from lightning_eff.memory._recompute.surroundings import random_state, set_random_state
 
 ROUNDS = 3  #: the number of passes in which each block is timed once
 MOST_ROUNDS = 6  #: the number of passes if they differ much

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_eff._core.blocks import untraced_hooks
 from lightning_eff.memory._hosting.host import can_leave
 from lightning_eff.memory._planning.chain import Item, Segment
-from lightning_eff.memory._recompute.noted import Away, Block, Call, Kept, Linked, Run, Slot, detached
+from lightning_eff.memory._recompute.execution_context import random_state, rewound, set_random_state
 from lightning_eff.memory._recompute.offloading import Offloading
-from lightning_eff.memory._recompute.surroundings import random_state, rewound, set_random_state
+from lightning_eff.memory._recompute.recorded_state import Away, Block, Call, Kept, Linked, Run, Slot, detached
 
 
 class _Done(BaseException):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_eff.memory._recompute.surroundings import Buffers, rewound
+from lightning_eff.memory._recompute.execution_context import Buffers, rewound
 
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 _ATTENTION = (

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import LinearMap
 from lightning_eff._core._arguments.kinds import Alias, Number
-from lightning_eff._core._optim.faster import hasten
+from lightning_eff._core._optim.parameter_multipliers import hasten
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey

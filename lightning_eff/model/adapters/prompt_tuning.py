@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._arguments.kinds import Text
-from lightning_eff._core._branches.pieces import step_of
+from lightning_eff._core._branches.sharded_step import step_of
 from lightning_eff._core._branches.tracing import looked_at
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._run.ranks import on_all_ranks

@@ -18,7 +18,7 @@ from lightning_eff._core._arguments.kinds import Layers
 from lightning_eff._core._branches.probing import aside, attempts
 from lightning_eff._core._branches.side_by_side import side_by_side
 from lightning_eff._core._needs.needs import Part
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.blocks import find_stack, hidden_of
 from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey

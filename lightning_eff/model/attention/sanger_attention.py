@@ -2,33 +2,18 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Number
+from lightning_eff._core._arguments.kinds import Count, Either, Number, OneOf
 from lightning_eff._core._attention.calls import Call
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.selecting import SLOWER, SelectedKeys, with_best
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS, no_sequences
-
-
-@dataclass(frozen=True, repr=False)
-class Threshold(Number):
-    """A number, or minus infinity."""
-
-    @property
-    @override
-    def expected(self) -> str:
-        return f"{super().expected}, or -math.inf"
-
-    @override
-    def __call__(self, value: Any) -> float:
-        return value if isinstance(value, float) and value == -math.inf else super().__call__(value)
 
 
 def quantized(x: Tensor, bits: int) -> Tensor:
@@ -95,7 +80,7 @@ class SangerAttention(SelectedKeys):
 
     def __init__(
         self,
-        threshold: Annotated[float, Threshold(below=1)] = 0.002,
+        threshold: Annotated[float, Either(Number(below=1), OneOf(-math.inf))] = 0.002,
         *,
         bits: Annotated[int, Count(at_least=2, at_most=8)] = 4,
     ) -> None:

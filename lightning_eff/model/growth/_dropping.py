@@ -9,7 +9,7 @@ from torch import Generator
 from typing_extensions import override
 
 from lightning_eff._core._needs.needs import Need
-from lightning_eff._core._stack.unused import look_for_unused, refuse_reentrant, refuse_static_graph
+from lightning_eff._core._stack.unused_parameters import look_for_unused, refuse_reentrant, refuse_static_graph
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Layers
-from lightning_eff._core._optim.rates import Rates
+from lightning_eff._core._optim.learning_rates import Rates
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
 from lightning_eff._core.session import Session

@@ -15,7 +15,7 @@ from lightning_eff._core._arguments.kinds import Names
 from lightning_eff._core._branches.attention import Attention, attentions, output_dim
 from lightning_eff._core._branches.ends import alike_unused
 from lightning_eff._core._branches.graph import Graph, kind
-from lightning_eff._core._branches.pieces import take_apart
+from lightning_eff._core._branches.sharded_step import take_apart
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
 from lightning_eff.model.initialization._given.attention import Given, attentions_given

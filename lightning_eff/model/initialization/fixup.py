@@ -4,7 +4,6 @@ The rule is :func:`fixup_factor`; ``_scales.fixed.Fixed`` computes the scalars.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
-from lightning_eff._core._arguments.kinds import Flag, Kind, Text
+from lightning_eff._core._arguments.kinds import Either, Flag, Text
 from lightning_eff._core._branches.ends import alike_unused, biases_beside, tensors_that_end
 from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core._branches.probing import Probe, probed
@@ -35,20 +34,6 @@ from lightning_eff.model.initialization._scales.fixed import fixed, takes_biases
 from lightning_eff.model.initialization._scales.scaled import Scaled
 
 WHO = "Fixup"
-
-
-@dataclass(frozen=True, repr=False)
-class NameOrFlag(Kind):
-    """The name of a weight, True or False."""
-
-    @property
-    @override
-    def expected(self) -> str:
-        return "the name of a weight, True or False"
-
-    @override
-    def __call__(self, value: Any) -> str | bool:
-        return Text()(value) if isinstance(value, str) else Flag()(value)
 
 
 def fixup_factor(branches: int, maps: int) -> float:
@@ -126,7 +111,7 @@ class Fixup(OfBranches):
         self,
         *,
         biases: bool = True,
-        head: Annotated[str | bool, NameOrFlag()] = True,
+        head: Annotated[str | bool, Either(Text("the name of a weight"), Flag())] = True,
         branches: Branches | None = None,
         force: bool = False,
     ) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._needs.needs import Reasons
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.batches import map_tensors, num_samples
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.passes import training_batches

@@ -5,30 +5,15 @@ The rule is ``x + alpha F(x)`` with alpha = 0, or with ``skip_init_scale``, whic
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Kind, Number
+from lightning_eff._core._arguments.kinds import Either, Number, OneOf
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.names import Ends
 from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts, pointless
-
-
-@dataclass(frozen=True, repr=False)
-class NumberOrDepth(Kind):
-    """A finite number, or "depth"."""
-
-    @property
-    @override
-    def expected(self) -> str:
-        return "a finite number or 'depth'"
-
-    @override
-    def __call__(self, value: Any) -> float | str:
-        return value if isinstance(value, str) and value == "depth" else Number()(value)
 
 
 def skip_init_scale(branches: int) -> float:
@@ -88,7 +73,7 @@ class SkipInit(BranchScale):
 
     def __init__(
         self,
-        alpha: Annotated[float | Literal["depth"], NumberOrDepth()] = 0.0,
+        alpha: Annotated[float | Literal["depth"], Either(Number(), OneOf("depth"))] = 0.0,
         *,
         branches: Ends | None = None,
         force: bool = False,

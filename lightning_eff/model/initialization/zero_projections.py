@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._branches.ends import biases_beside, tensors_that_end
 from lightning_eff._core._branches.finding import branches, heads
-from lightning_eff._core._branches.pieces import take_apart
+from lightning_eff._core._branches.sharded_step import take_apart
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control

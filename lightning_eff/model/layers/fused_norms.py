@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._needs.needs import Need
-from lightning_eff._core._stack.showing import Worn, worn_by
+from lightning_eff._core._stack.partial_views import Worn, worn_by
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique

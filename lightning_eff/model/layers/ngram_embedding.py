@@ -16,7 +16,7 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count, Each, Either, Names, Number, Text
 from lightning_eff._core._needs.needs import Need
-from lightning_eff._core._optim.joined import join
+from lightning_eff._core._optim.moved_parameters import join
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core._optim.sparse import dense_views
 from lightning_eff._core._stack.compiled import compiled_around

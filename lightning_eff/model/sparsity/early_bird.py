@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
-from lightning_eff._core._run.late import ActsLate, Length
-from lightning_eff._core._stack.thawing import thawing
+from lightning_eff._core._run.delayed_start import ActsLate, Length
+from lightning_eff._core._stack.unfreezing import thawing
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Either, Fraction, Number, OneOf
 from lightning_eff._core._stack.compiled import compiled_around
-from lightning_eff._core._stack.thawing import thawing
+from lightning_eff._core._stack.unfreezing import thawing
 from lightning_eff._core.patches import hook_behind
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session

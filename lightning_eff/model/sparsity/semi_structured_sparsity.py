@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction, Number
-from lightning_eff._core._stack.thawing import thawing
+from lightning_eff._core._stack.unfreezing import thawing
 from lightning_eff._core.progress import in_window
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session

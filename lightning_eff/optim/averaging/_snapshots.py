@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Either, Fraction, OneOf
-from lightning_eff._core._run.late import ActsLate, Length
+from lightning_eff._core._run.delayed_start import ActsLate, Length
 from lightning_eff._core.session import Session
 from lightning_eff.optim.averaging._engine import AveragedWeights, pieces
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction
-from lightning_eff._core._run.late import ActsLate, Length
+from lightning_eff._core._run.delayed_start import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control

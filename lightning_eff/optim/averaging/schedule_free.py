@@ -18,10 +18,10 @@ from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._lightning.extras import missing
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._optim.combined import set_rate
-from lightning_eff._core._optim.held import HeldRates
-from lightning_eff._core._optim.multiples import Multiples
+from lightning_eff._core._optim.external_rates import Share, look, unwatch, watch
+from lightning_eff._core._optim.group_multipliers import Multiples
+from lightning_eff._core._optim.pinned_rates import HeldRates
 from lightning_eff._core._optim.scheduled import optimizers_of, put_to_rest, reference_rates, schedulers_of
-from lightning_eff._core._optim.written import Share, look, unwatch, watch
 from lightning_eff._core.optimizers import evaluates_anew
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session

@@ -10,9 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Number
-from lightning_eff._core._optim.held import HeldRates
+from lightning_eff._core._optim.pinned_rates import HeldRates
 from lightning_eff._core._optim.scheduled import reference_rates
-from lightning_eff._core._run.late import ActsLate, Length
+from lightning_eff._core._run.delayed_start import ActsLate, Length
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control

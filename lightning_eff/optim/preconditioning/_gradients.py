@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._run.capacity import free_bytes, in_words
-from lightning_eff._core._stack.thawing import thawing
+from lightning_eff._core._run.free_memory import free_bytes, in_words
+from lightning_eff._core._stack.unfreezing import thawing
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
 

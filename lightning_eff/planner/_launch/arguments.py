@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_eff._errors import Arguments
+from lightning_eff._cli.errors import Arguments
 from lightning_eff.planner._launch.assumptions import Assumptions
 from lightning_eff.planner.accelerators import ACCELERATORS, Accelerator, find_accelerator
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_eff._errors import Arguments, UsageError, check_configs, told
+from lightning_eff._cli.errors import Arguments, UsageError, check_configs, told
 from lightning_eff.budget.compute_optimal import PUBLISHED, REFIT, check_amount
 
 _STEPS = 6  # of a measurement, the first of which is counted

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_eff._core import rng
-from lightning_eff._core._run.apart import apart
+from lightning_eff._core._run.loader_copies import apart
 from lightning_eff._core.batches import tensors
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff.strategies._hybrid.shards import counted_here, local
 
 _OF_DTENSORS = ("dtensor", "placement", "sharding")  # in torch's messages of operations that it cannot run on them

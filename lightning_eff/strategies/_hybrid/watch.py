@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a
-from lightning_eff._core._run.words import causes
+from lightning_eff._core._run.error_text import causes
 from lightning_eff._core.patches import Patches
 
 _FAILED, _TERMINATED = "failed", "terminated"

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_eff.strategies._pipeline.course import Step
 from lightning_eff.strategies._pipeline.layout import Layout
 from lightning_eff.strategies._pipeline.runner import left
+from lightning_eff.strategies._pipeline.shared_state import Step
 from lightning_eff.strategies._pipeline.stack import Like, Stack
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Pass

@@ -23,27 +23,27 @@ from torchmetrics import Metric
 
 from lightning_eff._core import rng
 from lightning_eff._core._branches.side_by_side import side_by_side
-from lightning_eff._core._run.words import causes
+from lightning_eff._core._run.error_text import causes
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import find_stack, refuse_compiled_around
 from lightning_eff._core.steps import looking_on, silent
 from lightning_eff.strategies._pipeline import layout as layouts
 from lightning_eff.strategies._pipeline._checks.module import check_compiled, check_module
 from lightning_eff.strategies._pipeline._checks.verify import Verification, no_reentrant
-from lightning_eff.strategies._pipeline._everywhere.leavings import Leavings
-from lightning_eff.strategies._pipeline._everywhere.lent import Lent
+from lightning_eff.strategies._pipeline._everywhere.lent_parameters import Lent
 from lightning_eff.strategies._pipeline._everywhere.lockstep import Lockstep
-from lightning_eff.strategies._pipeline._everywhere.telling import Telling
+from lightning_eff.strategies._pipeline._everywhere.session_view import Telling
+from lightning_eff.strategies._pipeline._everywhere.step_effects import Leavings
 from lightning_eff.strategies._pipeline._losses.losses import CutLosses, UncutLosses
 from lightning_eff.strategies._pipeline._losses.weights import Given, Weights, tell_of_statistics, weighted
 from lightning_eff.strategies._pipeline.batch import check_same, split
-from lightning_eff.strategies._pipeline.course import Course, Ground, OuterBuffers, OuterParameters, Running, Step
 from lightning_eff.strategies._pipeline.gradients import SharedGradients
 from lightning_eff.strategies._pipeline.logging import Agreement, Recorders, fetched, replay
 from lightning_eff.strategies._pipeline.memory import Holdings, free, holdings, only_in_blocks, owners, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
 from lightning_eff.strategies._pipeline.runner import StageRunner
 from lightning_eff.strategies._pipeline.schedules import Schedules
+from lightning_eff.strategies._pipeline.shared_state import Course, Ground, OuterBuffers, OuterParameters, Running, Step
 from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import learn_origins

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from typing_extensions import override
 
-from lightning_eff.strategies._pipeline._everywhere.leavings import Leavings
-from lightning_eff.strategies._pipeline.course import Course, Ground, OuterBuffers, OuterParameters, Running, Step
+from lightning_eff.strategies._pipeline._everywhere.step_effects import Leavings
+from lightning_eff.strategies._pipeline.shared_state import Course, Ground, OuterBuffers, OuterParameters, Running, Step
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Pass, StageExit
 

@@ -12,10 +12,10 @@ from lightning_eff._core import rng
 from lightning_eff._core.steps import silent
 from lightning_eff.strategies._pipeline._checks.verify import bypassed
 from lightning_eff.strategies._pipeline.batch import signature
-from lightning_eff.strategies._pipeline.course import Course, Ground, Step
 from lightning_eff.strategies._pipeline.evaluation import Through, through
 from lightning_eff.strategies._pipeline.order import ONE_STAGE, SCHEDULES
 from lightning_eff.strategies._pipeline.runner import Stage, StageRunner, left
+from lightning_eff.strategies._pipeline.shared_state import Course, Ground, Step
 from lightning_eff.strategies._pipeline.stack import Like
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Pass

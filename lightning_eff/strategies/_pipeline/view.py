@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_eff._core import rng
 from lightning_eff._core._stack.chains import Feeding
-from lightning_eff.strategies._pipeline.between import RETURNED, Between, version_of
+from lightning_eff.strategies._pipeline.between_blocks import RETURNED, Between, version_of
 from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_eff._core.search_space import Choice, Integer, Range, SearchSpace
 from lightning_eff.tune.config import Choices
-from lightning_eff.tune.looking.probing import usual
+from lightning_eff.tune.inspection.probing import usual
 from lightning_eff.tune.proposals.ranges import anywhere, code, near, suggest
 from lightning_eff.tune.space import Space
 

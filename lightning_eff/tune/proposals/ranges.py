@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 from lightning_eff._core.search_space import Choice, Integer, Range, Uniform, frozen
-from lightning_eff.tune.looking.probing import middle
+from lightning_eff.tune.inspection.probing import middle
 
 
 def suggest(trial: Any, name: str, what: Range) -> Any:

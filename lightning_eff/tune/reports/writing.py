@@ -9,7 +9,7 @@ from lightning_eff.bench.results import now, write_json
 from lightning_eff.tune.concluding import Found
 from lightning_eff.tune.config import Choices, Recipes, dumped
 from lightning_eff.tune.confirm import Contribution
-from lightning_eff.tune.looking.profiling import told
+from lightning_eff.tune.inspection.profiling import told
 from lightning_eff.tune.reports.page import page
 from lightning_eff.tune.reports.prose import report
 from lightning_eff.tune.search import Search

@@ -25,13 +25,13 @@ CASES = {
     "AttentionWindowWarmup": Case(
         active=lambda: AttentionWindowWarmup(start=4, until=1.0, multiple_of=2),
         neutral=lambda: AttentionWindowWarmup(until=0.0),
-        lost=(classifier, "classifier", "saw no self-attention in training_step"),
+        lost=(classifier, "classifier", "found no self-attention in training_step"),
         outside_surveys=True,
     ),
     "NarrowAttention": Case(
         active=lambda: NarrowAttention(start=4),
         neutral=lambda: NarrowAttention(start=4096),
-        lost=(classifier, "classifier", "saw no self-attention in training_step"),
+        lost=(classifier, "classifier", "found no self-attention in training_step"),
     ),
 }
 
@@ -292,7 +292,8 @@ def test_windows_over_a_run_and_what_validation_sees() -> None:
         t = trainer(technique, max_steps=8, limit_val_batches=1, val_check_interval=2)
         t.fit(net, loader("tiny_gpt", 40), loader("tiny_gpt", 4))
         seen[evaluate] = net.reached
-        assert technique.report() == {"window": 32} and "after 4 batches with less" in technique.summary()
+        assert technique.report() == {"window": 32}
+        assert technique.summary() == "window of 32 of 32 tokens at the end, smaller than the sequence in 4 batches"
         assert "validation_step" not in net.__dict__
     assert seen["full"][True] == seen["present"][True] == [4, 8, 16, 24, 32, 32, 32, 32]
     assert seen["full"][False] == [32] * 4 and seen["present"][False] == [8, 24, 32, 32]
@@ -326,7 +327,7 @@ def test_validation_of_a_checkpoint_sees_the_window_that_the_fit_had(evaluate: A
 def test_what_cannot_be_seen_is_refused() -> None:
     with pytest.raises(ValueError, match=r"AttentionWindowWarmup: the module 'model' \(T5.*\) is an encoder-decoder"):
         trainer(AttentionWindowWarmup(start=4), max_steps=1).fit(module("t5"), loader("t5"))
-    with pytest.raises(ValueError, match=r"start=32\): attention in the first batch is on 32 tokens.*Lower start"):
+    with pytest.raises(ValueError, match=r"start=32\): attention in the first batch has only 32 tokens.*smaller start"):
         trainer(AttentionWindowWarmup(start=32), max_steps=1).fit(TinyGPT(), loader("tiny_gpt"))
     net: Any = TinyGPT()
     net.blocks[1]._compiled_call_impl = net.blocks[1].forward  # as torch.nn.Module.compile does
@@ -339,7 +340,7 @@ def test_what_cannot_be_seen_is_refused() -> None:
     [
         ({"start": 0}, r"start=0\): expected an integer >= 1"),
         ({"multiple_of": True}, r"multiple_of=True\): expected an integer >= 1"),
-        ({"until": -0.1}, r"until=-0.1\): expected a fraction"),
+        ({"until": -0.1}, r"until=-0.1\): expected a number in \[0, 1\]: the fraction"),
         ({"evaluate": "half"}, r"evaluate='half'\): expected 'full'.* or 'present'"),
     ],
 )

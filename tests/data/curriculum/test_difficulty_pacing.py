@@ -268,15 +268,15 @@ def test_pacing_by_length() -> None:
         ({"c0": 0.0}, r"c0=0.0\): expected a number in \(0, 1\]"),
         ({"c0": 1.2}, r"c0=1.2\): expected"),
         ({"c0": float("nan")}, r"c0=nan\): expected"),
-        ({"until": 1.5}, r"until=1.5\): expected a fraction"),
+        ({"until": 1.5}, r"until=1.5\): expected a number in \[0, 1\]: the fraction"),
         ({"p": 0.0}, r"p=0.0\): expected a finite number > 0"),
-        ({"granularity": -0.1}, r"granularity=-0.1\): expected a share"),
-        ({"score": "hardest"}, r"score='hardest'\): expected one number for each sample .* length, loss, random"),
-        ({"score": [1.0, float("nan")]}, r"1 of 2 scores are nan, the first at index 1"),
+        ({"granularity": -0.1}, r"granularity=-0.1\): expected a number in \[0, 1\]: the step"),
+        ({"score": "hardest"}, r"score='hardest'\): expected one number for each sample .* 'length', 'loss' or 'random'"),
+        ({"score": [1.0, float("nan")]}, r"1 of 2 scores are NaN, the first at index 1"),
         ({"score": torch.zeros(2, 2)}, r"values of shape \(2, 2\); expected one number"),
         ({"score": []}, r"values of shape \(0,\); expected one number"),
         ({"score": [[1.0], 2.0]}, r"score=list\): expected one number for each sample"),
-        ({"reference": TinyClassifier()}, r"reference=...\): expected score='loss' beside it"),
+        ({"reference": TinyClassifier()}, r"reference=...\): only score='loss' uses it"),
         ({"score": "loss", "reference": nn.Linear(1, 1)}, r"reference=Linear\(...\)\): expected a LightningModule"),
     ],
 )  # fmt: skip
@@ -288,8 +288,8 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("technique", "data", "message"),
     [
-        (DifficultyPacing([0.0] * 29), None, "got 29 scores for a data set of 30 samples; expected one for each"),
-        (DifficultyPacing(SCORES, 0.1), None, "the easiest 3 of 30 .* fewer than the 4 of a batch.*Raise c0 to 0.133"),
+        (DifficultyPacing([0.0] * 29), None, "got 29 scores for a data set of 30 samples; expected one per sample"),
+        (DifficultyPacing(SCORES, 0.1), None, "the easiest 3 of 30 .* fewer than the 4 of a batch.*Use c0=0.133"),
         (DifficultyPacing("length"), None, r"found no sequence of integers in a sample of the data set \(tuple\)"),
         (
             DifficultyPacing("length"),
@@ -304,7 +304,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         (
             DifficultyPacing("loss", sample_loss=lambda module, batch: batch[0][:, 0] / 0),
             DataLoader(Subset(Numbered(), range(1, N)), 4),
-            "is nan or infinite",
+            "is NaN or infinite",
         ),
         (DifficultyPacing("loss", sample_loss=lambda module, batch: batch[0]), None, r"sample_loss returned shape \(4, 2\)"),
     ],

@@ -78,14 +78,17 @@ def test_stages_in_training() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([], r"stages=\[\]\): expected \(u, share\) pairs such as"),
-        ([[0.0, 0.5, 1.0]], "expected .* pairs"),
-        ([[0.1, 0.5]], r"stages begin at \[0.1\].* the first from 0 on"),
-        ([[0.0, 0.5], [0.0, 1.0]], "each later than the last"),
+        (
+            [],
+            r"stages=\[\]\): expected a sequence, each 2 values, each a number in \[0, 1\]: pairs .*stages=\[\(0, 0.71",
+        ),
+        ([[0.0, 0.5, 1.0]], "each 2 values"),
+        ([[0.1, 0.5]], r"stages begin at \[0.1\]; expected 0, then rising values below 1"),
+        ([[0.0, 0.5], [0.0, 1.0]], r"stages begin at \[0.0, 0.0\]; expected 0, then rising"),
         ([[0.0, 0.5], [1.0, 1.0]], "stages begin at"),
-        ([[0.0, 0.7], [0.5, 0.5]], "each above 0 and larger than the last"),
-        ([[0.0, 0.0]], "each above 0"),
-        ([[0.0, 1.5]], r"share=1.5\): expected a number in \[0, 1\]"),
+        ([[0.0, 0.7], [0.5, 0.5]], "shares of the side are .*; expected rising values above 0"),
+        ([[0.0, 0.0]], "expected rising values above 0"),
+        ([[0.0, 1.5]], r"stages=\[\[0.0, 1.5\]\]\): expected .* each a number in \[0, 1\]"),
     ],
 )
 def test_bad_stages(stages: Any, message: str) -> None:

@@ -293,8 +293,8 @@ def test_dense_targets_go_along() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"scale": 0}, r"scale=0\): expected a share .* above 0"),
-        ({"scale": 1.5}, r"scale=1.5\): expected a number in \[0, 1\]"),
+        ({"scale": 0}, r"scale=0\): expected a number in \(0, 1\]: the fraction of the full height"),
+        ({"scale": 1.5}, r"scale=1.5\): expected a number in \(0, 1\]"),
         ({"until": -0.1}, r"until=-0.1\): expected a number in \[0, 1\]"),
         ({"hold": 2}, r"hold=2\): expected a number in \[0, 1\]"),
         ({"multiple_of": 0}, r"multiple_of=0\): expected an integer >= 1"),
@@ -329,3 +329,8 @@ def test_counters_go_on_after_a_resume(tmp_path: Path) -> None:
     assert whole["used"] == {"8 px": [0, 6], "12 px": [6, 2], "16 px": [8, 2]}
     for step in (4, 9):
         assert run(tmp_path / f"step={step}.ckpt") == whole
+
+
+def test_the_names_of_composer_are_accepted() -> None:
+    technique = ProgressiveResizing(initial_scale=0.75, size_increment=8)  # pyright: ignore[reportCallIssue]
+    assert repr(technique) == "ProgressiveResizing(scale=0.75, multiple_of=8)"

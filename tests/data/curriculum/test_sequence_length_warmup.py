@@ -573,10 +573,10 @@ def test_a_second_fit_starts_afresh() -> None:
         ({"start": 0}, r"start=0\): expected an integer >= 1"),
         ({"start": 6.5}, r"start=6.5\): expected an integer >= 1"),
         ({"multiple_of": 0}, r"multiple_of=0\): expected an integer >= 1"),
-        ({"start": 20}, r"start=20, multiple_of=8.*The nearest: start=16 or 24"),
-        ({"start": 4}, r"start=4, multiple_of=8.*The nearest: start=8;"),
-        ({"until": 1.5}, r"until=1.5\): expected a fraction of the budget in \[0, 1\]"),
-        ({"until": -0.1}, r"until=-0.1\): expected a fraction"),
+        ({"start": 20}, r"start=20, multiple_of=8.*Use start=16 or 24"),
+        ({"start": 4}, r"start=4, multiple_of=8.*Use start=8,"),
+        ({"until": 1.5}, r"until=1.5\): expected a number in \[0, 1\]: the fraction of the budget"),
+        ({"until": -0.1}, r"until=-0.1\): expected a number in"),
         ({"mode": "pad"}, r"mode='pad'\): expected 'reshape'.*or 'truncate'"),
         ({"keys": "labels"}, r"keys='labels'\): expected a list of names or positions"),
         ({"keys": []}, r"keys=\[\]\): expected a list"),
@@ -596,10 +596,18 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         (
             "gpt2",
             SequenceLengthWarmup(start=64),
-            r"start=64\): the first batch has sequences of 32 tokens.*Lower start",
+            r"start=64\): the first batch has sequences of only 32 tokens.*smaller start",
         ),
-        ("gpt2", SequenceLengthWarmup(start=24), r"at least 24\. Possible starts: \[8, 16\].*mode='truncate'"),
-        ("gpt2", SequenceLengthWarmup(start=12, multiple_of=12), r"Possible starts: none.*\[1, 2, 4, 8, 16\]"),
+        (
+            "gpt2",
+            SequenceLengthWarmup(start=24),
+            r"at least 24 .*Use start=8 or 16, or multiple_of=1 .*mode='truncate'",
+        ),
+        (
+            "gpt2",
+            SequenceLengthWarmup(start=12, multiple_of=12),
+            r"Use multiple_of=1 with start=1 or 2 or 4 or 8 or 16",
+        ),
         ("labelled", SequenceLengthWarmup(start=8), r"\['labels'\] \(4,\).*mode='truncate'"),
         ("gpt2", SequenceLengthWarmup(start=8, keys=["text"]), r"\['text'\] are not in the batch"),
     ],
@@ -660,3 +668,8 @@ def test_an_error_on_another_rank_is_raised_here_too(monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match=r"^SequenceLengthWarmup: found no integer tensor"):
         seen(SequenceLengthWarmup(start=8), [{"input_ids": ids().float()}])
     assert gathered[0] is None and "no integer tensor" in gathered[1]
+
+
+def test_the_names_of_composer_are_accepted() -> None:
+    technique = SequenceLengthWarmup(min_seq_length=16, duration=0.5, step_size=16)  # pyright: ignore[reportCallIssue]
+    assert repr(technique) == "SequenceLengthWarmup(start=16, until=0.5, multiple_of=16)"

@@ -87,7 +87,7 @@ def test_the_loader_makes_these_batches() -> None:
     ("kwargs", "message"),
     [
         ({"max_tokens": -1}, r"max_tokens=-1\): expected an integer >= 0"),
-        ({"max_tokens": 9, "window": 0}, r"window=0\): expected an integer >= 1, samples"),
+        ({"max_tokens": 9, "window": 0}, r"window=0\): expected an integer >= 1: the number of consecutive samples"),
         ({"max_tokens": 9, "lengths": [0.5]}, r"lengths=...\): got torch.float32 values"),
     ],
 )
@@ -99,7 +99,11 @@ def test_arguments_out_of_their_range(kwargs: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     ("technique", "batch_size", "message"),
     [
-        (lambda: TokenBudgetBatches(9, lengths=[8] * 11 + [10] * 9), 4, "9 of 20 samples have more tokens.*to 10"),
+        (
+            lambda: TokenBudgetBatches(9, lengths=[8] * 11 + [10] * 9),
+            4,
+            "9 of 20 samples have more tokens.*max_tokens=10",
+        ),
         (lambda: TokenBudgetBatches(9, lengths=[8] * 11), 4, "got 11 lengths for a data set of 20 samples"),
         (lambda: TokenBudgetBatches(9, lengths=[8] * 20), None, "a DataLoader with batch_size=None"),
     ],

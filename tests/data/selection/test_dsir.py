@@ -144,7 +144,7 @@ def test_lines_of_json_are_their_texts(tmp_path: Path) -> None:
     path = text(tmp_path, "raw.jsonl", "".join(json.dumps({"body": t, "text": 7}) + "\n" for t in texts).encode())
     (part,) = parts([path], "body", 9)
     assert b"".join(part.texts()).decode() == "one two\ntwo lines ß\n\n"
-    with pytest.raises(ValueError, match=r"no JSON object with a text under 'text' .*Give its name by --field"):
+    with pytest.raises(ValueError, match=r"not a JSON object with a text under 'text' .*with --field"):
         list(parts([path], "text", 9)[0].texts())
     assert parts([text(tmp_path, "raw.txt", b"{}\n")], "body", 9)[0].field == ""
 

@@ -153,7 +153,7 @@ def test_a_negative_loss_is_refused() -> None:
         ({"presample": math.inf}, r"presample=inf\)"),
         ({"k": 1.5}, r"k=1.5\): expected a number in \[0, 1\]"),
         ({"k": math.nan}, r"k=nan\)"),
-        ({"start": -0.1}, r"start=-0.1\): expected a share of the budget"),
+        ({"start": -0.1}, r"start=-0.1\): expected a number in \[0, 1\]: the fraction of the budget"),
         ({"sample_loss": 3}, r"sample_loss=3\): expected a function of \(module, batch\)"),
     ],
 )
@@ -164,7 +164,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_a_start_needs_a_budget() -> None:
     t = trainer(LossBiasedSampling(start=0.5), max_steps=-1, max_epochs=-1)
-    with pytest.raises(ValueError, match=r"start=0.5\): the Trainer has no end .* or start=0"):
+    with pytest.raises(ValueError, match=r"start=0.5\): the Trainer has no end .* or use start=0"):
         t.fit(TinyClassifier(), loader("classifier"))
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_eff._core.losses import LossNotVisible
 from lightning_eff.data.selection._accuracy import CountRight
 from lightning_eff.data.selection._choosing import largest
-from lightning_eff.data.selection.ordered_sgd import OrderedSGD, order_weights, share_at
+from lightning_eff.data.selection.ordered_sgd import OrderedSGD, share_at
 from tests.cases import Case, own_loss
 from tests.data.selection.test_selective_backprop import Gradients, gradient, rows_of, sample_means, still
 from tests.models import TinyClassifier, loader, make_batch, trainer
@@ -27,6 +27,16 @@ CASES = {
         lost=(own_loss, "classifier", "sample_loss"),
     )
 }
+
+
+def order_weights(n: int, s: int, q: int) -> list[float]:
+    """Compute ``gamma_j``, the probability that the j-th largest of ``n`` losses is among the ``q`` largest of ``s`` drawn.
+
+    ``gamma_j = sum_{l<q} C(j-1, l) C(n-j, s-l-1) / C(n, s)`` for ``j = 1 ... n``, which sum to ``q``. Averaged over batches of
+    ``s`` samples, the update is the gradient of ``(1/q) sum_j gamma_j L_(j)``.
+    """
+    every = comb(n, s)
+    return [sum(comb(j - 1, k) * comb(n - j, s - k - 1) for k in range(q)) / every for j in range(1, n + 1)]
 
 
 @pytest.mark.parametrize(("n", "s", "q"), [(6, 3, 2), (5, 5, 2), (7, 4, 4), (4, 1, 1)])
@@ -189,7 +199,7 @@ def test_accuracy_needs_a_loss_on_classes() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return F.mse_loss(self(batch[0]), torch.zeros(len(batch[0]), 3))
 
-    with pytest.raises(LossNotVisible, match=r"keep='accuracy'\): .* Give keep= a number"):
+    with pytest.raises(LossNotVisible, match=r"keep='accuracy'\): .* Give a number, such as keep=0.5"):
         trainer(OrderedSGD(), max_steps=2).fit(Regression(), loader("classifier"))
 
 
@@ -198,12 +208,12 @@ def test_accuracy_needs_a_loss_on_classes() -> None:
     [
         (0.0, r"keep=0.0\): expected a number in \(0, 1\]"),
         (True, r"keep=True\): expected a number"),
-        ("loss", r"keep='loss'\): expected a share in \(0, 1\], 'accuracy', or stages"),
-        ([], r"keep=\[\]\): expected a share"),
-        ([(0.1, 0.5)], r"begin with 0"),
-        ([(0.0, 0.5), (0.0, 0.2)], r"rise below 1"),
+        ("loss", r"keep='loss'\): expected a number in \(0, 1\], 'accuracy', or stages"),
+        ([], r"keep=\[\]\): expected a number in \(0, 1\], 'accuracy', or stages"),
+        ([(0.1, 0.5)], r"stages \[\(u, keep\), ...\] with u from 0"),
+        ([(0.0, 0.5), (0.0, 0.2)], r"rising and below 1"),
         ([(0.0, 1.5)], r"keep=1.5\)"),
-        ([0.5], r"expected a share"),
+        ([0.5], r"'accuracy', or stages"),
     ],
 )
 def test_bad_arguments(keep: Any, message: str) -> None:
@@ -215,7 +225,7 @@ def test_bad_arguments(keep: Any, message: str) -> None:
 
 def test_stages_need_a_budget_and_a_batch_several_samples() -> None:
     t = trainer(OrderedSGD(keep=[(0, 1.0), (0.5, 0.5)]), max_steps=-1, max_epochs=-1)
-    with pytest.raises(ValueError, match=r"the Trainer has no end .* or one number for keep"):
+    with pytest.raises(ValueError, match=r"the Trainer has no end .* or give one number for keep"):
         t.fit(TinyClassifier(), loader("classifier"))
     with pytest.raises(ValueError, match="OrderedSGD: got a batch of 1 sample; expected several"):
         trainer(OrderedSGD(keep=0.5), max_steps=2).fit(TinyClassifier(), loader("classifier", 4, 1))

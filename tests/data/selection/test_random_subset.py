@@ -209,7 +209,7 @@ def test_what_trains_on_everything_has_no_arm(technique: Technique) -> None:
     [
         ({"keep": 0.0}, r"keep=0.0\): expected a number in \(0, 1\]"),
         ({"keep": 1.5}, r"keep=1.5\): expected"),
-        ({"keep": 0.5, "start": 0.5, "end": 0.5}, r"start=0.5, end=0.5\): expected 0 <= start < end <= 1"),
+        ({"keep": 0.5, "start": 0.5, "end": 0.5}, r"start=0.5, end=0.5\): start must be below end"),
         ({"keep": 0.5, "interval": 0}, r"interval=0\): expected an integer >= 1"),
         ({"keep": 0.5, "interval": True}, r"interval=True\): expected an integer >= 1"),
     ],

@@ -249,7 +249,7 @@ class Stream(IterableDataset[Any]):
 
 
 def test_loaders_that_do_not_tell_indices_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"RHOLoss: the training loader does not tell .*or use OrderedSGD"):
+    with pytest.raises(ValueError, match=r"RHOLoss: the training loader does not say .*or use OrderedSGD"):
         trainer(RHOLoss(), max_steps=2).fit(still("classifier"), DataLoader(Stream(), 4))
     with pytest.raises(ValueError, match=r"RHOLoss: got 3 irreducible losses for a data set of 12 samples"):
         fit(RHOLoss(irreducible=[1.0, 2.0, 3.0]))
@@ -269,10 +269,14 @@ def test_loaders_that_do_not_tell_indices_are_refused() -> None:
         ({"epochs": 0}, r"epochs=0\): expected an integer >= 1"),
         ({"lr": 0.0}, r"lr=0.0\): expected a finite number > 0"),
         ({"irreducible": [[1.0]]}, r"got torch.float32 values of shape \(1, 1\)"),
-        ({"irreducible": [float("nan")]}, r"all finite: False"),
+        ({"irreducible": [float("nan")]}, r"got torch.float32 values of shape \(1,\), not all finite"),
         ({"irreducible": "nowhere.pt"}, r"irreducible='nowhere.pt'\): expected a file with a tensor"),
         ({"irreducible": ["a"]}, r"expected one number for each sample"),
         ({"model": nn.Linear(2, 2)}, r"model=Linear\(...\)\): expected a LightningModule"),
+        (
+            {"model": Sees(), "irreducible": [0.0]},
+            r"irreducible=..., model=Sees\(...\)\): both give the irreducible losses",
+        ),
         ({"sample_loss": 3}, r"sample_loss=3\): expected a function"),
     ],
 )

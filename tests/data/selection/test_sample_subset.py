@@ -131,15 +131,15 @@ def test_a_fingerprint_follows_from_the_samples() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"num_samples": 30}, "holds num_samples; expected num_samples, indices and"),
+        ({"num_samples": 30}, "holds num_samples; expected num_samples and indices, and optionally fingerprint"),
         ({"indices": [1]}, "holds indices; expected num_samples"),
         ({"num_samples": 0, "indices": [1]}, "got num_samples=0; expected an integer >= 1"),
         ({"num_samples": 30, "indices": []}, r"indices of shape \(0,\)"),
         ({"num_samples": 30, "indices": [1.5]}, "indices of type float64; expected integers"),
-        ({"num_samples": 30, "indices": [[1], [2, 3]]}, "expected numbers in a row"),
+        ({"num_samples": 30, "indices": [[1], [2, 3]]}, "expected a row of numbers"),
         ({"num_samples": 30, "indices": [0, 30]}, r"between 0 and 30; expected all in \[0, 30\)"),
         ({"num_samples": 30, "indices": [-1, 3]}, "between -1 and 3"),
-        ({"num_samples": 30, "indices": [3, 4, 3]}, "1 of 3 indices stand twice; expected each once"),
+        ({"num_samples": 30, "indices": [3, 4, 3]}, "1 of 3 indices are repeated; expected each once"),
         ([1, 2], "holds a list; expected a mapping"),
     ],
 )
@@ -153,9 +153,9 @@ def test_a_file_of_another_form_is_refused_at_construction(content: Any, message
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        (0.0, r"\(0.0\): expected the path of a file of indices, or a share"),
-        (1.5, r"\(1.5\): expected"),
-        (True, r"\(True\): expected"),
+        (0.0, r"samples=0.0\): expected the path of a file of indices or a number in \(0, 1\]"),
+        (1.5, r"samples=1.5\): expected"),
+        (True, r"samples=True\): expected"),
         ("gone.json", "gone.json: there is no such file"),
         ("kept.csv", "kept.csv: expected a name that ends in .json or .npz"),
     ],
@@ -168,11 +168,11 @@ def test_bad_arguments(samples: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (DataLoader(Numbered(29), 4), "is of a data set of 30 samples, and this one has 29"),
-        (DataLoader(Numbered(shift=0.5), 4), "with the fingerprint .*, and this one, of as many samples, has"),
+        (DataLoader(Numbered(29), 4), "belongs to a data set of 30 samples, but the training data set has 29"),
+        (DataLoader(Numbered(shift=0.5), 4), "with the fingerprint .*, but the training data set has"),
         (
             DataLoader(Numbered(), 4, sampler=SubsetRandomSampler([0, 2, 3, 6])),
-            "yields 4 samples in epoch 0, none of which",
+            "yields 4 samples in epoch 0, but none of the",
         ),
     ],
 )

@@ -272,7 +272,7 @@ def test_resumed_from_every_step_of_a_search_over_resolutions_it_ends_as_undistu
         module("vit").load_state_dict(state["state_dict"])
         held = next(value for key, value in state["callbacks"].items() if "AutoProg" in key)
         assert (held["base"], held["active"]) == (base, 4 if base else 1)
-        assert base or held["note"].startswith("AutoProg: the first 1 of the 4 blocks")
+        assert base or held["note"].startswith("AutoProg: training has reached the first 1 of the 4 blocks")
 
 
 def test_images_grow_with_the_blocks_and_small_ones_cost_less() -> None:

@@ -336,7 +336,7 @@ def test_resumed_in_mid_growth_it_ends_as_undisturbed(tmp_path: Path) -> None:
     state = torch.load(saved[4], weights_only=True)
     module("tiny_gpt").load_state_dict(state["state_dict"])
     note = next(value["note"] for key, value in state["callbacks"].items() if "CompoundGrowth" in key)
-    assert note.startswith("CompoundGrowth: the first 2 of the 4 blocks")
+    assert note.startswith("CompoundGrowth: only the first 2 of the 4 blocks")
 
 
 def test_sequences_are_short_and_then_whole() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_eff._core._run.apart import apart
+from lightning_eff._core._run.loader_copies import apart
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging
 from tests.core.nop import Nop
 from tests.models import TinyClassifier, loader, make_batch, trainer

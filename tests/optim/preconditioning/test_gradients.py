@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_eff import GradientCentralization
-from lightning_eff._core._run import capacity
+from lightning_eff._core._run import free_memory
 from lightning_eff._core.session import Session
 from lightning_eff.optim.preconditioning import _gradients
 from lightning_eff.optim.preconditioning._gradients import Gradients, Preconditioner, stepped
@@ -269,19 +269,19 @@ def test_a_cpu_has_left_what_is_available_or_what_its_limit_leaves(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cpu = torch.device("cpu")
-    assert 2**20 < (capacity.free_bytes(cpu) or 0) < 2**50
+    assert 2**20 < (free_memory.free_bytes(cpu) or 0) < 2**50
     limit = tmp_path / "memory.max"
     limit.write_text("max\n")
-    assert capacity._left_of_limit(tmp_path) is None
+    assert free_memory._left_of_limit(tmp_path) is None
     limit.write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 300\n")
-    assert capacity._left_of_limit(tmp_path) == 400, "cached files make room"
-    assert capacity._left_of_limit(tmp_path / "none") is None
-    monkeypatch.setattr(capacity, "_left_of_limit", lambda: 400)
-    assert capacity.free_bytes(cpu) == 400
+    assert free_memory._left_of_limit(tmp_path) == 400, "cached files make room"
+    assert free_memory._left_of_limit(tmp_path / "none") is None
+    monkeypatch.setattr(free_memory, "_left_of_limit", lambda: 400)
+    assert free_memory.free_bytes(cpu) == 400
 
 
 def test_bytes_in_words() -> None:
-    found = [capacity.in_words(n) for n in (12, 2048, 3 * 2**19, 5 * 2**40)]
+    found = [free_memory.in_words(n) for n in (12, 2048, 3 * 2**19, 5 * 2**40)]
     assert found == ["12 bytes", "2.00 KiB", "1.50 MiB", "5,120.00 GiB"]

@@ -1,1 +1,1 @@
-"""What is found of a data set's samples before or beside training: files of it, text by n-grams, scores by a module."""
+"""Selection before or outside training: files of indices and scores, n-grams of texts, and scores by a module."""

@@ -1,11 +1,11 @@
-"""DSIR: documents of a large text that are like a target text, by importance resampling over hashed n-grams (Xie et al. 2023).
+"""DSIR: select documents of a large text that resemble a target text, by importance resampling (Xie et al. 2023).
 
-Each document ``z`` of the raw text is weighed by how much likelier its features are in the target than in the raw text, with
-``c_j(z)`` how often it has the feature of bucket j, and ``p``, ``q`` the shares of the buckets in target and raw text:
+Each document ``z`` of the raw text is weighted by how much more likely its features are in the target than in the raw text.
+``c_j(z)`` counts its features in bucket j, and ``p``, ``q`` are the fractions of the buckets in target and raw text:
 
     log w(z) = sum_j c_j(z) log(p_j / q_j)
 
-Documents are drawn without replacement with chances as their weights: the k largest ``log w + Gumbel noise``.
+Documents are drawn without replacement in proportion to their weights: the k largest ``log w + Gumbel noise``.
 """
 
 import hashlib
@@ -22,23 +22,23 @@ import numpy as np
 
 from lightning_eff.data.selection._offline.hashing import Integers, Numbers, blocks, features
 
-SMOOTHING = 1e-8  # of the shares, as in the authors' code: a bucket that is empty in one of the texts
-PART_BYTES = 2**25  # of a text that one process takes at a time, and that an interruption may lose
+SMOOTHING = 1e-8  # of the fractions, as in the authors' code, for buckets that are empty in one of the texts
+PART_BYTES = 2**25  # of text that a process takes at a time, and that an interruption may lose
 
 
 def log_ratios(target: Integers, raw: Integers) -> Numbers:
-    """``log((p_j + e) / (q_j + e))`` of counts in buckets, shape (buckets,), and a 0 behind them, shape (buckets + 1,)."""
+    """Compute ``log((p_j + e) / (q_j + e))`` from counts, shape (buckets,), and append a 0, shape (buckets + 1,)."""
     p, q = (counts / max(1, counts.sum()) for counts in (target, raw))
     return np.append(np.log(p + SMOOTHING) - np.log(q + SMOOTHING), 0.0)
 
 
 def gumbel_top_k(log_weights: Numbers, k: int, seed: int) -> Integers:
-    """``k`` indices without replacement, with chances as ``exp(log_weights)``; ascending, shape (k,).
+    """Draw ``k`` indices without replacement in proportion to ``exp(log_weights)``, in ascending order, shape (k,).
 
     Args:
-        log_weights: shape (n,); -inf is never drawn.
-        k: in [1, n less what is never drawn].
-        seed: of the noise.
+        log_weights: shape (n,). -inf is never drawn.
+        k: at least 1, at most the number of finite weights.
+        seed: the seed of the noise.
     """
     # argtop_k(log w_i + G_i) with G_i ~ Gumbel(0, 1)
     keys = log_weights + np.random.default_rng(seed).gumbel(size=len(log_weights))
@@ -50,11 +50,11 @@ class Part:
     """Some lines of a text.
 
     Attributes:
-        path: of the file.
-        start: its lines begin from this byte on,
-        end: and before this one.
-        field: of the JSON objects that its lines are, which holds the text; empty where the lines are the text.
-        buckets: how many there are.
+        path: the path of the file.
+        start: the byte from which its lines begin.
+        end: the byte before which they begin.
+        field: the field of a JSON object per line that holds the text, or "" if the lines are the text.
+        buckets: the number of buckets.
     """
 
     path: str
@@ -64,7 +64,7 @@ class Part:
     buckets: int
 
     def texts(self) -> Iterator[bytes]:
-        """Its documents, each ending in a newline, in blocks."""
+        """Yield its documents in blocks, each document ending in a newline."""
         for block in blocks(self.path, self.start, self.end):
             yield self._unpacked(block) if self.field else block
 
@@ -74,13 +74,13 @@ class Part:
             return "".join(" ".join(text.split("\n")) + "\n" for text in texts).encode(errors="replace")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{self.path}: a line between bytes {self.start:,} and {self.end:,} is no JSON object with a text under"
-                f" {self.field!r} ({type(error).__name__}: {error}); expected one in each line. Give its name by --field."
+                f"{self.path}: a line between bytes {self.start:,} and {self.end:,} is not a JSON object with a text under"
+                f" {self.field!r} ({type(error).__name__}: {error}). Name the right field with --field."
             ) from error
 
 
 def count(part: Part) -> tuple[Integers]:
-    """How often each bucket comes in it, shape (buckets,)."""
+    """Count the features of each bucket in a part, shape (buckets,)."""
     return (np.sum([features(b, part.buckets).counts(part.buckets) for b in part.texts()] or [_none(part)], axis=0),)
 
 
@@ -89,12 +89,12 @@ def _none(part: Part) -> Integers:
 
 
 def weigh(part: Part, ratios: Numbers) -> tuple[Numbers]:
-    """``log w`` of each of its documents, shape (documents,); -inf where there is no token."""
+    """Compute ``log w`` of each document of a part, shape (documents,), -inf for one without tokens."""
     return (np.concatenate([features(b, part.buckets).sums(ratios) for b in part.texts()] or [np.empty(0)]),)
 
 
 def parts(paths: Sequence[str], field: str, buckets: int) -> list[Part]:
-    """Texts cut into pieces, in their order."""
+    """Cut texts into parts, in their order."""
     found: list[Part] = []
     for path in paths:
         size = os.path.getsize(path)
@@ -107,17 +107,17 @@ def parts(paths: Sequence[str], field: str, buckets: int) -> list[Part]:
 
 @dataclass
 class Weighing:
-    """The weights of all documents of a raw text, found by several processes, and taken up where they were interrupted.
+    """Computes the weights of all documents of a raw text in several processes, and continues after an interruption.
 
     Args:
-        raw: text files to select from, in the order in which their lines are counted; those called ``.jsonl`` hold an object
-            in each line.
-        target: text files that the selection shall be like.
-        folder: for what is found so far; made anew where it is of other texts or settings.
-        field: of the objects in ``.jsonl`` files.
-        buckets: of the features.
-        jobs: processes.
-        tell: is told of each piece done: what it was, and its bytes.
+        raw: the text files to select from, in the order in which their lines are counted. ``.jsonl`` files have an object per
+            line.
+        target: the text files that the selection should resemble.
+        folder: the folder of intermediate results. Those of other texts or settings are deleted.
+        field: the field of the objects in ``.jsonl`` files.
+        buckets: the number of buckets.
+        jobs: the number of processes.
+        tell: a function that gets the name and the bytes of each finished part.
     """
 
     raw: Sequence[str]
@@ -129,7 +129,7 @@ class Weighing:
     tell: Callable[[str, int], None] = lambda what, size: None
 
     def run(self) -> Numbers:
-        """``log w`` of each document, shape (documents,)."""
+        """Compute ``log w`` of each document, shape (documents,)."""
         self._take_up()
         raw, target = (parts(paths, self.field, self.buckets) for paths in (self.raw, self.target))
         with ProcessPoolExecutor(self.jobs, mp_context=get_context("spawn")) as pool:
@@ -141,13 +141,13 @@ class Weighing:
 
     @property
     def bytes(self) -> int:
-        """That are read in all: the raw text twice."""
+        """The bytes to read: the raw text counts twice."""
         return sum(os.path.getsize(path) for path in (*self.target, *self.raw, *self.raw))
 
     def _each(
         self, pool: ProcessPoolExecutor, name: str, do: Callable[..., tuple[Any]], of: Sequence[Part], *more: Any
     ) -> Iterator[Any]:
-        """What ``do`` gives of each part, in order, done or taken up."""
+        """Yield the result of ``do`` for each part in order, computed or loaded."""
         files = [self.folder / f"{name}-{i:06}.npy" for i in range(len(of))]
         waiting = {
             i: pool.submit(_kept, do, part, file, *more)
@@ -165,7 +165,7 @@ class Weighing:
                 future.cancel()
 
     def _take_up(self) -> None:
-        """Keep what the folder has of these very texts, and nothing else."""
+        """Keep the folder's results if they belong to these texts and settings, and delete all others."""
         texts = [[(p, os.path.getsize(p), os.stat(p).st_mtime_ns) for p in paths] for paths in (self.raw, self.target)]
         told = [texts, self.field, self.buckets, PART_BYTES]
         digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
@@ -177,7 +177,7 @@ class Weighing:
             of.write_text(digest)
 
     def clear(self) -> None:
-        """Delete what was found so far."""
+        """Delete the intermediate results."""
         if self.folder.is_dir():
             for file in (*self.folder.glob("*.npy"), *self.folder.glob("*.part"), self.folder / "of.txt"):
                 file.unlink(missing_ok=True)
@@ -185,7 +185,7 @@ class Weighing:
 
 
 def _kept(do: Callable[..., tuple[Any]], part: Part, file: Path, *more: Any) -> None:
-    """In a process of its own: what ``do`` gives, in a file that is there only when it is whole."""
+    """Compute ``do`` in a process and write it to a file that exists only when it is complete."""
     (found,) = do(part, *more)
     half = file.with_suffix(".part")
     with half.open("wb") as stream:

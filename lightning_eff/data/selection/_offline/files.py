@@ -1,8 +1,8 @@
-"""Files that say something of a data set's samples by their indices, and the fingerprint that tells data sets apart.
+"""Files of sample indices or scores, and fingerprints that tell data sets apart.
 
-A file holds ``num_samples``, the data set's length N; ``fingerprint``, by which another data set of that length is told
-apart, or null where it is not known; and either ``indices``, shape (m,), some of 0 ... N - 1, each once, or ``scores``, shape
-(N,). As ``.json`` it is a mapping of these names, as ``.npz`` NumPy's archive of arrays by these names.
+A file holds ``num_samples``, the length N of the data set; ``fingerprint``, which identifies the data set, or null; and either
+``indices``, shape (m,), distinct integers in 0 ... N - 1, or ``scores``, shape (N,). A ``.json`` file is a mapping with these
+names, a ``.npz`` file is NumPy's archive with these names.
 """
 
 import hashlib
@@ -16,51 +16,50 @@ from typing import Any
 import numpy as np
 
 SUFFIXES = (".json", ".npz")
-_LOOKED_AT = 8  # samples that make a fingerprint
+_LOOKED_AT = 8  # samples that a fingerprint covers
 
 
 class Told:
-    """What a file says.
+    """The content of a file.
 
     Attributes:
-        path: of the file.
+        path: the path of the file.
         values: the indices, int64, shape (m,), or the scores, float64, shape (N,).
-        num_samples: the data set's length N.
-        fingerprint: of the data set; empty where it is not known.
+        num_samples: the length N of the data set.
+        fingerprint: the fingerprint of the data set, or "" if it is unknown.
     """
 
     def __init__(self, path: str, values: np.ndarray[Any, Any], num_samples: int, fingerprint: str) -> None:
         self.path, self.values, self.num_samples, self.fingerprint = path, values, num_samples, fingerprint
 
     def problem(self, num_samples: int, fingerprint: str | None) -> str | None:
-        """Why it is not of the data set of this length and fingerprint; None where nothing speaks against it.
+        """Explain why the file belongs to another data set, or return None if it may belong to this one.
 
         Args:
-            num_samples: the data set's length.
-            fingerprint: of the data set; empty where its samples are drawn at random, None where nobody looked.
+            num_samples: the length of this data set.
+            fingerprint: its fingerprint, "" if its samples are drawn at random, or None if it was not computed.
         """
         if num_samples != self.num_samples:
             return (
-                f"{self.path} is of a data set of {self.num_samples:,} samples, and this one has {num_samples:,}; expected a"
-                " file of the very data set that is trained on. Make it anew, or train on that data set."
+                f"{self.path} belongs to a data set of {self.num_samples:,} samples, but the training data set has"
+                f" {num_samples:,}. Make the file again, or train on its data set."
             )
         if fingerprint is None or not self.fingerprint or fingerprint == self.fingerprint:
             return None
         if not fingerprint:
             return (
-                f"{self.path} has the fingerprint {self.fingerprint}, and this data set has none, because its samples are other"
-                " ones each time they are looked at; expected the data set that the file was made of. If it is that one, take"
-                " the fingerprint out of the file."
+                f"{self.path} has the fingerprint {self.fingerprint}, but the training data set has none, because its samples"
+                " are random. If the file belongs to this data set, remove the fingerprint from the file."
             )
         return (
-            f"{self.path} is of a data set with the fingerprint {self.fingerprint}, and this one, of as many samples, has"
-            f" {fingerprint}; expected a file of the very data set that is trained on. Make it anew; where the samples are the"
-            " same ones in another form (other transforms, another tokenizer), take the fingerprint out of the file."
+            f"{self.path} belongs to a data set with the fingerprint {self.fingerprint}, but the training data set has"
+            f" {fingerprint}. Make the file again; or, if only transforms or the tokenizer changed, remove the fingerprint from"
+            " the file."
         )
 
 
 def save(path: str | Path, *, num_samples: int, fingerprint: str, **values: Any) -> None:
-    """Write ``indices`` or ``scores``, in one move, so that a file that is there is whole."""
+    """Write ``indices`` or ``scores`` atomically, so that an existing file is always complete."""
     ((name, array),) = values.items()
     file = Path(path)
     check_suffix(file, who="")
@@ -77,35 +76,33 @@ def save(path: str | Path, *, num_samples: int, fingerprint: str, **values: Any)
 
 
 def check_suffix(path: str | Path, *, who: str) -> None:
-    """Raise ``ValueError`` for a name that no such file has."""
+    """Raise ``ValueError`` unless the name ends in a known suffix."""
     if Path(path).suffix not in SUFFIXES:
         raise ValueError(f"{who}{path}: expected a name that ends in {' or '.join(SUFFIXES)}.")
 
 
 def read(path: str | Path, name: str, *, who: str) -> Told:
-    """The file's ``name``, "indices" or "scores", checked.
+    """Read and check a file's ``name``, "indices" or "scores".
 
     Raises:
-        ValueError: if it is not there, of another form, or if its values are none of a data set of ``num_samples``.
+        ValueError: if the file is missing or malformed, or its values do not fit a data set of ``num_samples``.
     """
     file, start = Path(path), f"{who}: {path}"
     check_suffix(file, who=f"{who}: ")
     if not file.is_file():
-        raise ValueError(
-            f"{start}: there is no such file; expected one with {name}, as `lightning-eff select` makes it."
-        )
+        raise ValueError(f"{start}: there is no such file. Give a file of {name}, as `lightning-eff select` writes it.")
     content = _content(file, start)
     for key in ("num_samples", name):
         if key not in content:
             raise ValueError(
-                f"{start} holds {', '.join(sorted(map(str, content))) or 'nothing'}; expected num_samples, {name} and, where it"
-                " is known, fingerprint."
+                f"{start} holds {', '.join(sorted(map(str, content))) or 'nothing'}; expected num_samples and {name}, and"
+                " optionally fingerprint."
             )
     size = content["num_samples"]
     if isinstance(size, np.ndarray) and size.ndim == 0:
         size = size.item()
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"{start}: got num_samples={size!r}; expected an integer >= 1, the data set's length.")
+        raise ValueError(f"{start}: got num_samples={size!r}; expected an integer >= 1, the length of the data set.")
     check = _indices if name == "indices" else _scores
     values = check(content[name], size, start)
     return Told(str(path), values, size, str(content.get("fingerprint") or ""))
@@ -131,7 +128,7 @@ def _array(values: Any, name: str, start: str) -> np.ndarray[Any, Any]:
         found = np.asarray(None)
     if found.ndim != 1 or not len(found) or found.dtype.kind not in "iuf":
         raise ValueError(
-            f"{start}: got {name} of shape {found.shape} and type {found.dtype}; expected numbers in a row."
+            f"{start}: got {name} of shape {found.shape} and type {found.dtype}; expected a row of numbers."
         )
     return found
 
@@ -143,13 +140,13 @@ def _indices(values: Any, size: int, start: str) -> np.ndarray[Any, Any]:
     low, high = int(found.min()), int(found.max())
     if low < 0 or high >= size:
         raise ValueError(
-            f"{start}: got indices between {low} and {high:,}; expected all in [0, {size:,}), of the data set's"
-            f" {size:,} samples. Is num_samples right?"
+            f"{start}: got indices between {low} and {high:,}; expected all in [0, {size:,}). Check that num_samples is the"
+            " length of the data set."
         )
     unique = np.unique(found)
     if len(unique) < len(found):
         raise ValueError(
-            f"{start}: {len(found) - len(unique):,} of {len(found):,} indices stand twice; expected each once."
+            f"{start}: {len(found) - len(unique):,} of {len(found):,} indices are repeated; expected each once."
         )
     return unique.astype(np.int64)
 
@@ -161,16 +158,16 @@ def _scores(values: Any, size: int, start: str) -> np.ndarray[Any, Any]:
     bad = np.flatnonzero(~np.isfinite(found))
     if len(bad):
         raise ValueError(
-            f"{start}: {len(bad):,} of {len(found):,} scores are nan or infinite, the first at index {bad[0]}; expected finite"
-            " numbers, which put samples in an order."
+            f"{start}: {len(bad):,} of {len(found):,} scores are NaN or infinite, the first at index {bad[0]}; expected finite"
+            " numbers."
         )
     return found
 
 
 def fingerprint(data_set: Any) -> str:
-    """A few letters that follow from some of a data set's samples, as it gives them; empty where they are drawn at random.
+    """Hash some samples of a data set, or return "" if its samples are random.
 
-    Whoever calls it keys the global random state, since a data set may draw from it.
+    The caller must key the global random state, because a data set may draw from it.
     """
     size = len(data_set)
     looked = sorted({round(k * (size - 1) / (_LOOKED_AT - 1)) for k in range(_LOOKED_AT)})
@@ -185,7 +182,7 @@ def _digest(value: Any) -> str:
 
 
 def _take_in(digest: Any, value: Any) -> None:
-    """A sample's content, whatever it is made of; of objects of unknown make their class alone."""
+    """Add a sample's content to the digest, or only its class if its type is unknown."""
     if hasattr(value, "detach") and hasattr(value, "cpu"):
         value = value.detach().cpu()
         value = np.asarray(value.float() if str(value.dtype) == "torch.bfloat16" else value)

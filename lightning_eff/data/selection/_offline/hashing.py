@@ -1,13 +1,13 @@
-"""Hashed n-grams of many documents at once, in NumPy: what a text is made of, as counts in a few thousand buckets.
+"""Hashed n-grams of many documents at once, in NumPy: texts as counts in a few thousand buckets.
 
-A document is a line. Its tokens are, after ASCII letters are lowered, the longest runs of word bytes (letters, digits, ``_``
-and all bytes of 128 and above, of which other alphabets are made in UTF-8) and of other bytes but white space: what the regular
-expression ``\\w+|[^\\w\\s]+`` finds. Its features are the tokens and the pairs of neighbours. With ``t_0 ... t_{n-1}`` the
-bytes of a token, ``R`` a table of random numbers, and all arithmetic modulo 2^64,
+A document is a line. Its tokens, after lowering ASCII letters, are the longest runs of word bytes and of other bytes except
+white space, as the regular expression ``\\w+|[^\\w\\s]+`` finds them. Word bytes are letters, digits, ``_`` and all bytes from
+128 on, which encode other alphabets in UTF-8. The features are the tokens and the pairs of neighbors. With ``t_0 ... t_{n-1}``
+the bytes of a token, ``R`` a table of random numbers, and all arithmetic modulo 2^64,
 
     hash(t) = mix(sum_i R[t_i] P^i),   hash(t u) = mix(M hash(t) + hash(u)),   bucket(h) = floor(h / 2^32) * buckets / 2^32
 
-which sums of prefixes give for all tokens of a block without a loop over them.
+Sums of prefixes give these for all tokens of a block without a loop.
 """
 
 import functools
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-BLOCK_BYTES = 2**17  # of a block whose arrays stay in a core's cache
-P = 0x9E3779B97F4A7C15  # odd, and so with an inverse
+BLOCK_BYTES = 2**17  # small enough that a block's arrays stay in a core's cache
+P = 0x9E3779B97F4A7C15  # odd, so it has an inverse
 M = 0xC2B2AE3D27D4EB4F
 _INVERSE = pow(P, -1, 2**64)
 _WHITE = b" \t\n\r\v\f"
@@ -32,7 +32,7 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 @functools.cache
 def _kinds() -> Bytes:
-    """0 for white space, 1 for bytes of words, 2 for all others."""
+    """The kind of each byte: 0 for white space, 1 for word bytes, 2 for all others."""
     found = np.full(256, 2, dtype=np.uint8)
     word = b"0123456789_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
     found[list(word)] = found[128:] = 1
@@ -57,7 +57,7 @@ def _powers(base: int, count: int) -> Words:
 
 
 def mix(h: Words) -> Words:
-    """Spread what tells two numbers apart over all of their bits."""
+    """Spread differences between numbers over all of their bits."""
     h = h ^ (h >> np.uint64(32))
     h *= np.uint64(0xD6E8FEB86659FD93)
     h ^= h >> np.uint64(32)
@@ -70,9 +70,8 @@ class Features:
 
     Attributes:
         tokens: the bucket of each token, shape (n,).
-        pairs: the bucket of each token with the one that follows, shape (n,); what is paired over the end of a document, and
-            of the last, has the bucket ``buckets``.
-        ends: how many tokens there are up to the end of each document, shape (documents,).
+        pairs: the bucket of each token with the next one, shape (n,). The last token of a document has the bucket ``buckets``.
+        ends: the number of tokens up to the end of each document, shape (documents,).
     """
 
     tokens: Integers
@@ -80,12 +79,12 @@ class Features:
     ends: Integers
 
     def counts(self, buckets: int) -> Integers:
-        """How often each bucket comes, shape (buckets,)."""
+        """Count the features of each bucket, shape (buckets,)."""
         found = np.bincount(self.tokens, minlength=buckets + 1) + np.bincount(self.pairs, minlength=buckets + 1)
         return found[:buckets]
 
     def sums(self, weights: Numbers) -> Numbers:
-        """The sum of its features' ``weights``, shape (buckets + 1,), of each document; -inf where it has no token."""
+        """Sum the ``weights``, shape (buckets + 1,), of each document's features, -inf for one without tokens."""
         each = weights[self.tokens] + weights[self.pairs]
         up_to = np.concatenate([[0.0], np.cumsum(each)])[np.concatenate([[0], self.ends])]
         found = np.diff(up_to)
@@ -94,7 +93,7 @@ class Features:
 
 
 def features(block: bytes, buckets: int) -> Features:
-    """Of the documents in ``block``, each of which ends in a newline."""
+    """Compute the features of the documents in ``block``, each of which ends in a newline."""
     text = np.frombuffer(block, dtype=np.uint8)
     kinds = _kinds()[text]
     changes = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
@@ -126,11 +125,11 @@ def _bucket(h: Words, buckets: int) -> Integers:
 
 
 def blocks(path: str | Path, start: int, end: int) -> Iterator[bytes]:
-    """The whole lines that begin in [start, end) of a file, in blocks that end in a newline."""
+    """Yield the whole lines that begin in [start, end) of a file, in blocks that end in a newline."""
     with open(path, "rb") as stream:
         if start:
             stream.seek(start - 1)
-            stream.readline()  # of a line that begins before
+            stream.readline()  # belongs to a line that begins before
         while (at := stream.tell()) < end:
             block = stream.read(min(BLOCK_BYTES, end - at))
             if not block:

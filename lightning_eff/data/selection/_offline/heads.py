@@ -1,4 +1,4 @@
-"""The last linear map of a network, which makes the logits of its loss, and what comes into it."""
+"""Find the last linear layer of a network, which computes the logits of its loss, and its input."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from lightning_eff._core.patches import hook_behind
 
 
 class SeeTargets(TorchFunctionMode):
-    """Note what the first loss call of a step is given.
+    """Records the arguments of a step's first loss call.
 
     Attributes:
-        classes: the last size of its input, over classes; 1 where the input has one dimension. 0 where there was no call.
-        labels: its target where that is one class for each sample, else None.
-        seen: what its target was, in words.
+        classes: the number of classes of its input, 1 if the input has one dimension, 0 if there was no call.
+        labels: its target if that is one class per sample, else None.
+        seen: a description of its target.
     """
 
     apart_from_compiled = True
@@ -47,33 +47,33 @@ class SeeTargets(TorchFunctionMode):
 
 
 def linear_maps(module: nn.Module) -> dict[str, nn.Module]:
-    """Every module that multiplies its input with a matrix, by its path."""
+    """All linear layers of a module by their paths."""
     return {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
 
 
 def named_head(module: nn.Module, path: str, *, who: str) -> nn.Module:
-    """The linear map at ``path``.
+    """Find the linear layer at ``path``.
 
     Raises:
-        ValueError: if there is none there, with those that there are.
+        ValueError: if there is none, with a list of candidates.
     """
     maps = linear_maps(module)
     if path not in maps:
-        raise ValueError(f"{who}(head={path!r}): there is no nn.Linear at this path; expected one of {listed(maps)}.")
+        raise ValueError(f"{who}(head={path!r}): there is no nn.Linear at this path. Choose one of {listed(maps)}.")
     return maps[path]
 
 
-def listed(maps: dict[str, nn.Module], most: int = 12) -> str:
-    """Their paths, the last ones where there are many."""
+def listed(maps: dict[str, nn.Module], most: int = 5) -> str:
+    """List the last ``most`` paths."""
     names = list(maps)
     return ("..., " if len(names) > most else "") + (", ".join(names[-most:]) or "none: the module has no nn.Linear")
 
 
 class CalledMaps:
-    """Which linear maps are called, in their order, each with the last size of what it gives.
+    """Records the calls of linear layers in their order, with the last size of each output.
 
     Args:
-        module: whose maps are watched until :meth:`remove`.
+        module: the module to watch until :meth:`remove`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,15 +85,15 @@ class CalledMaps:
             self.calls.append((module, output.shape[-1]))
 
     def last(self, size: int) -> nn.Module | None:
-        """The one that was called last of those whose output has this last size."""
+        """The layer that was called last among those whose output has this last size."""
         return next((module for module, last in reversed(self.calls) if last == size), None)
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         for handle in self._handles:
             handle.remove()
 
 
 def own_rows(x: Tensor, size: int) -> Tensor | None:
-    """``x``, (B, ..., d) or (B n, d) with the batch first, by sample, (B, n, d); None if it does not lie so."""
+    """Reshape ``x``, (B, ..., d) or (B n, d), to (B, n, d) by sample, or return None if it has another layout."""
     return None if x.ndim < 2 or x.shape[0] % size else x.reshape(size, -1, x.shape[-1])

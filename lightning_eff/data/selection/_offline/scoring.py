@@ -1,6 +1,7 @@
-"""Passes over a data set that give each sample a score, an embedding and a label, by an unchanged ``training_step``."""
+"""Compute a score, an embedding and a label of each sample of a data set with an unchanged ``training_step``."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from lightning_eff._core.batches import select
 from lightning_eff._core.losses import LossNotVisible, ObserveLosses, check_visible, loss_of
 from lightning_eff._core.patches import hook_before, hook_behind
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Step
+from lightning_eff._core.steps import Around, Proceed, Step
 from lightning_eff.data.selection._offline.heads import (
     CalledMaps,
     SeeTargets,
@@ -27,18 +28,18 @@ from lightning_eff.data.selection._offline.heads import (
 )
 from lightning_eff.data.selection._offline.scores import el2n, norm_of_map_gradient
 
-_ADVICE = " Give the path of a file of scores in place of a score's name, or take score='random'."
+_ADVICE = " Give the path of a file of scores, or use score='random'."
 
 
 class DataScorer(Scorer):
-    """Scores samples in one of several ways; what it finds is in the order in which samples come.
+    """Scores samples in one of several ways, and keeps the results in the order of the samples.
 
     Args:
         who: the technique's name.
-        kind: "el2n", "grand", "prototypes", or "labels" for these alone.
-        gradients: of "grand", whether they are those of the "head" or of "all" parameters.
-        head: the path of the last linear map; None finds it.
-        labels: whether each sample's class is needed; where it is not, it is noted all the same if it is there to see.
+        kind: "el2n", "grand", "prototypes", or "labels" for labels only.
+        gradients: the parameters of "grand": those of the "head" or "all".
+        head: the path of the last linear layer. None finds it.
+        labels: whether each sample's class is required. Otherwise it is recorded if it is visible.
     """
 
     def __init__(self, who: str, kind: str, *, gradients: str, head: str | None, labels: bool) -> None:
@@ -51,12 +52,12 @@ class DataScorer(Scorer):
 
     @property
     def by_sample(self) -> bool:
-        """Whether losses are taken apart by sample."""
+        """Whether losses are split by sample."""
         return self.kind == "el2n" or (self.kind == "grand" and self.gradients == "head")
 
     @property
     def needs_head(self) -> bool:
-        """Whether the last linear map must be known."""
+        """Whether the last linear layer must be known."""
         return self.kind == "prototypes" or (self.kind == "grand" and self.gradients == "head")
 
     @override
@@ -85,16 +86,16 @@ class DataScorer(Scorer):
         if self.wants_labels and targets.labels is None:
             return Scores(
                 problem=ValueError(
-                    f"{self.who}(balance=...): the loss was given {targets.seen} for {size} samples; expected integers, one"
-                    " class for each sample, which balance tells apart. Take balance=0."
+                    f"{self.who}(balance=...): the loss got {targets.seen} for {size} samples; expected integers, one class for"
+                    " each sample. Use balance=0."
                 )
             )
         if not bool(values.isfinite().all()):
             return Scores(
                 problem=ValueError(
                     f"{self.who}(score={self.kind!r}): {int((~values.isfinite()).sum())} of {size} samples in batch"
-                    f" {step.batch_idx} of the data set have a score that is nan or infinite; expected finite ones, which put"
-                    " samples in an order. Look at these samples, at the learning rate and at the precision."
+                    f" {step.batch_idx} of the data set have a score that is NaN or infinite. Check these samples, the learning"
+                    " rate and the precision."
                 )
             )
         self.values += values.tolist()
@@ -114,13 +115,8 @@ class DataScorer(Scorer):
                 embeddings.append(args[0].detach())
 
         handle = None if self._head is None else hook_before(self._head, note)
-
-        def around(run: Callable[[Any], Any], batch: Any) -> Any:
-            with targets:
-                return run(batch)
-
         try:
-            step.forward_only(batch, size, around)
+            step.forward_only(batch, size, _under(targets))
         finally:
             if handle is not None:
                 handle.remove()
@@ -135,20 +131,15 @@ class DataScorer(Scorer):
 
     def _el2n(self, step: Step, batch: Any, size: int, targets: SeeTargets) -> Tensor:
         observed = ObserveLosses(size, bounds=True)
-
-        def around(run: Callable[[Any], Any], batch: Any) -> Any:
-            with observed, targets:
-                return run(batch)
-
-        self._check(observed, loss_of(step.forward_only(batch, size, around)))
+        self._check(observed, loss_of(step.forward_only(batch, size, _under(observed, targets))))
         bounds = [call.bounds for call in observed.calls if call.bounds is not None]
         return el2n(bounds, [call.counts for call in observed.calls])
 
     def _check(self, observed: ObserveLosses, loss: Tensor | None) -> None:
         if loss is None:
             raise ValueError(
-                f"{self.who}: training_step returned no loss of a batch of the data set; expected one, by which its samples are"
-                f" scored.{_ADVICE}"
+                f"{self.who}: training_step returned no loss for a batch of the data set, which leaves its samples without a"
+                f" score.{_ADVICE}"
             )
         check_visible(observed, loss)
 
@@ -159,7 +150,7 @@ class DataScorer(Scorer):
         gradients: list[Tensor] = []
 
         def cut_off(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            torch.set_grad_enabled(True)  # from here on; who called for the loss alone puts it back
+            torch.set_grad_enabled(True)  # from here on; the caller, who needs only the loss, restores it
             z = output.detach().requires_grad_()
             cut.append((args[0].detach(), z))
             return z
@@ -182,7 +173,7 @@ class DataScorer(Scorer):
         if len(observed.calls) != 1:
             raise ValueError(
                 f"{self.who}(score='grand', gradients='head'): training_step made {len(observed.calls)} loss calls, so the"
-                " gradient of one sample cannot be told from that of the batch's mean; expected one. Take gradients='all'."
+                " gradients of single samples are unknown. Use gradients='all'."
             )
         call = observed.calls[0]
         # the batch's mean is sum_i s_i / V, a sample's own s_i / n_i
@@ -197,7 +188,7 @@ class DataScorer(Scorer):
         return norm_of_map_gradient(x, g, bias=getattr(head, "bias", None) is not None)
 
     def _of_all(self, step: Step, batch: Any, size: int, targets: SeeTargets) -> Tensor:
-        """One pass for each sample."""
+        """Run one pass per sample."""
         parameters = [p for p in step.module.parameters() if p.requires_grad]
         norms: list[Tensor] = []
         labels: list[int] = []
@@ -229,22 +220,16 @@ class DataScorer(Scorer):
         if self.path is not None:
             return named_head(module, self.path, who=self.who)
         targets, called = SeeTargets(size), CalledMaps(module)
-
-        def around(run: Callable[[Any], Any], batch: Any) -> Any:
-            with targets:
-                return run(batch)
-
         try:
-            step.forward_only(batch, size, around)
+            step.forward_only(batch, size, _under(targets))
         finally:
             called.remove()
         head = called.last(targets.classes) if targets.classes else None
         if head is None:
             maps = linear_maps(module)
-            helps = maps and (
-                targets.classes or self.kind == "prototypes"
-            )  # gradients of a map need a loss that is seen
-            way_out = f" Name it by head=, one of {listed(maps)}." if helps else _ADVICE
+            # gradients of a layer need a visible loss
+            helps = maps and (targets.classes or self.kind == "prototypes")
+            way_out = f" Name it with head=, one of {listed(maps)}." if helps else _ADVICE
             raise ValueError(
                 f"{self.who}(score={self.kind!r}): found no nn.Linear in {type(module).__name__} that computes the"
                 f"{f' {targets.classes}' if targets.classes else ''} logits of a classification loss.{way_out}"
@@ -254,16 +239,16 @@ class DataScorer(Scorer):
     def _lies_otherwise(self, x: Tensor | None, size: int) -> ValueError:
         got = "was not called" if x is None else f"got an input of shape {tuple(x.shape)} for {size} samples"
         return ValueError(
-            f"{self.who}(score={self.kind!r}): the last linear map {got}; expected (B, ..., d) with the batch's samples first."
-            " Give another map's path by head=."
+            f"{self.who}(score={self.kind!r}): the last linear layer {got}; expected (B, ..., d) with the batch's samples"
+            " first. Give the path of another layer with head=."
         )
 
 
 def look(session: Session, scorer: DataScorer, size: int) -> None:
-    """Score one batch on each rank, so that what cannot be scored is told before the first step; nothing of it is kept.
+    """Score one batch on each rank and discard the result, to find errors before the first step.
 
     Raises:
-        ValueError: on all ranks.
+        ValueError: on all ranks, if the samples cannot be scored.
     """
     loader = session.loaders.latest
     assert loader is not None and loader.chosen is not None
@@ -275,9 +260,9 @@ def look(session: Session, scorer: DataScorer, size: int) -> None:
 def score_all(
     session: Session, scorer: DataScorer, size: int
 ) -> tuple[Tensor, np.ndarray[Any, Any] | None, Tensor | None]:
-    """Scores, shape (N,), float64, embeddings, shape (N, d), where they are asked for, and labels, shape (N,).
+    """Compute scores, shape (N,), float64, embeddings, shape (N, d), if needed, and labels, shape (N,).
 
-    Alike on all ranks. Labels are None where the loss is not given one class for each sample.
+    They are the same on all ranks. Labels are None if the loss does not get one class per sample.
     """
     scores = losses_of_each_sample(session, scorer)
     own = share(torch.arange(size), session.rank, session.replicas.count, drop_last=False)
@@ -294,3 +279,15 @@ def score_all(
                 embeddings = np.zeros((size, some.shape[1]), dtype=np.float32)
             embeddings[indices.numpy()] = some.numpy()
     return scores, embeddings, labels
+
+
+def _under(*modes: AbstractContextManager[Any]) -> Around:
+    """Run a step under these modes."""
+
+    def around(run: Proceed, batch: Any) -> Any:
+        with ExitStack() as scope:
+            for mode in modes:
+                scope.enter_context(mode)
+            return run(batch)
+
+    return around

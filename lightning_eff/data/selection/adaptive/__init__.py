@@ -1,1 +1,1 @@
-"""Which samples a step trains on, by what the run finds out as it goes."""
+"""Techniques that learn during the run which samples to train on."""

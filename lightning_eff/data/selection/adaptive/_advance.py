@@ -1,4 +1,4 @@
-"""The module's own schedules, which go as fast as steps count."""
+"""Advance the module's own learning rate schedulers by effective steps."""
 
 import math
 from typing import Any
@@ -7,14 +7,15 @@ from lightning_eff._core.session import Session
 
 
 class Advance:
-    """Counts effective steps, and lets the module's schedulers keep up with them.
+    """Counts effective steps, and advances the module's schedulers by them.
 
-    Lightning moves a scheduler once a step (or an epoch, or every so many); where a step counts as more, it is moved again.
-    One is never held back. A run ends when its schedulers have come to the end that its budget gives them.
+    Lightning advances a scheduler once per step (or epoch, or every few of them). If a step counts for more than one, this
+    class advances the scheduler again. It never holds one back. A run ends once its schedulers have reached the end of its
+    budget.
 
     Attributes:
-        steps: effective ones so far.
-        epochs: likewise.
+        steps: the effective steps so far.
+        epochs: the effective epochs so far.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class Advance:
         self._extra: list[int] = []
 
     def after(self, session: Session, gain: float, *, epoch_over: bool) -> None:
-        """An optimizer step was made that counts as ``gain``."""
+        """Count an optimizer step as ``gain`` effective steps."""
         trainer = session.trainer
         self._made += 1
         self.steps += gain

@@ -1,4 +1,4 @@
-"""A model of its own, small enough to cost next to nothing, that says which samples of a batch have a large loss."""
+"""A small model that predicts which samples of a batch have a large loss, at next to no cost."""
 
 import copy
 import math
@@ -20,12 +20,12 @@ _SIDE, _NUMBERS, _BOUND = 8, 256, 10.0
 
 
 def buckets_of(keys: Tensor, path: str, num_buckets: int) -> Tensor:
-    """The bucket of each whole number that stands in the batch at ``path``, long, of the shape of ``keys``."""
+    """Hash integers of the batch at ``path`` into buckets, long, in the shape of ``keys``."""
     return ((keys.long() + zlib.crc32(path.encode())) * _PRIME % 2**32) % num_buckets
 
 
 def numbers_of(x: Tensor) -> Tensor:
-    """At most 256 numbers of each sample: images pooled to 8 x 8, all else in pieces, within [-10, 10]; (B, n), float32."""
+    """Reduce each sample to at most 256 numbers in [-10, 10], shape (B, n), float32. Images are pooled to 8 x 8."""
     scale = 1.0 if x.is_floating_point() else 1 / 255
     x = torch.nan_to_num(x.float() * scale, posinf=_BOUND, neginf=-_BOUND).clamp(-_BOUND, _BOUND)
     if x.ndim >= 4 and min(x.shape[-2:]) > _SIDE:
@@ -35,13 +35,13 @@ def numbers_of(x: Tensor) -> Tensor:
 
 
 class HashedLogistic(nn.Module):
-    """``g(x) = <w, h(x)>``: a logistic regression on what a batch has of each sample, hashed into few weights.
+    """A logistic regression ``g(x) = <w, h(x)>`` on all tensors of a sample, hashed into few weights.
 
-    Whole numbers, such as tokens and labels, count as a bag: each of the n in a tensor adds the weight of its bucket, over n.
-    Floating ones, and bytes, add ``x_j`` times the weight of the bucket of their place ``j``. A bias is added.
+    Integers, such as tokens and labels, count as a bag: each of the ``n`` in a tensor adds the weight of its bucket, divided by
+    ``n``. Floating-point values and bytes add ``x_j`` times the weight of the bucket of their position ``j``. A bias is added.
 
     Args:
-        num_buckets: how many weights, >= 1.
+        num_buckets: the number of weights.
     """
 
     def __init__(self, num_buckets: int) -> None:
@@ -67,20 +67,20 @@ class HashedLogistic(nn.Module):
 
 
 class Assistant:
-    """A model that learns, step by step, which samples have a loss above the mean of recent ones, the same on all ranks.
+    """A model that learns, step by step, which samples have a loss above the recent mean, the same on all ranks.
 
     Args:
-        given: the user's, which returns a logit for each sample of a batch, shape (B,); None takes :class:`HashedLogistic`. It
-            is copied.
-        num_buckets: of the latter.
-        lr: the rate of its AdaGrad.
-        smoothing: the weight of the past in the mean of the losses.
-        seed: keys what the user's model draws.
-        device: where it runs.
+        given: the user's model, which returns one logit per sample of a batch, shape (B,). It is copied. None takes a
+            :class:`HashedLogistic`.
+        num_buckets: the number of weights of the :class:`HashedLogistic`.
+        lr: the learning rate of its AdaGrad.
+        smoothing: the weight of earlier steps in the mean of the losses.
+        seed: the seed of the user's model's random draws.
+        device: the device that it runs on.
 
     Attributes:
-        threshold: ``T``, the moving mean of the losses; nan before the first.
-        accuracy: the moving share of samples that it told right.
+        threshold: ``T``, the moving mean of the losses. NaN before the first.
+        accuracy: the moving fraction of samples that it predicted correctly.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Assistant:
         self._batch: Any = None
 
     def logits(self, batch: Any, *, training: bool) -> Tensor:
-        """``g(x_i)``, shape (B,), float32; gradients as the caller has it.
+        """Compute ``g(x_i)``, shape (B,), float32. The caller decides about gradients.
 
         Raises:
             ValueError: if the user's model returns something else.
@@ -117,25 +117,25 @@ class Assistant:
             got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(
                 f"AutoAssist(assistant={type(self.net).__name__}(...)): it returned {got} for a batch of {size} samples;"
-                f" expected one logit for each, shape ({size},). Return the last map's output without its last dimension."
+                f" expected one logit per sample. Return a tensor of shape ({size},), for example self.head(x).squeeze(-1)."
             )
         return found.reshape(size).float()
 
     def probabilities(self, batch: Any, *key: int | str) -> Tensor:
-        """``p_i = sigmoid(g(x_i))`` on the CPU, shape (B,), float64."""
+        """Compute ``p_i = sigmoid(g(x_i))`` on the CPU, shape (B,), float64."""
         with torch.no_grad(), self._apart(*key):
             return torch.sigmoid(self.logits(batch, training=False).double()).cpu()
 
     def gradients(self, batch: Any, losses: Tensor, count: int, *key: int | str) -> tuple[list[Tensor], int]:
-        """This rank's part of the gradient of the mean cross-entropy over all ``count`` samples, and how many it told right.
+        """Compute this rank's part of the gradient of the mean cross-entropy, and its number of correct predictions.
 
         The target is ``z_i = 1[l_i > T]``.
 
         Args:
-            batch: of samples that were trained on.
+            batch: the samples that were trained on.
             losses: ``l_i``, shape (B,).
             count: the number of samples of all ranks.
-            key: of what the model draws.
+            key: the key of the model's random draws.
         """
         parameters = [p for p in self.net.parameters() if p.requires_grad]
         with torch.enable_grad(), self._apart(*key):
@@ -147,12 +147,12 @@ class Assistant:
         return [(torch.zeros_like(p) if g is None else g).cpu() for p, g in zip(parameters, found, strict=True)], right
 
     def see(self, total: float, count: int) -> None:
-        """Take losses of all ranks into the mean: ``T <- s T + (1 - s) mean``."""
+        """Update the mean with the losses of all ranks: ``T <- s T + (1 - s) mean``."""
         mean = total / count
         self.threshold = self._moved(self.threshold, mean)
 
     def step(self, parts: Sequence[list[Tensor]], right: int, count: int) -> None:
-        """One step along the sum of all ranks' gradients."""
+        """Take one step with the sum of all ranks' gradients."""
         for p, *gradients in zip((p for p in self.net.parameters() if p.requires_grad), *parts, strict=True):
             p.grad = torch.stack(gradients).sum(dim=0).to(p.device)
         self.optimizer.step()
@@ -160,12 +160,12 @@ class Assistant:
         self.accuracy = self._moved(self.accuracy, right / count)
 
     def buffers(self) -> list[Tensor]:
-        """Its buffers, such as moving statistics, which the ranks' own batches moved apart."""
+        """The model's buffers, such as running statistics, which differ between ranks."""
         return [b.detach().cpu() for b in self.net.buffers()]
 
     @torch.no_grad()
     def set_buffers(self, parts: Sequence[list[Tensor]]) -> None:
-        """Let buffers be the mean of all ranks', and counters the first rank's."""
+        """Set buffers to the mean over all ranks, and counters to those of the first rank."""
         for b, *values in zip(self.net.buffers(), *parts, strict=True):
             b.copy_(torch.stack(values).mean(dim=0) if b.is_floating_point() else values[0])
 

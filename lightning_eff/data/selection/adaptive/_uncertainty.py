@@ -1,4 +1,4 @@
-"""Sets of what samples' gradient norms may be, learnt from features, and the best probabilities against the worst of them."""
+"""Learn a set that contains the samples' gradient norms, and draw with the best probabilities for the worst case in it."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def worst_norms(s: Tensor, c: Tensor, d: Tensor) -> Tensor:
-    """The norms against which drawing is hardest: ``v_i = <c, s_i> + k <d, s_i>`` with ``k = sqrt(n / sum_j <d, s_j>)``.
+    """Compute the worst-case norms ``v_i = <c, s_i> + k <d, s_i>`` with ``k = sqrt(n / sum_j <d, s_j>)``.
 
-    The set is ``U = {v : (1/n) sum_i (v_i - <c, s_i>)^2 / <d, s_i> <= 1}``. For a drawing with ``p``, the second moment
-    of the gradient is ``(1/n^2) sum_i v_i^2 / p_i``; its least worst case is that of ``p_i = v_i / sum_j v_j``.
+    The set is ``U = {v : (1/n) sum_i (v_i - <c, s_i>)^2 / <d, s_i> <= 1}``. If samples are drawn with ``p``, the second moment
+    of the gradient is ``(1/n^2) sum_i v_i^2 / p_i``. ``p_i = v_i / sum_j v_j`` minimizes its worst case.
 
     Args:
         s: features, >= 0, shape (n, F).
-        c: of the set's middle, >= 0, shape (F,).
-        d: of its extent, >= 0, shape (F,).
+        c: coefficients of the set's center, >= 0, shape (F,).
+        d: coefficients of its extent, >= 0, shape (F,).
 
     Returns:
         Shape (n,).
@@ -26,7 +26,7 @@ def worst_norms(s: Tensor, c: Tensor, d: Tensor) -> Tensor:
 
 
 def mixed_with_uniform(v: Tensor, share: float) -> Tensor:
-    """``p_i = (1 - share) v_i / sum_j v_j + share / n``; shape (n,), float64. All alike where the ``v_i`` are all 0."""
+    """Compute ``p_i = (1 - share) v_i / sum_j v_j + share / n``, shape (n,), float64. It is uniform if all ``v_i`` are 0."""
     v = v.double()
     n, total = len(v), v.sum()
     own = v / total if total > 0 else torch.full_like(v, 1 / n)
@@ -34,17 +34,17 @@ def mixed_with_uniform(v: Tensor, share: float) -> Tensor:
 
 
 def fit(s: Tensor, v: Tensor, w: Tensor, every: Tensor, *, rounds: int = 100) -> tuple[Tensor, Tensor]:
-    """``c, d = argmin {sum_i <d, s_i> : (1/|D|) sum_j w_j (<c, s_j> - v_j)^2 / <d, s_j> <= 1}``, both >= 0.
+    """Solve ``c, d = argmin {sum_i <d, s_i> : (1/|D|) sum_j w_j (<c, s_j> - v_j)^2 / <d, s_j> <= 1}``, both >= 0.
 
-    The constraint and the aim are of degree -1 and 1 in ``d``, so the ``d`` that solves it is a multiple of that of the
-    least sum of both. That sum is convex; each round finds the best ``c`` for ``d``, and lowers it by a step of ``d``.
+    The constraint is of degree -1 in ``d`` and the objective of degree 1, so the solution is a multiple of the ``d`` that
+    minimizes the sum of both. That sum is convex. Each round finds the best ``c`` for ``d`` and then takes a step in ``d``.
 
     Args:
-        s: features of what was seen, > 0 in at least one place of each row, shape (|D|, F).
-        v: the norms seen, >= 0, shape (|D|,).
-        w: how much each counts, > 0, shape (|D|,).
-        every: the sum of all samples' features, shape (F,).
-        rounds: how many.
+        s: features of the observed samples, > 0 in at least one entry of each row, shape (|D|, F).
+        v: their observed norms, >= 0, shape (|D|,).
+        w: their weights, > 0, shape (|D|,).
+        every: the sum of the features of all samples, shape (F,).
+        rounds: the maximum number of rounds.
 
     Returns:
         ``c`` and ``d``, float64, shape (F,).
@@ -64,11 +64,11 @@ def fit(s: Tensor, v: Tensor, w: Tensor, every: Tensor, *, rounds: int = 100) ->
     extent = s @ d
     miss = (s @ c - v).square()
     used = torch.where(miss > 0, w * miss / extent.clamp(min=tiny), 0.0).mean()
-    return c, d * used  # now the mean is 1, or there is nothing to be uncertain of
+    return c, d * used  # now the mean is 1, or nothing is uncertain
 
 
 def _least_squares(s: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """``c = argmin {sum_j w_j (<c, s_j> - v_j)^2 : c >= 0}``: the best of those with some coordinates free, the others 0."""
+    """Solve ``c = argmin {sum_j w_j (<c, s_j> - v_j)^2 : c >= 0}`` by trying each set of free coordinates."""
     gram, right = s.T @ (s * w[:, None]), s.T @ (w * v)
     free = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * len(right))  # all sets, (2^F, F)
     inverse = torch.linalg.pinv(gram * free[:, :, None] * free[:, None, :], hermitian=True)
@@ -78,14 +78,14 @@ def _least_squares(s: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 
 def features(norms: Tensor, ages: Tensor) -> Tensor:
-    """``s_i = (m, g_i, m a_i)``: the mean ``m`` of the norms last seen, a sample's own ``g_i``, and its age ``a_i`` in epochs.
+    """Compute ``s_i = (m, g_i, m a_i)`` from the mean ``m`` of the last norms, a sample's own ``g_i`` and its age ``a_i``.
 
     Args:
-        norms: last seen, shape (n,), nan where none was, which counts as their mean.
-        ages: how many epochs ago that was, >= 0, shape (n,); where none was, the greatest age counts.
+        norms: the norm last seen of each sample, shape (n,). NaN stands for none and counts as the mean.
+        ages: its age in epochs, >= 0, shape (n,). Samples without a norm take the greatest age.
 
     Returns:
-        Shape (n, 3), float64; all 0 where no norm was seen.
+        Shape (n, 3), float64. All entries are 0 if no norm was seen.
     """
     known = norms.isfinite()
     if not bool(known.any()):
@@ -98,12 +98,12 @@ def features(norms: Tensor, ages: Tensor) -> Tensor:
 
 @dataclass
 class Moments:
-    """Means over time of the square norms of gradients of one sample, uniform and as drawn, and of the true gradient.
+    """Running means of squared gradient norms.
 
     Attributes:
-        uniform: ``E |g_U1|^2``, of a sample that is drawn evenly.
-        drawn: ``E |g_R1|^2``, of one that is drawn with ``p`` and weighted.
-        signal: ``|grad F|^2``.
+        uniform: ``E |g_U1|^2`` of one sample that is drawn uniformly.
+        drawn: ``E |g_R1|^2`` of one sample that is drawn with ``p`` and weighted.
+        signal: ``|grad F|^2`` of the true gradient.
     """
 
     uniform: float = 0.0
@@ -111,13 +111,13 @@ class Moments:
     signal: float = 0.0
 
     def take(self, uniform: float, drawn: float, signal: float, smoothing: float) -> None:
-        """Another step's, which counts ``1 - smoothing``."""
+        """Update the means with another step, which has the weight ``1 - smoothing``."""
         self.uniform += (1 - smoothing) * (uniform - self.uniform)
         self.drawn += (1 - smoothing) * (drawn - self.drawn)
         self.signal += (1 - smoothing) * (signal - self.signal)
 
     def gain(self, samples: int) -> float:
-        """``r = E|g_U|^2 / E|g_R|^2`` of steps of M samples, whose ``E|g|^2 = E|g_1|^2 / M + (1 - 1/M) |grad F|^2``."""
+        """Compute ``r = E|g_U|^2 / E|g_R|^2`` for M samples per step, with ``E|g|^2 = E|g_1|^2 / M + (1 - 1/M) |grad F|^2``."""
         signal = (samples - 1) * max(self.signal, 0.0)
         below = self.drawn + signal
         return (self.uniform + signal) / below if below > 0 else 1.0

@@ -1,14 +1,15 @@
-"""AutoAssist: a small assistant says which samples are hard, few others are trained on (Zhang et al. 2019)."""
+"""AutoAssist: a small model predicts which samples are hard; few of the others are trained on (Zhang et al. 2019)."""
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
@@ -16,26 +17,27 @@ from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control, Technique
-from lightning_eff.data.selection._choosing import check_sample_loss, others
+from lightning_eff._core.technique import Control
+from lightning_eff.data.selection._choosing import others
+from lightning_eff.data.selection._counting import CountsSamples, check_budget
 from lightning_eff.data.selection._random_subset import RandomSubset
 from lightning_eff.data.selection.adaptive._assistant import Assistant
 
 
 def pick_probabilities(p: Tensor, *, gamma: float) -> Tensor:
-    """``gamma + (1 - gamma) p_i``, the chance of each sample to be trained on; shape (B,), float64.
+    """Compute each sample's probability of being trained on, ``gamma + (1 - gamma) p_i``, shape (B,), float64.
 
     Args:
         p: the assistant's probabilities that the samples are hard, shape (B,).
-        gamma: in [0, 1], the chance of a sample that is surely easy.
+        gamma: the probability of a sample that is certainly easy, in [0, 1].
     """
     return gamma + (1 - gamma) * p.double()
 
 
 def pick(q: Tensor, generator: torch.Generator, *, least: int = 2) -> Tensor:
-    """Each index with its own chance ``q_i``, apart from the others; where too few are, those that came nearest as well.
+    """Pick each index independently with its probability ``q_i``, but at least ``least`` of them.
 
-    That is, all of ``u_i / q_i < 1``, or the ``least`` smallest, with ``u_i`` uniform.
+    These are all indices with ``u_i / q_i < 1``, or the ``least`` smallest values, with ``u_i`` uniform.
 
     Args:
         q: chances, shape (B,).
@@ -57,114 +59,103 @@ def _random_subset(technique: "AutoAssist") -> Mapping[str, Callback]:
     return {f"a random {keep:.0%} of each batch": RandomSubset(keep=keep, start=technique.start)}
 
 
-class AutoAssist(Technique):
-    """Train on those samples of each batch that an assistant finds hard, and on a share ``gamma`` of the others.
+class AutoAssist(CountsSamples):
+    """Train on the samples of each batch that a small model predicts to be hard, and on a fraction of the others.
 
-    The assistant is a model of its own, far smaller than the network (the paper's boss). Before a step it gives each sample of
-    the batch the probability ``p_i`` that its loss lies above the mean of recent losses, and the sample is trained on with the
-    chance ``gamma + (1 - gamma) p_i``, apart from the others; at least two are, for the sake of batch norms. After the step the
-    assistant learns from the losses of those that were trained on: one step of logistic regression towards ``z_i = 1[l_i >
-    T]``, with ``T`` a moving mean of them. So there is no pass of the network that scores, and a step's batch varies in size.
+    The assistant is a model far smaller than the network. Before a step it predicts the probability ``p_i`` that the loss of a
+    sample is above the mean of recent losses. The sample is trained on with probability ``gamma + (1 - gamma) p_i``, each
+    independently, and at least two are. After the step the assistant learns from the losses of the samples that were trained
+    on: one step of logistic regression towards ``z_i = 1[l_i > T]``, with ``T`` a moving mean of the losses.
 
-    There is no correction for the bias: the mean loss of the samples picked is not reweighted, as in the paper, so that the
-    gradient leans towards samples that are taken to be hard, and a wrong label is a hard sample too. ``gamma=1`` trains on
-    everything, which is plain training.
+    Use it where a scoring pass of the network costs too much: there is none, and the assistant costs next to nothing. The
+    number of samples per step varies. The mean loss is not reweighted, as in the paper, so the gradient is biased towards
+    samples that are predicted to be hard. A wrong label is a hard sample too, so avoid it on noisy labels.
 
-    Without ``assistant=`` it is a logistic regression on all that a batch has of a sample: whole numbers, labels among them,
-    as a bag of hashed tokens; images and other floating values averaged to at most 256 numbers. It has ``num_buckets`` weights.
-    All ranks have the same assistant, which learns from the samples of all of them; each picks from its own batch. Under
-    accumulation each micro-batch is picked from by itself, and taught by itself. In the paper the assistant runs on the CPU
-    beside the network; here it runs between the steps, on the network's device.
+    The default assistant is a logistic regression on all tensors of a sample. Integers, including labels, are a bag of hashed
+    tokens. Images and other floating-point values are averaged to at most 256 numbers. All ranks share one assistant, which
+    learns from the samples of all of them. Micro-batches of an accumulation window and ranks are handled separately. In
+    the paper the assistant runs on the CPU in parallel; here it runs between steps, on the network's device.
 
-    The loss is seen through the loss functions of ``torch.nn.functional`` (and so ``torch.nn``'s modules) in the training pass
-    itself: ``training_step`` must return the sum of their mean-reduced values, whose rows lie sample by sample; the first
-    batch is checked for it. Any other loss needs ``sample_loss``, which costs a forward pass over the samples picked.
+    ``training_step`` must return a sum of mean-reduced losses from ``torch.nn.functional`` (or ``torch.nn``), with one row
+    or one group of consecutive rows per sample. The first batch is checked. For any other loss, give ``sample_loss``, which
+    costs an extra forward pass on the picked samples.
 
-    Logged: ``active``, whether the last step picked; ``fraction``, the share of its batch that it trained on; ``threshold``,
-    the moving mean of losses; ``accuracy``, the moving share of samples that the assistant told right.
+    It logs ``active`` (whether the last step picked samples), ``fraction`` (the fraction of the batch that was used),
+    ``threshold`` (the moving mean of the losses) and ``accuracy`` (the moving fraction of correct predictions).
 
     Args:
-        gamma: the chance of a sample that is surely easy, in [0, 1]. 0.3 is the source's; 1 is plain training.
-        assistant: a module that takes a batch, as ``training_step`` does, and returns a logit for each of its samples, shape
-            (B,). It is copied as a run begins. None takes the logistic regression.
-        num_buckets: of the latter, >= 1.
-        lr: the rate of the assistant's AdaGrad, > 0.
-        smoothing: the weight of the past in the moving means, in [0, 1).
-        start: from this share of the budget on it picks, in [0, 1]; before, the assistant only learns. 1 is plain training.
-        sample_loss: for a loss that cannot be seen by sample: a function of (module, batch) that returns the losses of
-            the batch's samples, shape (B,). The assistant learns from it; ``training_step`` is what trains.
+        gamma: the probability of training on a sample that is certainly easy. 0.3 is the authors', 1 is plain training.
+        assistant: a module that takes a batch, as ``training_step`` does, and returns one logit per sample, shape (B,). It is
+            copied when a run begins. None takes the logistic regression.
+        num_buckets: the number of weights of the logistic regression.
+        lr: the learning rate of the assistant's AdaGrad.
+        smoothing: the weight of earlier steps in the moving means.
+        start: the fraction of the budget at which it begins to pick. The assistant learns from the first step on. 1 is plain
+            training.
+        sample_loss: a function of (module, batch) that returns one loss per sample, shape (B,). Only the assistant learns from
+            it.
 
     Raises:
-        ValueError: for other values; where ``start`` counts and the run has no budget; at the first step, on all ranks, if the
-            loss cannot be seen by sample or a batch holds one sample only; at any step, if a loss is nan or infinite, or the
-            assistant returns something else.
+        ValueError: for a value out of range. At setup, if ``start`` is set and the run has no budget. At the first step, on all
+            ranks, if the loss of a sample cannot be seen or a batch has one sample. At any step, if a loss is NaN or infinite,
+            or the assistant does not return one logit per sample.
 
-    Sources:
-        Zhang, Yu & Dhillon 2019, NeurIPS: the chances, and an assistant that learns from observed losses. Their code: gamma,
-        and the mean as a threshold. Ours: batches are not filled up, but shrink; hashed features and AdaGrad.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[AutoAssist(gamma=0.3, start=0.1)])
+
+    References:
+        Zhang, Yu and Dhillon 2019, "AutoAssist: A Framework to Accelerate Training of Deep Neural Networks", NeurIPS,
+        arXiv:1905.03381, for the probabilities and the assistant. ``gamma`` and the mean as a threshold are from the authors'
+        code. Batches that shrink, hashed features and AdaGrad are this package's.
     """
 
-    saves: ClassVar[str] = "forward and backward passes of samples that a small model takes to be learnt"
+    saves: ClassVar[str] = "forward and backward passes of samples that a small model predicts to be easy"
     paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1905.03381"
-    constraints: ClassVar[str] = "a mean loss of torch.nn.functional, or sample_loss=; a batch of several samples"
+    constraints: ClassVar[str] = (
+        "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
+    )
+    did: ClassVar[str] = "picked"
     needs: ClassVar[Need] = Need.STEP
     survey: ClassVar[Survey | None] = Survey("AutoAssist", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"gamma": Choice((0.2, 0.3, 0.5)), "start": Choice((0.0, 0.1, 0.3))}, needs_samples
     )
     control: ClassVar[Control] = Control(
-        "a random choice of as many samples as an assistant that knows nothing picks, without one", _random_subset
+        "as many samples drawn at random as an untrained assistant picks, without an assistant", _random_subset
     )
     conflicts: ClassVar[Mapping[str, str]] = others("AutoAssist")
 
     def __init__(
         self,
+        gamma: Annotated[float, Fraction()] = 0.3,
         *,
-        gamma: float = 0.3,
         assistant: nn.Module | None = None,
-        num_buckets: int = 4096,
-        lr: float = 0.1,
-        smoothing: float = 0.95,
-        start: float = 0.0,
+        num_buckets: Annotated[int, Count()] = 4096,
+        lr: Annotated[float, Number(above=0)] = 0.1,
+        smoothing: Annotated[float, Fraction(below=1)] = 0.95,
+        start: Annotated[float, Fraction()] = 0.0,
         sample_loss: SampleLoss | None = None,
     ) -> None:
-        if isinstance(gamma, bool) or not isinstance(gamma, int | float) or not 0 <= gamma <= 1:
-            raise ValueError(
-                f"AutoAssist({gamma=}): expected a number in [0, 1], the chance of a sample that is surely easy. 0.3 is the"
-                " source's, 1 is plain training."
-            )
         if assistant is not None and not isinstance(assistant, nn.Module):
             raise ValueError(
-                f"AutoAssist({assistant=}): expected a module that returns a logit for each sample of a batch, or None for a"
-                " logistic regression."
+                f"AutoAssist({assistant=}): expected a module that returns one logit per sample of a batch, or None. None takes"
+                " a logistic regression."
             )
         if assistant is not None and not any(p.requires_grad for p in assistant.parameters()):
             raise ValueError(
-                f"AutoAssist(assistant={type(assistant).__name__}(...)): got a module without trainable parameters; expected"
-                " one that can learn. Make its layers in __init__."
+                f"AutoAssist(assistant={type(assistant).__name__}(...)): the module has no trainable parameters. Create its"
+                " layers in __init__."
             )
-        if isinstance(num_buckets, bool) or not isinstance(num_buckets, int) or num_buckets < 1:
-            raise ValueError(f"AutoAssist({num_buckets=}): expected an integer >= 1, how many weights it has.")
-        if not 0 < lr < float("inf"):
-            raise ValueError(f"AutoAssist({lr=}): expected a finite number > 0, the rate of the assistant's AdaGrad.")
-        if not 0 <= smoothing < 1:
-            raise ValueError(f"AutoAssist({smoothing=}): expected a number in [0, 1), the weight of the past.")
-        if not 0 <= start <= 1:
-            raise ValueError(
-                f"AutoAssist({start=}): expected a share of the budget in [0, 1], from which on it picks. 1 is plain training."
-            )
-        check_sample_loss("AutoAssist", sample_loss)
         self.gamma, self.assistant, self.num_buckets, self.lr = gamma, assistant, num_buckets, lr
         self.smoothing, self.start, self.sample_loss = smoothing, start, sample_loss
         self._reset()
 
+    @override
     def _reset(self) -> None:
+        super()._reset()
         self._scorer = Scorer("AutoAssist", self.sample_loss, bounds=False)
         self._own: Assistant | None = None
         self._seen: tuple[int, Any, Tensor, list[Any]] | None = None  # of a micro-batch, until it ends
-        self._active, self._fraction = False, 1.0
-        self._steps = {"on": 0, "off": 0}
-        self._samples = {"seen": 0, "trained": 0}
 
     @property
     @override
@@ -173,11 +164,8 @@ class AutoAssist(Technique):
 
     @override
     def check(self, session: Session) -> None:
-        if self.start > 0 and not session.progress.limits():
-            raise ValueError(
-                f"AutoAssist(start={self.start}): the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None), so how"
-                " far the run is cannot be told. Set one of them, or start=0."
-            )
+        if self.start > 0:
+            check_budget(session, f"AutoAssist(start={self.start})", "use start=0")
 
     @override
     def attach(self, session: Session) -> None:
@@ -191,7 +179,7 @@ class AutoAssist(Technique):
             seed=session.seed,
             device=strategy.root_device,
         )
-        if self.assistant is not None and session.replicas.count > 1:  # each rank may have drawn its own
+        if self.assistant is not None and session.replicas.count > 1:  # each rank may have drawn other weights
             self._own.load_state_dict(session.gather(self._own.state_dict())[0])
         session.chain.add(Stage.CHOOSE, self._link)
 
@@ -226,10 +214,7 @@ class AutoAssist(Technique):
         losses = scores.means
         told = agree(session, scores.problem, (float(losses.sum()), len(losses)))
         self._seen = step.global_step, batch, losses, told
-        self._fraction = trained / size
-        self._steps["on" if self._active else "off"] += 1
-        self._samples["seen"] += size
-        self._samples["trained"] += trained
+        self.count(size, trained)
         return output
 
     @override
@@ -240,7 +225,7 @@ class AutoAssist(Technique):
         self._seen = None
         global_step, batch, losses, told = seen
         count = sum(number for _, number in told)
-        if not count:  # the user's step skipped this batch
+        if not count:  # training_step skipped this batch
             return
         own.see(sum(total for total, _ in told), count)
         device = session.trainer.strategy.root_device
@@ -252,37 +237,24 @@ class AutoAssist(Technique):
         if session.replicas.count > 1:
             own.set_buffers([buffers for _, _, buffers in every])
 
-    # -- what it tells and keeps
+    # -- report and state
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "assistant": None if self._own is None else self._own.state_dict(),
-            "active": self._active,
-            "fraction": self._fraction,
-            "steps": dict(self._steps),
-            "samples": dict(self._samples),
-            "checked": self._scorer.checked,
-        }
+        own = None if self._own is None else self._own.state_dict()
+        return {**super().state_dict(), "assistant": own, "checked": self._scorer.checked}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         if self._own is not None and state_dict["assistant"] is not None:
             self._own.load_state_dict(state_dict["assistant"])
-        self._active, self._fraction = state_dict["active"], state_dict["fraction"]
-        self._steps, self._samples = dict(state_dict["steps"]), dict(state_dict["samples"])
         self._scorer.checked = state_dict["checked"]
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
         own = self._own
-        told = {} if own is None or math.isnan(own.accuracy) else {"threshold": own.threshold, "accuracy": own.accuracy}
-        return {"active": int(self._active), "fraction": self._fraction, **told}
-
-    @override
-    def summary(self) -> str:
-        steps, samples = self._steps, self._samples
-        return (
-            f"picked samples in {steps['on']:,} of {sum(steps.values()):,} steps, trained on {samples['trained']:,} of"
-            f" {samples['seen']:,} samples"
+        learned = (
+            {} if own is None or math.isnan(own.accuracy) else {"threshold": own.threshold, "accuracy": own.accuracy}
         )
+        return {**super().report(), **learned}

@@ -1,14 +1,15 @@
-"""Robust, approximate importance sampling: draw by the worst gradient norms that samples may have (Johnson & Guestrin 2018)."""
+"""Robust approximate importance sampling: draw by worst-case gradient norms (Johnson & Guestrin 2018)."""
 
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
 from lightning_eff._core._samples.technique import Choice as Chosen
@@ -16,6 +17,7 @@ from lightning_eff._core._samples.technique import Epoch, SampleChooser
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
+from lightning_eff.data._keys import Keys
 from lightning_eff.data.selection._choosing import others
 from lightning_eff.data.selection._weighing import draw
 from lightning_eff.data.selection.adaptive._advance import Advance
@@ -25,111 +27,104 @@ WHO = "RobustImportanceSampling"
 
 
 def unbiased_weights(p: Tensor) -> Tensor:
-    """``w_i = 1 / (n p_i)``: of samples drawn with ``p`` of n, the mean of ``w_i f_i`` is on average the mean of ``f``."""
+    """Compute ``w_i = 1 / (n p_i)``: for samples drawn with ``p``, the expected mean of ``w_i f_i`` is the mean of ``f``."""
     return 1 / (len(p) * p)
 
 
 def _pointless(profile: RunProfile) -> str | None:
     if not profile.visible_loss:
-        return "the loss cannot be taken apart by sample"
+        return "the loss of each sample cannot be seen"
     return None if profile.epochs > 1.5 else "it draws from the second epoch on, and the run ends before it pays"
 
 
 class RobustImportanceSampling(SampleChooser):
-    """Draw samples of the whole data set by how much each may move the weights, as far as norms last seen can tell.
+    """Draw samples of the whole data set by their gradient norm, and reweight them to keep the gradient unbiased.
 
-    The best probabilities are proportional to the norm of each sample's gradient, which nobody knows without computing it.
-    Of a sample's features, ``s_i = (m, g_i, m a_i)`` with the mean norm ``m``, the norm ``g_i`` last seen and its age ``a_i``
-    in epochs, the run learns a set of norms that the truth lies in: an ellipsoid about ``<c, s_i>`` of the extent ``<d,
-    s_i>``, as small as what was seen since allows. Drawing with ``p_i`` proportional to the worst norms in that set, ``v_i =
-    <c, s_i> + k <d, s_i>``, has the least second moment against the worst of the set: a norm that is old, or of a kind that
-    was told badly, counts more than it did when last seen. A share ``uniform`` of ``p`` is even. Samples are drawn with
-    replacement, as many as the user's epoch has and from those that it has, and the loss of each is weighted by ``1 / (n
-    p_i)``, so that a step's gradient is on average that of the plain one.
+    The best probabilities are proportional to each sample's gradient norm, which would have to be computed for all samples.
+    This technique estimates the norms from those last seen. A sample has the features ``s_i = (m, g_i, m a_i)``: the mean
+    norm ``m``, its last norm ``g_i``, and the age ``a_i`` of that norm in epochs. The run learns an uncertainty set, an
+    ellipsoid around ``<c, s_i>`` of extent ``<d, s_i>``, which is as small as the observed norms allow. It draws with
+    ``p_i`` proportional to the worst-case norms of the set, ``v_i = <c, s_i> + k <d, s_i>``, so samples with old or badly
+    predicted norms are drawn more often. A fraction ``uniform`` of ``p`` is uniform. An epoch draws as many samples as the
+    user's own, with replacement, and weights the loss of each by ``1 / (n p_i)``.
 
-    Norms are those of the gradient at the loss's input (the logits, over all tokens of a sample), read off the training pass
-    itself: there is no extra pass, but one through the loss function. The first epoch is the user's own, which sees each
-    sample once. From then on set and draws are made anew ``refits`` times an epoch, at the same time on all ranks.
+    The norms are those of the gradient with respect to the input of the loss function (the logits, over all tokens of a
+    sample). They are read off the training pass, so the only extra cost is a backward pass through the loss function. The first
+    epoch is the user's own. After that, the set and the draws are renewed ``refits`` times per epoch, at the same step on all
+    ranks.
 
-    As the gradient varies less, the steps can be longer: the gain ``r = E|g_U|^2 / E|g_R|^2`` compares the second moments of
-    the gradient of evenly drawn steps and of ours, here of the gradient at the last map's bias. With ``adapt`` each step is
-    made at ``r`` times the rate, and counts as ``r`` steps: the module's own schedulers go that much faster, and a run with
-    ``max_steps`` or ``max_epochs`` ends when its schedulers have come to the end. Until something is known, and where all norms
-    are alike, ``p`` is even and the gain 1. The rates of ``LearningRateSchedule`` and its like go by the run's own budget.
+    Because the gradient varies less, steps can be longer. The gain ``r = E|g_U|^2 / E|g_R|^2`` compares the second moments of
+    the gradient under uniform draws and under these draws, at the bias of the last linear layer. With ``adapt``, each step uses
+    ``r`` times the learning rate and counts as ``r`` steps. The module's own schedulers advance that much faster, and a run
+    with ``max_steps`` or ``max_epochs`` ends when they reach their end. :class:`LearningRateSchedule` and other techniques
+    follow the run's own budget.
 
-    Where samples count differently many tokens, the mean loss of a batch is a quotient, and means of quotients are slightly
-    biased, as in plain training. With dropout and augmentation norms are of one draw. It does not pay in a single pass over
-    the data, nor where samples are much alike; wrong labels have large gradients, and are drawn often.
+    Use it for runs of several epochs over samples that differ a lot. It does not pay in a single pass over the data. Wrong
+    labels have large gradients and are drawn often. If samples have different numbers of tokens, the mean loss of a batch is a
+    ratio and slightly biased, as in plain training. With dropout and augmentation, each norm comes from one random draw.
 
-    Logged: ``gain``, ``effective_steps``, ``spread`` (``n sum p_i^2`` of the probabilities, 1 where they are even) and
-    ``least`` and ``most``, the extremes of ``n p_i``.
+    It logs ``gain``, ``effective_steps``, ``spread`` (``n sum p_i^2``, which is 1 for uniform draws), and ``least`` and
+    ``most`` (the extremes of ``n p_i``).
 
     Args:
-        uniform: the share of ``p`` that is even, in (0, 1]: no ``p_i`` is below ``uniform / n``, no weight above ``1 /
-            uniform``. 1 is plain training.
-        refits: how often an epoch the set is learnt anew, >= 1.
-        adapt: lengthen steps and advance schedules by the gain.
-        smoothing: the weight of the past in the moving means that the gain is made of, in [0, 1).
-        labels: names or positions of the labels in the batch, where looking does not tell which they are.
+        uniform: the fraction of the probabilities that is uniform. No ``p_i`` is below ``uniform / n``, and no weight above
+            ``1 / uniform``. 1 is plain training.
+        refits: the number of times per epoch that the set is learned and samples are drawn.
+        adapt: whether to lengthen steps and advance schedules by the gain.
+        smoothing: the weight of earlier steps in the moving means behind the gain.
+        labels: the labels in the batch, by name or position. Give them if the labels are not found.
 
     Raises:
-        ValueError: for other values; as training starts, where the loader is not one over a map-style data set; at the first
-            step, on all ranks, if the loss cannot be seen by sample.
+        ValueError: for a value out of range. When training starts, if the loader is not one over a map-style data set. At the
+            first step, on all ranks, if the loss of a sample cannot be seen.
 
-    Sources:
-        Johnson & Guestrin 2018, NeurIPS: the set and its learning, its minimax probabilities, weights, gain and effective
-        steps, norms at the loss's input. Ours: these features, the even share, the moment of the true gradient by the means
-        within batches, and the solver.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[RobustImportanceSampling(uniform=0.1)])
+
+    References:
+        Johnson and Guestrin 2018, "Training Deep Models Faster with Robust, Approximate Importance Sampling", NeurIPS 31. These
+        features, the uniform part, the estimate of the true gradient's second moment and the solver are this package's.
     """
 
-    saves: ClassVar[str] = "steps: the gradient varies less, so that steps can be longer"
+    saves: ClassVar[str] = "steps: the gradient varies less, so steps can be longer"
     paper: ClassVar[str] = "Johnson & Guestrin 2018, NeurIPS 31"
-    constraints: ClassVar[str] = "one DataLoader over a map-style data set; a loss seen by sample; several epochs"
+    constraints: ClassVar[str] = (
+        "needs one DataLoader over a map-style data set, a visible loss per sample, and several epochs"
+    )
     needs: ClassVar[Need] = Need.STEP
     survey: ClassVar[Survey | None] = Survey("robust approximate importance sampling (RAIS)", zhuang="2.2", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"uniform": Choice((0.1, 0.3, 0.5)), "adapt": Choice((True, False))}, _pointless
     )
-    control: ClassVar[Control] = Control("the baseline, which draws evenly and scores nothing")
+    control: ClassVar[Control] = Control("the baseline, which draws uniformly and scores nothing")
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("DataPruning", "DifficultyPacing", "SampleSubset", "TokenBudgetBatches"),
-            "both say which samples an epoch has",
+            "both choose the samples of an epoch",
         ),
         **others(WHO),
-        "SequenceLengthWarmup": "it makes several rows of a sample, which no longer has one norm and one weight",
+        "SequenceLengthWarmup": "it splits a sample into several rows, so the sample no longer has one norm and one weight",
     }
     wants_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
+        uniform: Annotated[float, Fraction(above=0)] = 0.1,
         *,
-        uniform: float = 0.1,
-        refits: int = 4,
+        refits: Annotated[int, Count()] = 4,
         adapt: bool = True,
-        smoothing: float = 0.9,
-        labels: Sequence[str | int] | None = None,
+        smoothing: Annotated[float, Fraction(below=1)] = 0.9,
+        labels: Annotated[Sequence[str | int] | None, Keys("['labels']", empty=True)] = None,
     ) -> None:
-        if isinstance(uniform, bool) or not isinstance(uniform, int | float) or not 0 < uniform <= 1:
-            raise ValueError(
-                f"{WHO}({uniform=}): expected a number in (0, 1], the share of the probabilities that is even. 1 is plain"
-                " training; 0 would let samples never be drawn again."
-            )
-        if isinstance(refits, bool) or not isinstance(refits, int) or refits < 1:
-            raise ValueError(f"{WHO}({refits=}): expected an integer >= 1, how often an epoch the set is learnt anew.")
-        if not 0 <= smoothing < 1:
-            raise ValueError(f"{WHO}({smoothing=}): expected a number in [0, 1), the weight of the past.")
-        if isinstance(labels, str):
-            raise ValueError(f"{WHO}({labels=}): expected a list of names or positions, such as ['labels'].")
         self.uniform, self.refits, self.adapt, self.smoothing = uniform, refits, adapt, smoothing
-        self.labels = None if labels is None else list(labels)
+        self.labels = labels
         self._reset()
 
     def _reset(self) -> None:
-        self._norms = torch.empty(0)  # of each sample of the data set, when last seen; nan where it was not
-        self._steps = torch.empty(0)  # at which optimizer step that was
-        self._told: list[tuple[int, list[int], Tensor, Tensor | None]] = []  # seen on this rank since the last refit
-        self._known: list[Tensor] = []  # features, norm and weight of what was seen again, (m, 5) each
+        self._norms = torch.empty(0)  # last norm of each sample of the data set, NaN for none
+        self._steps = torch.empty(0)  # the optimizer step of that norm
+        self._told: list[tuple[int, list[int], Tensor, Tensor | None]] = []  # norms of this rank since the last refit
+        self._known: list[Tensor] = []  # features, norm and weight of samples seen again, (m, 5) each
         self._c = self._d = torch.zeros(3, dtype=torch.float64)
         self._plain: Tensor | None = None  # the epoch that the user's loader would have
         self._moments = Moments()
@@ -162,7 +157,7 @@ class RobustImportanceSampling(SampleChooser):
             self._scaled.remove()
             self._scaled = None
 
-    # -- what an epoch has
+    # -- an epoch's samples
 
     @override
     def choose(self, epoch: Epoch) -> Chosen | None:
@@ -173,7 +168,7 @@ class RobustImportanceSampling(SampleChooser):
             return None
         self._take_in(epoch.size)
         if not self._known:
-            return None  # there is nothing yet to learn the set from: the user's own epoch
+            return None  # nothing to learn the set from yet: the user's own epoch
         s = features(self._norms, self._ages())[self._plain]
         known = torch.cat(self._known)
         self._c, self._d = fit(known[:, :3], known[:, 3], known[:, 4], s.sum(dim=0))
@@ -188,13 +183,13 @@ class RobustImportanceSampling(SampleChooser):
         return Chosen(self._plain[at], unbiased_weights(p)[at])
 
     def _ages(self) -> Tensor:
-        """How many epochs ago each sample was seen, (N,)."""
+        """The number of epochs since each sample was seen, (N,)."""
         assert self._plain is not None
         steps = max(1.0, len(self._plain) / max(self._samples, 1))
         return (self.session.trainer.global_step - self._steps) / steps
 
     def _take_in(self, size: int) -> None:
-        """What all ranks have seen since the last time, in the order of its steps."""
+        """Take in what all ranks have seen since the last refit, in the order of the steps."""
         if len(self._norms) != size:
             self._norms, self._steps = torch.full((size,), torch.nan), torch.full((size,), torch.nan)
         every = [told for rank in self.session.gather(_on_cpu(self._told)) for told in rank]
@@ -210,9 +205,9 @@ class RobustImportanceSampling(SampleChooser):
                 self._known.append(torch.cat([s, norms[seen, None].double(), w[seen, None].double()], dim=1))
             self._norms[at], self._steps[at] = norms, float(step)
         while len(self._known) > 1 and sum(len(k) for k in self._known[1:]) >= size:
-            self._known.pop(0)  # as much as one epoch shows is enough
+            self._known.pop(0)  # one epoch's worth is enough
 
-    # -- what a step shows
+    # -- a step's norms
 
     @override
     def on_gradients(self, indices: list[int], norms: Tensor, sums: Tensor) -> None:
@@ -243,7 +238,7 @@ class RobustImportanceSampling(SampleChooser):
             self.choose_again()
 
     def _take_step(self, parts: list[tuple[float, float, float, int]]) -> None:
-        """What the micro-batches of a step of all ranks say: each of b samples, whose mean gradient is theirs."""
+        """Update the moments from a step's micro-batches on all ranks, each with its number of samples b."""
         self._samples = sum(b for *_, b in parts)
         uniform = sum(u * b for u, _, _, b in parts) / self._samples
         drawn = sum(r * b for _, r, _, b in parts) / self._samples
@@ -253,7 +248,7 @@ class RobustImportanceSampling(SampleChooser):
         if math.isfinite(uniform + drawn + signal):
             self._moments.take(uniform, drawn, signal, self.smoothing)
 
-    # -- what is told and kept
+    # -- report and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
@@ -268,10 +263,10 @@ class RobustImportanceSampling(SampleChooser):
     @override
     def summary(self) -> str:
         if not self._refits:
-            return "drew evenly: nothing was known yet"
+            return "drew uniformly: no norm was known yet"
         return (
-            f"learnt what norms may be {self._refits:,} times; probabilities from {self._least:.2g} to {self._most:.2g} times"
-            f" even ones at the end, a gain of {self._gain:.2f}, {self._advance.steps:,.1f} effective steps"
+            f"refit {self._refits:,} times, probabilities {self._least:.2g} to {self._most:.2g} times uniform at the end, gain"
+            f" {self._gain:.2f}, {self._advance.steps:,.1f} effective steps"
         )
 
     @override

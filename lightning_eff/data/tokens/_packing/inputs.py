@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_eff._core import rng
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core._tokens.checking import (
     TOLERANCE,
     TRIES,

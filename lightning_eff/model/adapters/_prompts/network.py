@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_eff._core._branches.probing import aside, attempts
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.patches import hook_before, hook_behind
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_eff._core import rng
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core._tokens.inputs import is_cache
 from lightning_eff._core._tokens.sequences import sequence_dims
 from lightning_eff._core.steps import in_evaluation, looking_on, silent

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_eff._core._branches.ffns import FFN, find_ffns, given_ffns
 from lightning_eff._core._branches.graph import Graph, Node
 from lightning_eff._core._branches.tracing import traced
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.patches import hook_behind
 from lightning_eff._core.session import Session

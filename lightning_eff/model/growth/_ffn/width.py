@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff._core._branches.ffns import FFN, Part
-from lightning_eff._core._stack.showing import Worn, put_on, take_off, worn_by
+from lightning_eff._core._stack.partial_views import Worn, put_on, take_off, worn_by
 from lightning_eff.model.growth._ffn import tiling
 from lightning_eff.model.growth._ffn.products import narrow_linear
 

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._stack.unused import look_for_unused, refuse_reentrant, refuse_static_graph
+from lightning_eff._core._stack.unused_parameters import look_for_unused, refuse_reentrant, refuse_static_graph
 from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.session import Session

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_eff._core._branches.ffns import find_ffns, given_ffns
 from lightning_eff._core._branches.tracing import traced
-from lightning_eff._core._run.words import first_line
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.session import Session
 from lightning_eff.model.layers._row_dropout.patterns import Pattern
 from lightning_eff.model.layers._row_dropout.thinning import Thinned

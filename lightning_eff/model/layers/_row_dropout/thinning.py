@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff._core._branches.ffns import FFN, Part
-from lightning_eff._core._stack.showing import Worn, worn_by
+from lightning_eff._core._stack.partial_views import Worn, worn_by
 from lightning_eff._core.patches import hook_behind
 from lightning_eff.model.layers._row_dropout.patterns import Pattern, kept
 from lightning_eff.model.layers._shared.wearing import worn

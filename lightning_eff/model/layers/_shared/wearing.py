@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_eff._core._stack.showing import Worn, put_on, take_off
+from lightning_eff._core._stack.partial_views import Worn, put_on, take_off
 
 
 @contextmanager

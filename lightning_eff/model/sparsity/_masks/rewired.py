@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._run.late import ActsLate, Length
+from lightning_eff._core._run.delayed_start import ActsLate, Length
 from lightning_eff._core.session import Session
 from lightning_eff.model.sparsity._masks.allotting import allotted
 from lightning_eff.model.sparsity._masks.finding import largest

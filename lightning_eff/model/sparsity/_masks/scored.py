@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_eff._core import rng
-from lightning_eff._core._branches.pieces import step_of
+from lightning_eff._core._branches.sharded_step import step_of
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.batches import map_tensors, num_samples
 from lightning_eff._core.passes import training_batches

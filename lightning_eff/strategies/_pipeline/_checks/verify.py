@@ -13,15 +13,15 @@ from lightning_eff._core import rng
 from lightning_eff._core._stack.chains import Feeding
 from lightning_eff._core.blocks import listed, repeated
 from lightning_eff._core.steps import silent
-from lightning_eff.strategies._pipeline._checks.sideways import check_sideways
+from lightning_eff.strategies._pipeline._checks.side_effects import check_sideways
 from lightning_eff.strategies._pipeline._checks.splitting import splits
-from lightning_eff.strategies._pipeline.course import Step
 from lightning_eff.strategies._pipeline.evaluation import Through, through
 from lightning_eff.strategies._pipeline.layout import Layout
 from lightning_eff.strategies._pipeline.logging import Record, Recorder
 from lightning_eff.strategies._pipeline.memory import Holdings, holdings, names_of, registered
 from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD
 from lightning_eff.strategies._pipeline.runner import left, loss_of
+from lightning_eff.strategies._pipeline.shared_state import Step
 from lightning_eff.strategies._pipeline.stack import ONE_OUTPUT, Stack
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Pass, learn_origins, uncut

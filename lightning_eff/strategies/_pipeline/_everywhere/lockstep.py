@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.strategies._pipeline._everywhere.sending import broadcast
-from lightning_eff.strategies._pipeline.course import Ground
+from lightning_eff.strategies._pipeline.shared_state import Ground
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Run
 

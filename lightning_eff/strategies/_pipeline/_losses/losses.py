@@ -17,10 +17,10 @@ from lightning_eff._core.batches import map_tensors, num_samples
 from lightning_eff._core.steps import in_evaluation, silent
 from lightning_eff._core.wrapping import unrounded
 from lightning_eff.strategies._pipeline._losses.probing import Listening, perturbed
-from lightning_eff.strategies._pipeline.course import Step
 from lightning_eff.strategies._pipeline.evaluation import through
 from lightning_eff.strategies._pipeline.layout import Layout
 from lightning_eff.strategies._pipeline.runner import loss_of
+from lightning_eff.strategies._pipeline.shared_state import Step
 from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Pass, uncut

@@ -270,11 +270,11 @@ def test_sample_loss_is_what_the_assistant_learns_from() -> None:
         ({"gamma": -0.1}, r"gamma=-0.1\): expected a number in \[0, 1\]"),
         ({"gamma": 1.5}, r"gamma=1.5\)"),
         ({"assistant": 3}, r"assistant=3\): expected a module"),
-        ({"assistant": nn.ReLU()}, r"assistant=ReLU\(...\)\): got a module without trainable parameters"),
+        ({"assistant": nn.ReLU()}, r"assistant=ReLU\(...\)\): the module has no trainable parameters"),
         ({"num_buckets": 0}, r"num_buckets=0\): expected an integer >= 1"),
         ({"lr": 0.0}, r"lr=0.0\): expected a finite number > 0"),
         ({"smoothing": 1.0}, r"smoothing=1.0\): expected a number in \[0, 1\)"),
-        ({"start": 1.1}, r"start=1.1\): expected a share of the budget"),
+        ({"start": 1.1}, r"start=1.1\): expected a number in \[0, 1\]: the fraction of the budget"),
         ({"sample_loss": 3}, r"sample_loss=3\): expected a function"),
     ],
 )
@@ -305,7 +305,7 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
 
 def test_a_start_needs_a_budget() -> None:
     t = trainer(AutoAssist(start=0.5), max_steps=-1, max_epochs=-1)
-    with pytest.raises(ValueError, match=r"start=0.5\): the Trainer has no end .* or start=0"):
+    with pytest.raises(ValueError, match=r"start=0.5\): the Trainer has no end .* or use start=0"):
         t.fit(TinyClassifier(), loader("classifier"))
 
 

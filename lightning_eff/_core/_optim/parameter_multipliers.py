@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_eff._core._optim.no_weight_decay import add_group, move
 from lightning_eff._core._optim.scheduled import all_in
-from lightning_eff._core._optim.undecayed import add_group, move
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 #: What torch's schedulers keep of rates, with an entry for each group.

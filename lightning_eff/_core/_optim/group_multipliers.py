@@ -6,8 +6,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_eff._core._optim.combined import set_rate
+from lightning_eff._core._optim.external_rates import Known, Share, Telling, settle, understood, watch, watches
 from lightning_eff._core._optim.scheduled import all_in
-from lightning_eff._core._optim.written import Known, Share, Telling, settle, understood, watch, watches
 
 
 class Multiples:

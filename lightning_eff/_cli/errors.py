@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_eff._core._lightning.names import OTHER, OWN
 
-_OWN = str(Path(__file__).parent)
+_OWN = str(Path(__file__).parent.parent)
 _LIBRARIES = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
 _COMMON = {"A", "An", "Cannot", "Expected", "Got", "No", "Nothing", "The", "There", "This"}
 _CANNOT_START = (ValueError, TypeError, ImportError, OSError)

@@ -11,7 +11,7 @@ from lightning_eff.strategies._pipeline import layout as layouts
 from lightning_eff.strategies._pipeline._everywhere.sending import broadcast
 from lightning_eff.strategies._pipeline._losses.weights import Weights
 from lightning_eff.strategies._pipeline.batch import split
-from lightning_eff.strategies._pipeline.course import Course
+from lightning_eff.strategies._pipeline.shared_state import Course
 
 
 class Telling:

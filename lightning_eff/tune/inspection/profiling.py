@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_eff._cli.errors import UsageError
 from lightning_eff._core._branches.side_by_side import side_by_side
 from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core.batches import num_samples, tensors
@@ -18,7 +19,6 @@ from lightning_eff._core.blocks import outermost, stacks
 from lightning_eff._core.losses import LossNotVisible, ObserveLosses, check_visible, loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import RunProfile
-from lightning_eff._errors import UsageError
 from lightning_eff.bench import calibration
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Incomparable, Pace, Rehearsed

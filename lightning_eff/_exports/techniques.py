@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_eff import _public
+from lightning_eff._exports import public
 
 
 def technique_classes() -> list[Any]:
@@ -13,6 +13,6 @@ def technique_classes() -> list[Any]:
     from lightning_eff._core.technique import Technique
     from lightning_eff._core.wrapping import WrappingPrecision
 
-    exported = (_public.found(name) for name in sorted(_public.HOMES))
+    exported = (public.found(name) for name in sorted(public.HOMES))
     how = (Technique, WrappingPrecision, Strategy)
     return [cls for cls in exported if isinstance(cls, type) and is_subclass(cls, *how)]

@@ -1,4 +1,4 @@
-"""What decides the order of a loader's batches: samplers, their epochs and generators, and the loader's own counters."""
+"""The parts of a loader that determine the order of its batches: samplers, their epochs and generators, and counters."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,11 +16,11 @@ from torch.utils.data import (
 
 from lightning_eff._core._lightning.names import is_lightnings
 from lightning_eff._core._loaders.generators import DataGenerators
-from lightning_eff._core._loaders.held import Held
-from lightning_eff._core._run.own_state import has_state, is_torchdata
-from lightning_eff._core._run.recording import RecordingSampler, users_own
+from lightning_eff._core._loaders.sampler_state import Held
+from lightning_eff._core._run.recording_sampler import RecordingSampler, users_own
+from lightning_eff._core._run.stateful_loaders import has_state, is_torchdata
 
-# the order of a whole epoch follows from the random state in which it began
+# samplers whose order follows from the random state at the beginning of the epoch
 _SETTLED: tuple[Callable[..., Any], ...] = tuple(
     cls.__iter__
     for cls in (
@@ -35,7 +35,7 @@ _SETTLED: tuple[Callable[..., Any], ...] = tuple(
 
 
 def is_settled(sampler: Any) -> bool:
-    """Whether all that ``sampler`` emits in an epoch follows from how the epoch began: torch's own and Lightning's do."""
+    """Whether the order of ``sampler`` follows from the beginning of the epoch, as for those of torch and Lightning."""
     sampler = users_own(sampler)
     inner = getattr(sampler, "sampler", None) if isinstance(sampler, BatchSampler) else None
     if inner is not None and not is_settled(inner):
@@ -48,19 +48,19 @@ def _is_known(sampler: Any) -> bool:
 
 
 def iterates_itself(loader: Any) -> bool:
-    """Whether iterating ``loader`` runs code of the user's own, and not just torch's iterator over its sampler."""
+    """Whether iterating ``loader`` runs the user's own code, not only torch's iterator over its sampler."""
     return not isinstance(loader, DataLoader) or (
         type(loader).__iter__ is not DataLoader.__iter__ and not is_torchdata(loader)
     )
 
 
 def sampler_name(loader: DataLoader[Any]) -> str:
-    """The attribute that holds what a ``DataLoader`` takes its indices from."""
+    """The attribute with the sampler that a ``DataLoader`` takes its indices from."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
 def holders(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
-    """The loaders that take indices from ``loader``'s sampler: itself, or one that it holds and hands its iteration to."""
+    """The loaders that take indices from ``loader``'s sampler: itself, and inner loaders that it delegates to."""
     name = sampler_name(loader)
     sampler = getattr(loader, name)
     found = [loader, *(value for value in vars(loader).values() if isinstance(value, DataLoader))]
@@ -68,7 +68,7 @@ def holders(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
 
 
 def put_sampler(holder: DataLoader[Any], sampler: Any) -> None:
-    """Let ``holder`` take its indices from ``sampler``, persistent workers that it has too."""
+    """Let ``holder`` take its indices from ``sampler``, also in persistent workers."""
     holder.__dict__[sampler_name(holder)] = sampler  # DataLoader.__setattr__ refuses
     kept = vars(holder).get("_iterator")
     if kept is not None:
@@ -76,13 +76,13 @@ def put_sampler(holder: DataLoader[Any], sampler: Any) -> None:
 
 
 class Pieces:
-    """The pieces of one loader.
+    """The parts of one loader.
 
     Args:
-        loader: the user's; the loaders that it holds count where it iterates by itself.
+        loader: the user's loader. If it has its own iteration, its inner loaders count too.
 
     Attributes:
-        data: the generators that its data set keeps for itself.
+        data: the generators of its data set.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -100,21 +100,21 @@ class Pieces:
         return [users_own(sampler) for sampler in found if sampler is not None]
 
     def epoch_samplers(self) -> list[Any]:
-        """The samplers that are told the epoch."""
+        """The samplers with ``set_epoch``."""
         return list({id(s): s for s in self._samplers() if callable(getattr(s, "set_epoch", None))}.values())
 
     def epochs(self) -> list[Any]:
-        """The epochs that they were told."""
+        """The epochs of those samplers."""
         return [getattr(sampler, "epoch", None) for sampler in self.epoch_samplers()]
 
     def set_epochs(self, epochs: Iterable[Any]) -> None:
-        """Tell them the epochs that :meth:`epochs` gave."""
+        """Restore :meth:`epochs`."""
         for sampler, epoch in zip(self.epoch_samplers(), epochs, strict=False):
             if epoch is not None:
                 sampler.set_epoch(epoch)
 
     def set_seeds(self, seeds: Iterable[Any]) -> None:
-        """Give distributed samplers their seeds, which Lightning takes from the process's."""
+        """Set the seeds of distributed samplers, which Lightning takes from the process's seed."""
         for sampler, seed in zip(self.epoch_samplers(), seeds, strict=False):
             if seed is not None:
                 sampler.seed = seed
@@ -124,11 +124,11 @@ class Pieces:
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
     def generators(self) -> list[Any]:
-        """The states of the generators that the loaders, their samplers and their data hold."""
+        """The states of the generators of the loaders, their samplers and their data."""
         return [*(generator.get_state() for generator in self._generators()), *self.data.states()]
 
     def set_generators(self, states: Iterable[Any]) -> None:
-        """Set the generators to what :meth:`generators` gave."""
+        """Restore :meth:`generators`."""
         states = list(states)
         tensors = [state for state in states if isinstance(state, torch.Tensor)]
         for generator, state in zip(self._generators(), tensors, strict=False):
@@ -140,25 +140,25 @@ class Pieces:
         return {name: value for name, value in held.items() if type(value) in (int, float, bool)}
 
     def numbers(self) -> dict[str, Any]:
-        """The plain numbers that a loader with an iteration of its own keeps on itself, where they changed in the run."""
+        """The plain numbers of a loader with its own iteration that changed in the run."""
         return {k: v for k, v in self._numbers().items() if k not in self._fresh or self._fresh[k] != v}
 
     def set_numbers(self, numbers: dict[str, Any]) -> None:
-        """Give the loader the numbers that :meth:`numbers` gave."""
+        """Restore :meth:`numbers`."""
         if self._counts is not None:
             vars(self._counts).update({**self._fresh, **numbers})
 
     def held(self) -> list[dict[str, Any]]:
-        """What samplers of the user's own keep on themselves, such as generators of NumPy's, where it changed in the run."""
+        """The attributes of custom samplers that changed in the run, such as NumPy generators."""
         return self._held.saved()
 
     def set_held(self, held: Iterable[dict[str, Any]]) -> None:
-        """Give the samplers what :meth:`held` gave."""
+        """Restore :meth:`held`."""
         self._held.set(held)
 
     @property
     def outlives_epochs(self) -> bool:
-        """Whether an iterator with worker processes goes on from epoch to epoch, so that no epoch can be begun again."""
+        """Whether an iterator with workers persists from epoch to epoch, so an epoch cannot begin again."""
         held = [] if self._counts is None else vars(self._counts).values()
         return any(getattr(value, "_num_workers", 0) and hasattr(value, "_sampler_iter") for value in held)
 
@@ -168,7 +168,7 @@ def _has_vars(loader: Any) -> bool:
 
 
 def _inside(value: Any, depth: int = 2) -> list[Any]:
-    """The DataLoaders in ``value``, or in the lists and dicts in it."""
+    """The DataLoaders in ``value`` and in its lists and dicts."""
     if isinstance(value, DataLoader):
         return [value]
     if depth and isinstance(value, dict | list | tuple):
@@ -178,7 +178,7 @@ def _inside(value: Any, depth: int = 2) -> list[Any]:
 
 
 def record(sources: Iterable[DataLoader[Any]], sampler: Any, tell_epochs: Callable[[], list[Any]]) -> RecordingSampler:
-    """A :class:`RecordingSampler` over ``sampler``, from which ``sources`` take their indices."""
+    """Put a :class:`RecordingSampler` over ``sampler`` into ``sources``."""
     recorder = RecordingSampler(sampler, settled=is_settled(sampler))
     recorder.tell_epochs = tell_epochs
     for holder in sources:
@@ -187,7 +187,7 @@ def record(sources: Iterable[DataLoader[Any]], sampler: Any, tell_epochs: Callab
 
 
 def shut_down(iterator: Any) -> None:
-    """End the worker processes of an iterator, if it has any."""
+    """Shut down the worker processes of an iterator, if it has any."""
     stop = getattr(iterator, "_shutdown_workers", None)
     if callable(stop):
         stop()

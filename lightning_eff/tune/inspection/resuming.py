@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_eff._errors import UsageError
+from lightning_eff._cli.errors import UsageError
 from lightning_eff.bench.results import now, write_json
 
 SAME = ("cpu", "gpu", "torch", "lightning")  # of the machine

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_eff._core._stack.showing import Worn, put_on, take_off, worn_by
+from lightning_eff._core._stack.partial_views import Worn, put_on, take_off, worn_by
 
 _OWN = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, dict, set, deque)

@@ -7,8 +7,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_eff._core._optim.combined import set_rate
-from lightning_eff._core._optim.multiples import scheduled
-from lightning_eff._core._optim.written import Known, settle, unwatch, watch
+from lightning_eff._core._optim.external_rates import Known, settle, unwatch, watch
+from lightning_eff._core._optim.group_multipliers import scheduled
 
 
 class HeldRates:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_eff.strategies._pipeline._everywhere.sending import broadcast
-from lightning_eff.strategies._pipeline.course import Ground
 from lightning_eff.strategies._pipeline.memory import Gone, registered
+from lightning_eff.strategies._pipeline.shared_state import Ground
 
 
 class Lent:

@@ -22,7 +22,10 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff import _public
+from lightning_eff._cli.errors import ConfigError, UsageError, check_configs, did_you_mean
+from lightning_eff._cli.faults import ENTRY, Fault, entry_key, faults, misshapen
+from lightning_eff._cli.packages import package_of_module
+from lightning_eff._cli.yaml_loading import MODE
 from lightning_eff._core._lightning.names import (
     OTHER,
     OWN,
@@ -37,10 +40,7 @@ from lightning_eff._core._lightning.names import (
     package_of,
     renamed,
 )
-from lightning_eff._errors import ConfigError, UsageError, check_configs, did_you_mean
-from lightning_eff._faults import ENTRY, Fault, entry_key, faults, misshapen
-from lightning_eff._loading import MODE
-from lightning_eff._packages import package_of_module
+from lightning_eff._exports import public
 from lightning_eff.strategies._names import meant, sized
 
 #: Where each kind of class belongs in a config.
@@ -177,7 +177,7 @@ def explained(message: str, parser: Any) -> str:
 def _is_of_another_kind(fault: Fault) -> bool:
     """Whether a union's alternative is none since the class, which exists, is of another kind."""
     name = re.match(r"Expected a dot import path string: (\S+)", fault.text)
-    return bool(_MISPLACED.match(fault.text)) or (name is not None and name[1] in _public.HOMES)
+    return bool(_MISPLACED.match(fault.text)) or (name is not None and name[1] in public.HOMES)
 
 
 def _sentence(fault: Fault, parser: Any) -> str:
@@ -262,9 +262,9 @@ def _in_a_line(value: Any) -> str:
 
 
 def _unknown_class(name: str, key: str) -> str:
-    if name in _public.HOMES:
+    if name in public.HOMES:
         return _misplaced(name, "")
-    known = {name for name in _public.HOMES if inspect.isclass(_public.found(name))}
+    known = {name for name in public.HOMES if inspect.isclass(public.found(name))}
     for base, _, _ in _PLACES:
         known |= {cls.__name__ for kind in both(base) for cls in _subclasses(kind) if not cls.__name__.startswith("_")}
     if hasattr(torch.optim, name):
@@ -321,7 +321,7 @@ def _missing(module: str, name: str, class_path: str) -> str:
     there = {key: value for key, value in vars(sys.modules[module]).items() if fits(value) and key[0] != "_"}
     own = [key for key, value in there.items() if value.__module__ == module]
     if module == "lightning_eff":  # its names are there as soon as they are asked for
-        hint = did_you_mean(name, _public.HOMES)
+        hint = did_you_mean(name, public.HOMES)
         return f"{module!r} has no {kind} {name!r}.{hint} `lightning-eff techniques` lists what it has."
     return f"{module!r} has no {kind} {name!r}.{did_you_mean(name, there)} It has {_listed(own or there) or 'none'}."
 
@@ -359,7 +359,7 @@ def _unknown_argument(name: str, class_path: str) -> str:
 def _imported(path: str) -> Any:
     """What a dotted path, or the name of something exported, stands for."""
     module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name) if module else _public.found(name)
+    return getattr(importlib.import_module(module), name) if module else public.found(name)
 
 
 def _arguments(cls: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""What samplers of the user's own keep on themselves: generators, orders and counters that live on from epoch to epoch."""
+"""Save the attributes of custom samplers: generators, orders and counters that persist from epoch to epoch."""
 
 import copy
 import hashlib
@@ -17,7 +17,7 @@ class Held:
     """The attributes of these objects that change while they are iterated.
 
     Args:
-        owners: the samplers. Attributes that nothing changed are left out of what is saved, but generators never are.
+        owners: the samplers. Only changed attributes are saved, and generators always.
     """
 
     def __init__(self, owners: Iterable[Any]) -> None:
@@ -25,11 +25,11 @@ class Held:
         self._fresh = [{name: _digest(value) for name, value in vars(owner).items()} for owner in self._owners]
 
     def saved(self) -> list[dict[str, Any]]:
-        """Their values now, in plain containers and tensors."""
+        """The current values, in plain containers and tensors."""
         return [self._of(owner, fresh) for owner, fresh in zip(self._owners, self._fresh, strict=True)]
 
     def set(self, values: Iterable[dict[str, Any]]) -> None:
-        """Give the objects the values that :meth:`saved` gave."""
+        """Restore the values of :meth:`saved`."""
         for owner, held in zip(self._owners, values, strict=False):
             for name, value in held.items():
                 _put(owner, name, value)
@@ -51,7 +51,7 @@ def _is_plain(value: Any, depth: int = 3) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """What ``value`` is kept as; "" for what is not kept."""
+    """The kind under which ``value`` is saved, or "" if it is not."""
     if isinstance(value, np.random.Generator):
         return "numpy"
     if isinstance(value, np.random.RandomState):
@@ -68,7 +68,7 @@ def _kind(value: Any) -> str:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether ``value`` is a random generator of torch's, NumPy's or Python's."""
+    """Whether ``value`` is a random generator of torch, NumPy or Python."""
     return _kind(value) in _GENERATORS
 
 
@@ -79,14 +79,14 @@ def generator_state(value: Any) -> dict[str, Any]:
 
 
 def set_generator(value: Any, state: dict[str, Any]) -> None:
-    """Let ``value`` draw on from ``state``, unless that is of a generator of another kind."""
+    """Restore the state of a generator, unless it belongs to a generator of another kind."""
     [(kind, numbers)] = state.items()
     if _kind(value) == kind:
         _put_generator(kind, value, numbers)
 
 
 def _digest(value: Any) -> Any:
-    """What tells whether ``value`` has changed, without a copy of it."""
+    """A digest that shows whether ``value`` has changed, without a copy of it."""
     kind = _kind(value)
     if kind == "plain":
         return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
@@ -98,7 +98,7 @@ def _digest(value: Any) -> Any:
 
 
 def _plain_numbers(state: Any) -> Any:
-    """A bit generator's state in plain containers: integers of 128 bits and arrays among them."""
+    """Convert a bit generator's state, with 128-bit integers and arrays, to plain containers."""
     if isinstance(state, dict):
         return {key: _plain_numbers(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):
@@ -137,7 +137,7 @@ def _put(owner: Any, name: str, saved: dict[str, Any]) -> None:
     elif kind == "array":
         numbers = value.numpy()
         if isinstance(held, np.ndarray) and held.shape == numbers.shape and held.flags.writeable:
-            held[...] = numbers  # in place: others may hold it, too
+            held[...] = numbers  # in place, because others may hold it too
         else:
             vars(owner)[name] = numbers.copy()
     elif kind == "tensor":

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_eff._core._optim.multiples import follow
+from lightning_eff._core._optim.group_multipliers import follow
 from lightning_eff._core._optim.scheduled import all_in
 
 #: What torch's schedulers keep with an entry for each group.

@@ -45,4 +45,4 @@ def map_kernels(package: Path) -> None:
     sys.meta_path.append(KernelsBesideThePackage(folder))
 
 
-map_kernels(Path(__file__).parent)
+map_kernels(Path(__file__).parent.parent)

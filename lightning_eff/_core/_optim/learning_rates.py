@@ -6,7 +6,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_eff._core._optim.combined import set_rate
-from lightning_eff._core._optim.held import HeldRates
+from lightning_eff._core._optim.pinned_rates import HeldRates
 from lightning_eff._core._optim.scheduled import optimizers_of, put_to_rest, reference_rates, schedulers_of
 from lightning_eff._core.session import Session
 

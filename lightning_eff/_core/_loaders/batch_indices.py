@@ -1,4 +1,4 @@
-"""Which indices a batch was made of, told by the iterator that made it."""
+"""Find the indices of a batch from the iterator that made it."""
 
 import sys
 import weakref
@@ -8,46 +8,46 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_eff._core._run.recording import Emission
+from lightning_eff._core._run.recording_sampler import Emission
 from lightning_eff._core.batches import tensors
 
-_MOST = 256  # batches that a loader may hold back
+_MOST = 256  # batches that a loader may keep back
 
 
 def is_direct(iterator: Any) -> bool:
-    """Whether ``iterator`` is torch's own, over a sampler that is recorded."""
+    """Whether ``iterator`` is torch's own over a recorded sampler."""
     return isinstance(getattr(iterator, "_sampler_iter", None), Emission)
 
 
 def fetched(iterator: Any, fetch: Callable[[], Any]) -> tuple[Any, tuple[Any, int] | None]:
-    """What ``fetch()`` gives of torch's ``iterator``, with the index that it was made of and its place in the epoch."""
+    """Run ``fetch()`` of torch's ``iterator``, and return the batch with its index and its position in the epoch."""
     emission = iterator._sampler_iter
     if getattr(iterator, "_in_order", True):
         batch = fetch()
         return batch, emission.take()
-    before = set(iterator._task_info)  # workers may finish in any order: see which task is done
+    before = set(iterator._task_info)  # workers may finish in any order, so find the task that is done
     batch = fetch()
     done = before - set(iterator._task_info)
     return batch, emission.take(done.pop()) if len(done) == 1 else None
 
 
 class MadeBatches:
-    """The batches that a loader's inner iterators made, for as long as somebody may still hand them out.
+    """The batches that a loader's inner iterators made, as long as they may still be handed out.
 
-    A loader with an iteration of its own may leave batches out, keep some back, or repeat one. A batch is known if it is the
-    very object that was made, with the same tensors in it, none of them written to.
+    A loader with its own iteration may skip, keep back or repeat batches. A batch is recognized if it is the same object with
+    the same, unmodified tensors.
     """
 
     def __init__(self) -> None:
         self._batches: list[_Made] = []
 
     def note(self, batch: Any, origin: tuple[Any, int] | None) -> None:
-        """``batch`` was made, of this index."""
+        """Record that ``batch`` was made from this index."""
         self._batches = [made for made in self._batches[-_MOST:] if made.is_held()]
         self._batches.append(_Made(batch, origin))
 
     def origin(self, batch: Any) -> tuple[Any, int] | None:
-        """The index that ``batch`` was made of and its place in the epoch; None if it is not known."""
+        """The index of ``batch`` and its position in the epoch, or None if it is unknown."""
         found = next((made for made in reversed(self._batches) if made.batch is batch), None)
         return found.origin if found is not None and found.is_unchanged() else None
 
@@ -76,11 +76,11 @@ def _version(tensor: Tensor) -> int:
 
 
 class Watched:
-    """Stands in for a loader's ``_get_iterator``: the iterators that it makes note their batches.
+    """Replaces a loader's ``_get_iterator`` so that its iterators record their batches.
 
     Args:
-        holder: the loader that makes them.
-        made: where they are noted.
+        holder: the loader that makes the iterators.
+        made: the record.
     """
 
     def __init__(self, holder: DataLoader[Any], made: MadeBatches) -> None:
@@ -98,7 +98,7 @@ class Watched:
         return iterator
 
     def remove(self) -> None:
-        """Let the loader be as it was."""
+        """Restore the loader."""
         holder = self._holder()
         if holder is not None:
             holder.__dict__.pop("_get_iterator", None)
@@ -129,7 +129,7 @@ def _watch(iterator: Any, made: MadeBatches) -> None:
 
 
 def sketch(batch: Any) -> list[float]:
-    """A few numbers of a batch on the CPU, by which two batches can be told apart."""
+    """Take a few numbers of a batch on the CPU to distinguish batches."""
     numbers: list[float] = []
     for _, tensor in tensors(batch)[:8]:
         if tensor.device.type == "cpu" and not tensor.is_sparse and not tensor.is_quantized and tensor.numel():

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_eff._core._run.own_state import has_state, is_torchdata
-from lightning_eff._core._run.recording import users_own
+from lightning_eff._core._run.recording_sampler import users_own
+from lightning_eff._core._run.stateful_loaders import has_state, is_torchdata
 from lightning_eff._core.loaders import ResumableLoader
 
 

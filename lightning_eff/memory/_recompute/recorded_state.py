@@ -10,7 +10,7 @@ from torch.utils._pytree import TreeSpec
 
 from lightning_eff.memory._hosting.host import Ticket
 from lightning_eff.memory._planning.chain import Segment
-from lightning_eff.memory._recompute.surroundings import Buffers, Surroundings
+from lightning_eff.memory._recompute.execution_context import Buffers, Surroundings
 
 Run = Callable[..., Any]
 

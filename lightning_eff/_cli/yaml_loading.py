@@ -5,8 +5,8 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_loader
 
-from lightning_eff import _public
 from lightning_eff._core._arguments.declared import aliases_of, renamed
+from lightning_eff._exports import public
 
 #: the parser mode that has it
 MODE = "yaml_with_aliases"
@@ -24,7 +24,7 @@ def _with_own_names(value: Any) -> Any:
     name, given = value.get("class_path"), value.get("init_args")
     if isinstance(name, str) and isinstance(given, dict):
         name = name.removeprefix("lightning_eff.")
-        aliases = aliases_of(_public.found(name)) if name in _public.HOMES else {}
+        aliases = aliases_of(public.found(name)) if name in public.HOMES else {}
         value["init_args"] = renamed(name, aliases, given)
     return value
 

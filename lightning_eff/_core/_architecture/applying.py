@@ -9,11 +9,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_eff import _public
 from lightning_eff._core._architecture.run import configuring
 from lightning_eff._core._architecture.technique import Architecture, change
 from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core._run.checks import check_pairs
+from lightning_eff._exports import public
 
 M = TypeVar("M", bound=nn.Module)
 _CONFIGURED: "WeakSet[nn.Module]" = WeakSet()  # whose configure_model runs, which may itself call apply
@@ -80,7 +80,7 @@ def _kind(value: Any) -> str:
 
 def _known() -> str:
     """The techniques that have this way in: the package's, and others that are imported."""
-    exported = [_public.found(name) for name in _public.HOMES]
+    exported = [public.found(name) for name in public.HOMES]
     found = [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Architecture)]
     names = Counter(cls.__name__ for cls in [*found, *_subclasses(Architecture)] if not cls.__name__.startswith("_"))
     return (

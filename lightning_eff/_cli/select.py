@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_eff._errors import Arguments, UsageError, check_configs, told
+from lightning_eff._cli.errors import Arguments, UsageError, check_configs, told
 from lightning_eff.data.selection._offline.files import SUFFIXES, save
 
 _DESCRIPTION = """\
@@ -199,8 +199,8 @@ def _prune(argv: Sequence[str]) -> None:
         raise UsageError(f"--keep {asked.keep:g}: expected a share of the samples in (0, 1), such as 0.5.")
     trainer, module, data = _built(asked.config, asked.seed)
 
+    from lightning_eff._cli.scored_subset import Scored, ScoreOnly
     from lightning_eff._core.technique import Technique
-    from lightning_eff._scored import Scored, ScoreOnly
 
     only = ScoreOnly(
         asked.score,
@@ -240,7 +240,7 @@ def _built(configs: Sequence[str], seed: int) -> tuple[Any, Any, Any]:
     arguments = [argument for path in configs for argument in ("--config", path)]
     check_configs(arguments)
     try:
-        from lightning_eff._config import ConfigCLI
+        from lightning_eff._cli.config import ConfigCLI
     except ModuleNotFoundError as error:
         raise UsageError(
             f'{error.name} is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'

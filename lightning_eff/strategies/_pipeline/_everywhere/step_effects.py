@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_eff._core._lightning.names import ROOTS
 from lightning_eff.strategies._pipeline._everywhere.sending import broadcast
-from lightning_eff.strategies._pipeline.course import Ground
+from lightning_eff.strategies._pipeline.shared_state import Ground
 
 _NOT_THEIRS = ("torch.", "torchvision.", "torchmetrics.", "lightning_eff.", *(f"{root}." for root in ROOTS))
 _PLAIN = {*nn.Module().__dict__, *pl.LightningModule().__dict__}

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_eff._core._lightning.names import both, is_a
-from lightning_eff._core._run.member import Member
+from lightning_eff._core._run.protocol import Member
 from lightning_eff._core.patches import Patches
 
 #: What Lightning calls on every callback for every batch.

@@ -1,0 +1,1 @@
+"""The public names, and when they are imported."""
