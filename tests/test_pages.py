@@ -24,6 +24,7 @@ import lightning_eff
 from docs.making import cards, notebook, pages
 from lightning_eff import cli
 from lightning_eff._cli import select
+from lightning_eff._core._stack.finding import find_stack
 from lightning_eff._core.steps import Stage
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench import command as bench
@@ -45,6 +46,7 @@ WAYS_IN = "ways_in.md"
 BENCH = "benchmarking.md"
 OPTIMIZERS = "optimizers.md"
 OWN = "how/own_technique.md"
+BLOCKS = "how/blocks.md"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -109,7 +111,9 @@ def execute(page: str, code: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:LatestWeightAveraging.* nothing will be averaged")  # within so few steps
-@pytest.mark.parametrize("page", [p for p in with_blocks("python") if p not in (WAYS_IN, BENCH, OPTIMIZERS, OWN)])
+@pytest.mark.parametrize(
+    "page", [p for p in with_blocks("python") if p not in (WAYS_IN, BENCH, OPTIMIZERS, OWN, BLOCKS)]
+)
 def test_python_in_a_page_trains(page: str, trainers: Shortened) -> None:
     for code in blocks(page, "python"):
         trainers.made.clear()
@@ -125,6 +129,50 @@ def test_python_of_the_page_of_optimizers_trains() -> None:
     own = type("Own", (models.TinyGPT,), {"configure_optimizers": names["configure_optimizers"]})()
     models.trainer(max_steps=2).fit(own, models.loader("tiny_gpt"))
     assert isinstance(own.optimizers(use_pl_optimizer=False), lightning_eff.Muon)
+
+
+def test_layers_in_the_page_of_blocks_name_what_the_page_says() -> None:
+    """Each line names its blocks in a module that is built as the line says."""
+
+    def tree(*paths: str) -> nn.Module:
+        root = nn.Module()
+        for path in paths:
+            here, *names = root, *path.split(".")
+            for name in names[:-1]:
+                if not hasattr(here, name):
+                    here.add_module(name, nn.Module())
+                here = here.get_submodule(name)
+            here.add_module(names[-1], models.Block(8, 0.0))
+        return root
+
+    def listed(path: str, count: int) -> list[str]:
+        return [f"{path}.{i}" for i in range(count)]
+
+    named = tree("block_10", "block_2", "block_0", "head")
+    ordered = ["block_0", "block_2", "block_10"]
+    encoder, net = nn.Module(), nn.Module()
+    encoder.model = nn.Module()
+    encoder.model.encoder = nn.Module()
+    encoder.model.encoder.layer = nn.ModuleDict({name: models.Block(8, 0.0) for name in ("low", "high")})
+    net.net = nn.Sequential(nn.Linear(8, 8), *(models.Block(8, 0.0) for _ in range(4)), nn.Linear(8, 2))
+    two = nn.Module()
+    two.lower = nn.ModuleList(models.Block(8, 0.0) for _ in range(2))
+    two.upper = nn.ModuleList(models.Block(8, 0.0) for _ in range(3))
+    meant = {
+        "model.encoder.layer": (encoder, ["model.encoder.layer.low", "model.encoder.layer.high"]),
+        "net[1:5]": (net, [f"net.{i}" for i in range(1, 5)]),
+        "block_*": (named, ordered),
+        "model.layers.[0-5]": (tree(*listed("model.layers", 8)), listed("model.layers", 6)),
+        "lower, upper": (two, [*listed("lower", 2), *listed("upper", 3)]),
+        "up_3, up_2, up_1": (tree("up_1", "up_2", "up_3", "up_4"), ["up_3", "up_2", "up_1"]),
+    }
+    (code,) = blocks(BLOCKS, "python")
+    for line in code.splitlines():
+        layers = eval(line, prepared()).layers
+        module, paths = meant.pop(layers if isinstance(layers, str) else ", ".join(layers))
+        stack = find_stack(module, layers, who="page", in_runs=True)
+        assert [id(block) for block in stack.blocks] == [id(module.get_submodule(path)) for path in paths]
+    assert not meant
 
 
 def test_python_of_the_page_of_the_bench_is_a_bench(trainers: Shortened, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,14 +89,16 @@ DATA = {"validation": ["a"], "training": {"length": 1, "items": ""}}
 #: What the page quotes, and a run that is told so.
 REFUSED: dict[str, Callable[[Path], Any]] = {
     "SelectiveBackprop(keep=1.5): expected a number in (0, 1]": lambda _: le.SelectiveBackprop(keep=1.5),
-    "which is not installed: pip install 'lightning-eff[...]'": lambda _: without_extra(),
+    "is not installed. In a clone of lightning_eff, run: pip install -c constraints.txt '.[...]'": lambda _: (
+        without_extra()
+    ),
     "Did you mean 'SelectiveBackprop'?": lambda _: command("--trainer.callbacks+=SelectivBackprop"),
     "needs 'score': expected it under its init_args": lambda _: command("--trainer.callbacks+=DifficultyPacing"),
     "is a precision plugin; expected it under trainer.plugins": lambda _: command("--trainer.callbacks+=FP8Precision"),
     "no linear map of TinyGPT is named 'nothing'": lambda _: le.apply(TinyGPT(), le.LowRankLinear(names=["nothing"])),
     "found no stack of repeated blocks": lambda _: fit(cases.no_blocks(), stacking(4)),
     "matches no submodule of": lambda _: fit(TinyGPT(), le.LayerFreezing(layers="blok.*"), data="tiny_gpt"),
-    "stage 1 asks for 99 blocks": lambda _: fit(TinyGPT(), stacking(99), data="tiny_gpt"),
+    "stage 1 needs 99 blocks": lambda _: fit(TinyGPT(), stacking(99), data="tiny_gpt"),
     "training_step called none of torch.nn.functional's": lambda _: fit(cases.own_loss(), le.ImportanceSampling()),
     "has automatic_optimization=False": lambda _: fit(Manual(), le.SelectiveBackprop()),
     "returned no optimizer": lambda _: fit(Idle(), replaced()),
