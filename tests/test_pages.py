@@ -34,6 +34,7 @@ from lightning_eff.strategies._names import sized
 from lightning_eff.tune import command as tune
 from tests import models, runs
 from tests.cases import CASES
+from tests.cli_data import Sequences
 from tests.test_exported import Unrun
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,7 @@ BENCH = "benchmarking.md"
 OPTIMIZERS = "optimizers.md"
 OWN = "how/own_technique.md"
 BLOCKS = "how/blocks.md"
+EXAMPLES = "how/examples.md"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -112,7 +114,7 @@ def execute(page: str, code: str, names: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:LatestWeightAveraging.* nothing will be averaged")  # within so few steps
 @pytest.mark.parametrize(
-    "page", [p for p in with_blocks("python") if p not in (WAYS_IN, BENCH, OPTIMIZERS, OWN, BLOCKS)]
+    "page", [p for p in with_blocks("python") if p not in (WAYS_IN, BENCH, OPTIMIZERS, OWN, BLOCKS, EXAMPLES)]
 )
 def test_python_in_a_page_trains(page: str, trainers: Shortened) -> None:
     for code in blocks(page, "python"):
@@ -129,6 +131,43 @@ def test_python_of_the_page_of_optimizers_trains() -> None:
     own = type("Own", (models.TinyGPT,), {"configure_optimizers": names["configure_optimizers"]})()
     models.trainer(max_steps=2).fit(own, models.loader("tiny_gpt"))
     assert isinstance(own.optimizers(use_pl_optimizer=False), lightning_eff.Muon)
+
+
+def test_python_of_the_examples_trains(trainers: Shortened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classifier, fine_tuned, several, own_cli = blocks(EXAMPLES, "python")
+    names = execute(EXAMPLES, classifier, prepared())
+    assert names["trainer"].global_step == 4
+    (found,) = models.trainer(limit_val_batches=1).validate(names["model"], names["loader"], verbose=False)
+    assert 0 <= found["val_accuracy"] <= 1
+
+    names = execute(EXAMPLES, fine_tuned, prepared())
+    names["trainer"].save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert saved and all("lora" in name for name in saved), "the adapters alone"
+
+    execute(EXAMPLES, several, prepared())
+    assert trainers.made[-1].num_devices == 8 and len(trainers.made) == 3
+
+    (tmp_path / "recipe.yaml").write_text(blocks(EXAMPLES, "yaml")[1])
+    short = [
+        "max_steps=2",
+        "accelerator=cpu",
+        "logger=false",
+        "enable_checkpointing=false",
+        "enable_progress_bar=false",
+    ]
+    words = ["train.py", "fit", "--config", str(tmp_path / "recipe.yaml"), *(f"--trainer.{one}" for one in short)]
+    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.chdir(tmp_path)
+    ended: list[pl.Trainer] = []
+
+    class Own(models.TinyGPT):
+        def on_train_end(self) -> None:
+            ended.append(self.trainer)
+
+    execute(EXAMPLES, own_cli, {"__name__": "__main__", "MyModule": Own, "MyData": Sequences})
+    assert [one.global_step for one in ended] == [2]
+    assert "StochasticDepth" in {type(callback).__name__ for callback in ended[0].callbacks}
 
 
 def test_layers_in_the_page_of_blocks_name_what_the_page_says() -> None:

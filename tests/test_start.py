@@ -110,11 +110,14 @@ def run(clone: Path, command: str, *more: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.timeout(600)  # it takes less than a minute of a quiet machine
 def test_its_commands_run_after_its_installation(clone: Path) -> None:
     fit, bench = (line for line in commands() if line.startswith("lightning-eff "))
     assert "ReplaceOptimizer" in run(clone, fit, "--config", "small.yaml")
     small = bench.replace("examples/gpt/baseline.yaml", "examples/gpt/baseline.yaml,small.yaml")
     assert small.count("small.yaml") == 2
-    said = run(clone, small, "--budget", "1rs", "--seeds", "1", "--rounds", "2", "--evaluations", "2", "--threads", "1")
+    said = run(
+        clone, small, "--budget", "0.5rs", "--seeds", "1", "--rounds", "2", "--evaluations", "2", "--threads", "1"
+    )
     assert "report.html" in said
     assert (clone / "lightning_logs" / "bench" / "report.html").is_file()
