@@ -96,7 +96,7 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     "no linear map of TinyGPT is named 'nothing'": lambda _: le.apply(TinyGPT(), le.LowRankLinear(names=["nothing"])),
     "found no stack of repeated blocks": lambda _: fit(cases.no_blocks(), stacking(4)),
     "matches no submodule of": lambda _: fit(TinyGPT(), le.LayerFreezing(layers="blok.*"), data="tiny_gpt"),
-    "stage 1 asks for 99 blocks": lambda _: fit(TinyGPT(), stacking(99), data="tiny_gpt"),
+    "stage 1 needs 99 blocks": lambda _: fit(TinyGPT(), stacking(99), data="tiny_gpt"),
     "training_step called none of torch.nn.functional's": lambda _: fit(cases.own_loss(), le.ImportanceSampling()),
     "has automatic_optimization=False": lambda _: fit(Manual(), le.SelectiveBackprop()),
     "returned no optimizer": lambda _: fit(Idle(), replaced()),
