@@ -96,3 +96,37 @@ def measured(name: str) -> str:
     """The best result on each task in a short cell, or a dash."""
     told = [f"{evidence.SHORT[task]} {one['speedup']['estimate']:.2f} {verdict(one)}" for task, _, one in best(name)]
     return "<br>".join(told) or "–"
+
+
+VERDICTS = Path(__file__).parent.parent / "verdicts.md"
+MARKS = ("<!-- verdicts -->", "<!-- end of verdicts -->")  #: what is between them is written by :func:`verdicts`
+
+
+def verdicts(text: str) -> str:
+    """``docs/verdicts.md`` with its tables: for each purpose, the best figure of each technique on each task."""
+    columns = ("gpt", "vit", "bert", "")  #: the last one is of all other tasks
+    lines: list[str] = []
+    for purpose, names in purposes().items():
+        rows, missing = [], []
+        for name in names:
+            found = {task: figure(one) for task, _, one in best(name)}
+            if not found:
+                missing.append(f"`{name}`")
+                continue
+            others = [f"{evidence.SHORT[task]}: {told}" for task, told in found.items() if task not in columns]
+            cells = [found.get(task, "–") for task in columns[:-1]] + ["<br>".join(others) or "–"]
+            rows.append(f"| `{name}` | " + " | ".join(cells) + " |")
+        lines += [f"## {purpose}", ""]
+        if rows:
+            heads = [evidence.SHORT[task] for task in columns[:-1]]
+            lines += [f"| technique | {' | '.join(heads)} | other tasks |", "|---|---|---|---|---|", *rows, ""]
+        lines += [f"Not measured on these tasks: {', '.join(missing)}.", ""] if missing else []
+    before, _, rest = text.partition(MARKS[0])
+    return before + MARKS[0] + "\n\n" + "\n".join(lines) + "\n" + MARKS[1] + rest.partition(MARKS[1])[2]
+
+
+def figure(one: dict[str, Any]) -> str:
+    """A speed-up with its interval: bold where it is faster, in italics where it is slower."""
+    mark = {"faster": "**", "slower": "*"}.get(one["verdict"], "")
+    known = one["speedup"]
+    return f"{mark}{known['estimate']:.2f}{mark} [{known['low']:.2f}, {known['high']:.2f}]"
