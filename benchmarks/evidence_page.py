@@ -3,6 +3,7 @@
 import json
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,16 +93,26 @@ def best(task: str, arms: dict[str, goal.Arm], changed: bool) -> str | None:
     """
     budget, baseline = LEAST.get(task, 60.0), arms["baseline"]
     names = [name for name in GOAL if name in arms and (changed or name not in CHANGES)]
-    for how, measure in (("recipe at several budgets", goal.share), ("baseline at several budgets", goal.as_good)):
-        known = {name: one for name in names if (one := measure(arms[name], baseline, budget)) is not None and one.low}
-        if known:
-            break
-    else:
+    how, known = "recipe at several budgets", _known(goal.share, names, arms, budget)
+    if not known:
+        how, known = "baseline at several budgets", _known(goal.as_good, names, arms, budget)
+    if not known:
         return None
     name = min(known, key=lambda name: known[name].estimate or 0.0)
     told = GOAL[name] + (" (changes the model)" if name in CHANGES else "")
     long = goal.cell(goal.share(arms[name], baseline, 300.0))
     return f"| {TASKS[task]} | {told} | {budget:g} s | {goal.cell(known[name])} | {long} | {how} |"
+
+
+def _known(
+    measure: Callable[[goal.Arm, goal.Arm, float], goal.Share | None],
+    names: list[str],
+    arms: dict[str, goal.Arm],
+    budget: float,
+) -> dict[str, goal.Share]:
+    """The fractions that have an interval."""
+    found = {name: measure(arms[name], arms["baseline"], budget) for name in names}
+    return {name: one for name, one in found.items() if one is not None and one.low is not None}
 
 
 def method(planted: dict[str, Any] | None) -> str:

@@ -59,7 +59,8 @@ def speed(found: Mapping[str, Any]) -> str:
 
 def verdict(found: Mapping[str, Any]) -> str:
     """A verdict in a word."""
-    return WORDS.get(found["verdict"], found["verdict"])
+    said: str = found["verdict"]
+    return WORDS.get(said, said)
 
 
 @cache

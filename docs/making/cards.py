@@ -67,12 +67,12 @@ def card(name: str) -> str:
             "",
         ]
     lines += ["## Cost and measured gain", ""]
-    lines += [f"It saves {cls.saves}.", ""] if getattr(cls, "saves", "") else []
+    lines += [f"**Saves:** {cls.saves}.", ""] if getattr(cls, "saves", "") else []
     lines += [*measured(name), ""]
     control = getattr(cls, "control", None)
     if control and "*control: " not in "\n".join(lines):
         lines += [f"Compare it with its control: {control.text}.", ""]
-    limits = [f"- {cls.constraints}."] if getattr(cls, "constraints", "") else []
+    limits = [f"- {cls.constraints[0].upper()}{cls.constraints[1:]}."] if getattr(cls, "constraints", "") else []
     limits += [f"- Strategies: {layouts.line(cls)}"] if layouts.line(cls) else []
     lines += ["## Limits", "", *limits, ""] if limits else []
     lines += ["## Works with", "", *company(name), ""]
@@ -218,14 +218,13 @@ def advice(name: str) -> list[str]:
     lines = [f"- **{one.recommendation.capitalize()}.** {one.elsewhere}"]
     scope = {"any": "any model", "several GPUs": "training on several GPUs", "images": "image models"}
     works = scope.get(one.works_for, f"{one.works_for} models")
-    cost = {
-        "less": "cheaper",
-        "same": "as expensive as before",
-        "more": "more expensive",
-        "much more": "much more expensive",
+    cost = {"less": "less than", "same": "the same as", "more": "more than", "much more": "much more than"}[one.cost]
+    risk = {
+        "exact": "It is exact, except for rounding.",
+        "training": "It changes training.",
+        "model": "It changes the model.",
     }
-    does = {"exact": "exact", "training": "it changes training", "model": "it changes the model"}
-    lines.append(f"- For {works}. A step is {cost[one.cost]}; {does[one.risk]}.")
+    lines.append(f"- For {works}. A step costs {cost} a plain one. {risk[one.risk]}")
     found = choices.best(name)
     for words, result in (("Faster", "faster"), ("Slower", "slower"), ("Undecided", "undecided")):
         tasks = [evidence.SHORT[task] for task, _, summary in found if verdict(summary) == result]
