@@ -23,7 +23,6 @@ from benchmarks import evidence_page as evidence
 from docs.making import cards, choices, facts, pages, picture, prose
 from lightning_eff._exports import public
 from lightning_eff._exports.techniques import technique_classes
-from lightning_eff._techniques import technique_classes
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = {"README.md": (ROOT / "README.md").read_text()} | {
