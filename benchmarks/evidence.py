@@ -1,4 +1,4 @@
-"""What every technique gains on the reference tasks: run the benches, and write ``docs/evidence.md`` from their results.
+"""What every technique gains on the reference tasks: run the benches, and write the pages of evidence from their results.
 
     python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal|further] [--jobs 2]
         [--only NAME ...] [--seeds 4,5] [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
@@ -19,7 +19,7 @@ without a recipe, of ``benchmarks/further.yaml``. ``ladder`` runs the baseline a
 results, for ``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
 ``run --set goal`` is of what reaches the baseline's final loss in the least time; ``ladder --of`` runs one of these in the
 baseline's place, at the prices of that bench. With a budget of its own each of the two writes to a file named by it.
-``page`` makes no runs; it writes the verdicts into ``docs/verdicts.md``, too.
+``page`` makes no runs: it writes ``docs/evidence.md``, ``docs/evidence/`` and their pictures.
 """
 
 import argparse
@@ -33,11 +33,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import evidence_further, evidence_page, goal  # noqa: E402
 from benchmarks.evidence_arms import CLAIMS, COMPUTE, GOAL, SETTINGS, TASKS, WEIGHTS, settings  # noqa: E402
-from benchmarks.evidence_page import RESULTS, committed, in_verdicts, page  # noqa: E402
+from benchmarks.evidence_page import RESULTS, committed, pages  # noqa: E402
 from benchmarks.evidence_settings import to_confirm  # noqa: E402
 from benchmarks.joining import together  # noqa: E402
 
-OUT, PAGE, VERDICTS = ROOT / "benchmarks" / "out", ROOT / "docs" / "evidence.md", ROOT / "docs" / "verdicts.md"
+OUT, DOCS = ROOT / "benchmarks" / "out", ROOT / "docs"
 SEARCHED = ("muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
 BUDGET, BUDGETS = "60rs", {"gpt256": "150rs"}
 SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL, "settings": settings(), "further": ()}
@@ -189,7 +189,7 @@ def main() -> None:
             runner.add_argument("--seeds", default="3", help="how many, or which")
             runner.add_argument("--of", help="a file in benchmarks/<task>/stacks, in the place of the baseline")
         runner.set_defaults(run=command, reference=None)
-    commands.add_parser("page", help="write docs/evidence.md")
+    commands.add_parser("page", help="write docs/evidence.md and docs/evidence/")
     options = parser.parse_args()
     if options.command != "page":
         options.budget = options.budget or BUDGETS.get(options.task, BUDGET)
@@ -200,14 +200,16 @@ def main() -> None:
 
     found, tried, planted, weights, compute, shares = committed()
     others = evidence_page.further()
-    PAGE.write_text(page(found, tried, planted, weights, compute, shares, others))
+    made = pages(found, tried, planted, weights, compute, shares, others)
+    for name, text in made.items():
+        (DOCS / name).parent.mkdir(exist_ok=True)
+        (DOCS / name).write_text(text)
     for part, every in (("evidence", found), ("evidence_weights", weights), ("evidence_compute", compute)):
         for task, results in every.items():
             drawing = speedups(results, results["summary"])
             if drawing is not None:
                 (ROOT / "docs" / f"{part}_{task}.png").write_bytes(png(drawing))
-    VERDICTS.write_text(in_verdicts(VERDICTS.read_text(), found, weights, compute, others))
-    print(f"written: {PAGE}, {VERDICTS}")
+    print(f"wrote {', '.join(f'docs/{name}' for name in made)}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """Single techniques without a recipe: their settings, in ``benchmarks/further.yaml``, and what these gave."""
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import yaml
@@ -96,38 +94,6 @@ def label(one: Setting, every: Iterable[Setting]) -> str:
     return "" if one.name in papers(every) else f", {one.told}"
 
 
-def verdicts(
-    text: str, task: str, results: Mapping[str, Any], searched: Mapping[str, Any] | None, short: str, cell: Any
-) -> str:
-    """A page with the verdicts of these results in its table, beside those that stand there: in the third cell of each row.
-
-    What says in the row's last cell that nothing was measured goes.
-
-    Args:
-        text: of ``docs/verdicts.md``.
-        task: which.
-        results: of its bench.
-        searched: of the search among settings, None where there was none.
-        short: what the page calls the task and the budget.
-        cell: writes an arm's summary.
-    """
-    lines, own, every = text.splitlines(), shown(task, results, searched), settings(task)
-    for row, line in enumerate(lines):
-        if not line.startswith("| `"):
-            continue
-        cells = line.split(" | ")
-        names = re.findall(r"`(\w+)`", cells[0])
-        told = [part for part in cells[2].split("<br>") if short not in part and part != "–"]
-        for one in (one for name in names for one in own.get(name, ())):
-            of = "" if len(names) == 1 else f"`{one.of}`, "
-            told.append(f"{of}{short}{label(one, every)}: {cell(results['summary'][one.name])}")
-        cells[2] = "<br>".join(told) or "–"
-        if any(name in own for name in names):
-            cells[-1] = re.sub(r" ?Not measured here( yet)?\.", "", cells[-1])
-        lines[row] = " | ".join(cells)
-    return "\n".join(lines) + "\n"
-
-
 def overlays(task: str, wanted: Iterable[str], folder: Path) -> list[Path]:
     """Configs of some of a task's settings, to be laid over its baseline, written into ``folder``."""
     wanted = list(wanted)
@@ -142,49 +108,13 @@ def overlays(task: str, wanted: Iterable[str], folder: Path) -> list[Path]:
     return paths
 
 
-def samples(results: Mapping[str, Any]) -> dict[str, float]:
-    """Samples in a second of the whole run by arm, in the first arm's.
-
-    A rehearsal is too short to tell: what a technique does once, before its first step, counts for more there.
-    """
-    rates: dict[str, list[float]] = {}
-    for run in results["runs"]:
-        if run["status"] == "finished":
-            rates.setdefault(run["arm"], []).append(run["samples"] / run["seconds"])
-    base = rates.get(results["plan"]["arms"][0]["name"])
-    return {} if base is None else {name: fmean(own) / fmean(base) for name, own in rates.items()}
-
-
-def lines(task: str, results: Mapping[str, Any], searched: Mapping[str, Any] | None, cell: Any) -> list[str]:
-    """What was run and how, and a table with a line for each technique and setting.
-
-    Args:
-        task: which.
-        results: of its bench.
-        searched: of the search among settings, None where there was none.
-        cell: writes an arm's summary.
-    """
-    seconds, summary = results["plan"]["budget"]["seconds"], results["summary"]
+def rows(
+    task: str, results: Mapping[str, Any], searched: Mapping[str, Any] | None
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Each technique and setting that was compared with the baseline: the technique, the settings, and the arm's summary."""
     best = found(settings(task), searched) if searched is not None else {}
-    rows, rates = [], samples(results)
     for one in settings(task):
-        if (told := summary.get(one.name)) is None:
+        if (told := results["summary"].get(one.name)) is None:
             continue
         which, count = best.get(one.of, ("", 0))
-        more = f" (the best of {count} tried)" if one.name == which and count > 1 else ""
-        rate, end = rates.get(one.name), told["final"]["mean"]
-        speed = "–" if rate is None else f"{rate:.2f}"
-        loss = "–" if end is None else f"{end:.4f}"
-        rows.append(f"| `{one.of}` | {one.told}{more} | {cell(told)} | {speed} | {loss} |")
-    base = summary[results["plan"]["arms"][0]["name"]]["final"]["mean"]
-    left = sorted({one.of for one in settings(task)} - {one.of for one in settings(task) if one.name in summary})
-    later = f" Not run yet: {', '.join(f'`{name}`' for name in left)}." if left else ""
-    return [
-        f"Runs of {seconds:g} s, wholly decayed over these, with the settings in `benchmarks/further.yaml` and"
-        f" `benchmarks/{task}/further.yaml`: a technique's first line is its paper's, fitted to the task. The baseline"
-        f" ends at {base:.4f}.{later}",
-        "",
-        "| technique | settings | speed-up | samples a second, in the baseline's | final loss |",
-        "|---|---|---|---|---|",
-        *rows,
-    ]
+        yield one.of, one.told + (f" (best of {count})" if one.name == which and count > 1 else ""), told

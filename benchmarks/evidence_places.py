@@ -16,10 +16,10 @@ def lines(folder: Path) -> list[str]:
     if not rows:
         return []
     return [
-        "Further seeds of these arms were run on another processor than the first, where sums round differently. Their time is"
-        " counted in the same prices, which were measured on the first.",
+        "Some further seeds ran on another processor, which rounds differently. Their time is counted with the step costs"
+        " of the first processor.",
         "",
-        "| results | prices and first seeds | further seeds | seeds | arms | runs |",
+        "| results | first processor | other processor | its seeds | arms | runs |",
         "|---|---|---|---|---|---|",
         *rows,
     ]

@@ -45,24 +45,20 @@ def lines(results: dict[str, Any], measured: dict[str, Any] | None) -> list[str]
     arms = arms_that_compile(results)
     if not arms:
         return []
-    told = (
-        "Compiling is set-up, which all figures above leave out, as they do the baseline's. Counted, what an arm's curve"
-        " reaches it reaches so many seconds later. These runs found most of the code on disk, from the bench's rehearsals"
-    )
+    told = "The figures above leave compilation out. Counted as training time, it delays everything that a run reaches."
     counted: dict[str, dict[str, dict[str, Any]]] = {"apart": results["summary"], "as it was": included(results)}
     if measured is None:
-        told += "; what compiling takes from an empty cache was not measured."
+        told += " Compilation from an empty cache was not measured."
     else:
         empty, filled = (measured["median"][state]["processor_seconds"] for state in ("empty", "filled"))
         device = measured["machine"]
         told += (
-            f"; `benchmarks/compile_time.py` begins with an empty cache and comes to {empty:.1f} s of processor time"
-            f" (with a filled one {filled:.1f} s; torch {device['torch']}, medians of {len(measured['runs']['empty'])}"
-            f" processes), for the code of {measured['recipe']}, which is that of the other arms' blocks too."
+            f" From an empty cache it takes {empty:.1f} s of processor time, from a filled one {filled:.1f} s"
+            f" (`benchmarks/compile_time.py`, torch {device['torch']}, medians of {len(measured['runs']['empty'])} processes)."
         )
         counted["from an empty cache"] = included(results, empty)
     rows = [row for arm in arms for row in _rows(results, arm, counted, measured)]
-    return [told, "", "| arm | compiling | speed-up [95 %] | time to target |", "|---|---|---|---|", *rows]
+    return [told, "", "| recipe | compilation | speed-up [95 %] | time to target |", "|---|---|---|---|", *rows]
 
 
 def _rows(
@@ -72,11 +68,9 @@ def _rows(
     measured: dict[str, Any] | None,
 ) -> list[str]:
     took = fmean(run["warmup_seconds"] for run in results["runs"] if run["arm"] == arm)
-    names = {"apart": "apart", "as it was": f"counted as it was, {took:.1f} s"}
+    names = {"apart": "left out", "as it was": f"as in these runs, {took:.1f} s"}
     if measured is not None:
-        names["from an empty cache"] = (
-            f"counted, {measured['median']['empty']['processor_seconds']:.1f} s from an empty cache"
-        )
+        names["from an empty cache"] = f"from an empty cache, {measured['median']['empty']['processor_seconds']:.1f} s"
     rows = []
     for how, summary in counted.items():
         _, cells = words.cells(results, summary)

@@ -143,8 +143,8 @@ def exact(name: str, arm: Arm) -> list[str]:
         return []
     price = f"{arm.price.estimate:.2f} [{arm.price.low:.2f}, {arm.price.high:.2f}]"
     return [
-        f"`{name}` makes the baseline's own steps, but for rounding: whatever the budget, it needs {price} of it, the price of"
-        f" a step over {arm.price.n} rehearsals in turns. Its runs here differ from that by the seeds' noise."
+        f"`{name}` is exact but for rounding. So its fraction is the relative cost of its step, {price}, whatever the budget"
+        f" ({arm.price.n} rehearsals). Differences from this figure in the table are noise between seeds."
     ]
 
 
@@ -211,49 +211,50 @@ def read(task: str, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files(task, folder)]
 
 
-def lines(task: str, arms: Mapping[str, Arm], told: Mapping[str, str], least: float) -> list[str]:
-    """A task's tables: the share of its time in which each arm ends where the baseline does, and where all of them end.
+def lines(arms: Mapping[str, Arm], told: Mapping[str, str], least: float) -> list[str]:
+    """A task's tables: the fraction of the baseline's time that each arm needs, and all whole runs.
 
     Args:
-        task: its title.
         arms: of :func:`gathered`.
-        told: of the arms that are shown, what they are.
-        least: the budgets of the baseline that are looked at, in seconds: this one and longer ones.
+        told: the arms to show, and what they are.
+        least: the shortest budget of the baseline to show, in seconds.
     """
     baseline = arms["baseline"]
     budgets = [seconds for seconds in sorted(baseline.finals) if seconds >= least and baseline.finals[seconds]]
     shown = [name for name in told if name in arms and any(share(arms[name], baseline, b) for b in budgets)]
-    head = [f"to the loss of {seconds:g} s" for seconds in budgets]
-    found = [f"**{task[0].upper()}{task[1:]}**", ""]
-    found += ["| arm | what it is | " + " | ".join(head) + " |", "|---|---|" + "---|" * len(head)]
+    found = ["| recipe | " + " | ".join(f"of {seconds:g} s" for seconds in budgets) + " |"]
+    found += ["|---|" + "---|" * len(budgets)]
     for name in shown:
-        cells = [_cell(share(arms[name], baseline, seconds)) for seconds in budgets]
-        found.append(f"| {name} | {told[name]} | " + " | ".join(cells) + " |")
-    at = sorted({seconds for name in shown for seconds in arms[name].finals})
-    found += ["", "The other way round, each run by the baseline's budget that ends as well:", ""]
-    found += ["| arm | " + " | ".join(f"a run of {seconds:g} s" for seconds in at) + " |", "|---|" + "---|" * len(at)]
-    for name in shown:
-        cells = [_cell(as_good(arms[name], baseline, seconds)) for seconds in at]
-        found.append(f"| {name} | " + " | ".join(cells) + " |")
-    every = sorted({seconds for name in ("baseline", *shown) for seconds in arms[name].finals})
-    found += ["", "Final losses, rates wholly decayed (seeds):", ""]
-    found += ["| arm | " + " | ".join(f"{seconds:g} s" for seconds in every) + " |", "|---|" + "---|" * len(every)]
+        cells = [cell(share(arms[name], baseline, seconds)) for seconds in budgets]
+        found.append(f"| {told[name]} | " + " | ".join(cells) + " |")
+    found += ["", '??? note "All whole runs"', ""]
+    found += [
+        "    The last column divides the time of the run by the time of the baseline that reaches the same loss.",
+        "",
+    ]
+    found += ["    | recipe | seconds | final loss (seeds) | fraction of time |", "    |---|---|---|---|"]
     for name in ("baseline", *shown):
-        found.append(f"| {name} | " + " | ".join(_ends(arms[name].finals.get(seconds, {})) for seconds in every) + " |")
+        for seconds in sorted(arms[name].finals):
+            if not (finals := arms[name].finals[seconds]):
+                continue
+            part = "–" if name == "baseline" else cell(as_good(arms[name], baseline, seconds))
+            found.append(f"    | {told.get(name, name)} | {seconds:g} | {_ends(finals)} | {part} |")
     return found
 
 
-def _cell(found: Share | None) -> str:
+def cell(found: Share | None) -> str:
+    """A fraction with its interval, or the bounds that are known, and the number of seeds."""
     if found is None:
         return "–"
-    told = [f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"]
+    seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
+    if found.low is not None:
+        return f"{found.estimate:.2f} [{found.low:.2f}, {found.high:.2f}] ({seeds})"
     off = [(found.below, f"below {found.least:.2f}"), (found.above, f"above {found.most:.2f}")]
     if found.estimate is None and (word := next((word for count, word in off if count == found.seeds), None)):
-        return f"{word} ({told[0]})"
-    told += [f"{count} {word}" for count, word in off if count]
-    interval = "" if found.low is None else f" [{found.low:.2f}, {found.high:.2f}]"
-    middle = "between" if found.estimate is None else f"{found.estimate:.2f}"
-    return f"{middle}{interval} ({', '.join(told)})"
+        return f"{word} ({seeds})"
+    told = ", ".join(f"{count} {word}" for count, word in off if count)
+    middle = "not known" if found.estimate is None else f"{found.estimate:.2f}"
+    return f"{middle} ({seeds}{f', {told}' if told else ''})"
 
 
 def _ends(finals: Mapping[int, float]) -> str:

@@ -261,4 +261,5 @@ OTHERS = {
     "_init_weights": "Hugging Face",
     "_loader": "ours",
     "_recorder": "ours",
+    "_reconstructor": "copyreg, for objects that are pickled as another class",
 }

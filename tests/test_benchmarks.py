@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_eff
-from benchmarks import evidence, evidence_page, evidence_settings, tune
+from benchmarks import evidence, evidence_page, evidence_settings, evidence_tasks, tune
 from benchmarks.bert.data import MASK, MaskedStdlibText, mask_bytes
 from benchmarks.bert.module import IGNORED, ByteBert
 from benchmarks.bert8k import pieces
@@ -469,28 +469,33 @@ def test_a_point_is_trained_for_its_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_page_of_evidence_is_what_the_results_say() -> None:
     found, tried, planted, weights, compute, shares = evidence.committed()
-    text = (ROOT / "docs" / "evidence.md").read_text()
-    others = evidence_page.further()
-    assert text == evidence.page(found, tried, planted, weights, compute, shares, others)
-    verdicts = (ROOT / "docs" / "verdicts.md").read_text()
-    assert verdicts == evidence.in_verdicts(verdicts, found, weights, compute, others)
+    made = evidence.pages(found, tried, planted, weights, compute, shares, evidence_page.further())
+    for name, text in made.items():
+        assert (ROOT / "docs" / name).read_text() == text, f"run `python benchmarks/evidence.py page`: {name}"
+        assert str(ROOT) not in text
+    kept = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs" / "evidence").glob("*.md")}
+    assert made.keys() == {"evidence.md", *kept}
     for task, results in found.items():
         assert results["plan"]["budget"]["clock"] == "reference" and len(results["plan"]["seeds"]) >= 3
         assert (ROOT / "docs" / f"evidence_{task}.png").is_file()
-    assert "gpt" in found and str(ROOT) not in text
+    assert "gpt" in found
+    head = made["evidence.md"].partition("\n| task |")[2].partition("\n\n")[0].splitlines()
+    assert {line.split(" | ")[0].strip("| ") for line in head[2:]} == {evidence.TASKS[task] for task in shares}
+    assert len(head) < 15
 
 
 def test_the_page_has_a_line_for_every_technique_the_lost_ones_too() -> None:
     made = synthetic.everything()
-    names = {"stacking": "stacking", "sharpness": "sharpness"}
-    text = evidence.page({"gpt": {**made, "summary": summarize(made)}})
-    for recipe, (technique, claim) in evidence.CLAIMS.items():
-        (line,) = (line for line in text.splitlines() if line.startswith(f"| `{technique}`"))
-        assert claim in line and (summarize(made)[recipe]["verdict"] in line if recipe in names else "| – |" in line)
+    summary = summarize(made)
+    text = evidence.pages({"gpt": {**made, "summary": summary}})["evidence/gpt.md"]
+    for recipe, (technique, _) in evidence.CLAIMS.items():
+        lines = [line for line in text.splitlines() if line.startswith(f"| `{technique}`")]
+        assert len(lines) == (recipe in summary), technique
+        assert all(f" | {evidence_tasks.verdict(summary[recipe])} | " in line for line in lines)
     assert set(RECIPES) - MEMORY - WEIGHTS - TOKENS - COMPUTE - HEADS - RESOLUTIONS == set(evidence.CLAIMS)
     assert set(evidence.WEIGHTS) == WEIGHTS | {"adamw_matrices"}
     assert set(evidence.COMPUTE) >= COMPUTE | HEADS | RESOLUTIONS
-    assert "its control: two layers throughout" in text
+    assert "| *control: two layers throughout* |" in text
 
 
 def of_arms(**finals: float) -> dict[str, Any]:
@@ -504,23 +509,19 @@ def of_arms(**finals: float) -> dict[str, Any]:
 
 
 def test_papers_settings_and_searched_ones_stand_side_by_side() -> None:
-    """The best of the search is what is confirmed and told, or that the paper's own was the best of so many."""
-    found, weights = of_arms(stacking=1.4, averaging=1.4), of_arms(muon=1.3)
+    """The best of the search stands beside the paper's, unless that was the best."""
+    found, confirmed = of_arms(stacking=1.4, averaging=1.4), of_arms(stacking_briefly=1.35, muon_paper=1.39)
     search = of_arms(stacking=1.5, stacking_briefly=1.3, stacking_until_half=1.6, averaging=1.4, averaging_short=1.45)
-    confirmed = of_arms(stacking_briefly=1.35, muon_paper=1.39)
-    text = evidence_settings.lines("gpt", found, weights, search, confirmed, lambda one: one["verdict"])
-    assert text[-3:] == [
-        "| `ProgressiveStacking` | as stacking | as stacking_briefly | 2 of 4 blocks until 0.15 of the budget, of 3 |",
-        "| `LatestWeightAveraging` | as averaging | the same | the paper's, of 2 |",
-        "| `Muon` | as muon_paper | as muon | the paper's: rate 0.02, momentum 0.95, no decay |",
+    rows = [*evidence_settings.rows("gpt", found, {"search_settings": search, "settings": confirmed})]
+    assert [(of, settings, one["verdict"], seconds) for of, settings, one, seconds in rows] == [
+        ("ProgressiveStacking", "2 of 4 blocks until 0.15 of the budget (best of 3)", "as stacking_briefly", 30.0),
+        ("Muon", "the paper's settings, rate 0.02, momentum 0.95, no decay", "as muon_paper", 30.0),
     ]
-    assert "seed 0, which no evaluation uses, in whole runs of 30 s" in text[0]
     assert evidence_settings.winners(search) == ["stacking_briefly"]
     assert evidence_settings.to_confirm(search)[:2] == ["stacking_briefly", "muon_paper"]
-    papers = evidence_settings.lines("gpt", found, weights, None, confirmed, lambda one: one["verdict"])
-    assert papers[-1] == text[-1] and not any("ProgressiveStacking" in line for line in papers)
-    own = evidence_settings.lines("vit", found, of_arms(schedule_free=1.3), None, of_arms(), lambda one: one["verdict"])
-    assert own[-1].startswith("| `ScheduleFree` | the same | as schedule_free | the paper's: momentum 0.9")
+    (papers,) = evidence_settings.rows("gpt", found, {"settings": confirmed})
+    assert papers[0] == "Muon"
+    assert [*evidence_settings.rows("gpt", found, {"search_settings": search})] == []
 
 
 def test_what_won_among_settings_is_what_was_held_against_the_baseline() -> None:

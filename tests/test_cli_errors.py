@@ -234,7 +234,7 @@ CONFIGS: dict[str, tuple[list[str], dict[str, Any] | str, str]] = {
         model("tests.cli_data.Sized"),
         r"Sized in model needs 'size' and 'depth': expected them under its init_args, .*\{size: <int>, depth: <int>\}\}\.$",
     ),
-    "refused at setup": (FIT, callback("ProgressiveStacking", stages=[[0.0, 2], [0.5, 99]]), "asks for 99 blocks"),
+    "refused at setup": (FIT, callback("ProgressiveStacking", stages=[[0.0, 2], [0.5, 99]]), "needs 99 blocks"),
     "two that refuse each other": (
         FIT,
         {"trainer": {"callbacks": [{"class_path": "ImportanceSampling"}, {"class_path": "SelectiveBackprop"}]}},

@@ -111,17 +111,14 @@ def test_what_is_run_is_the_papers_and_what_a_search_found_better(made: list[evi
 def test_a_line_for_each_setting_and_its_technique(made: list[evidence_further.Setting]) -> None:
     results = arms(baseline=1.5, lion=1.45, lion_third=1.4, adan=1.6, lsuv=None)
     searched = arms(baseline=1.5, lion=1.4, lion_third=1.3, adan=1.4, adan_more=1.6)
-    text = evidence_further.lines("gpt", results, searched, lambda one: one["verdict"])
-    assert text[-4:] == [
-        "| `Lion` | the paper's | as lion | 2.00 | 1.4500 |",
-        "| `Lion` | more of it (the best of 2 tried) | as lion_third | 2.00 | 1.4000 |",
-        "| `Adan` | as it is (the best of 2 tried) | as adan | 2.00 | 1.6000 |",
-        "| `LSUV` | once | as lsuv | – | – |",
+    rows = evidence_further.rows("gpt", results, searched)
+    assert [(of, settings, one["verdict"]) for of, settings, one in rows] == [
+        ("Lion", "the paper's", "as lion"),
+        ("Lion", "more of it (best of 2)", "as lion_third"),
+        ("Adan", "as it is (best of 2)", "as adan"),
+        ("LSUV", "once", "as lsuv"),
     ]
-    assert "Runs of 30 s" in text[0] and text[0].endswith("The baseline ends at 1.5000.")
-    fewer = evidence_further.lines("gpt", arms(baseline=1.5, adan=1.6), None, lambda one: one["verdict"])
-    assert fewer[0].endswith("Not run yet: `LSUV`, `Lion`.")
-    assert "tried" not in "".join(evidence_further.lines("gpt", results, None, lambda one: one["verdict"]))
+    assert not any("best" in settings for _, settings, _ in evidence_further.rows("gpt", results, None))
 
 
 def test_which_settings_are_shown_is_told_by_the_search_and_not_by_where_they_ended(
@@ -135,21 +132,6 @@ def test_which_settings_are_shown_is_told_by_the_search_and_not_by_where_they_en
         "Adan": ["adan"],
     }
     assert [evidence_further.label(one, made) for one in told["Lion"]] == ["", ", more of it"]
-
-
-def test_verdicts_stand_beside_others_and_once(made: list[evidence_further.Setting]) -> None:
-    page = "| `Lion`, `Adan` | what | – | said |\n| `LSUV` | what | ViT 1.0 | Costs. Not measured here yet. |\n"
-    page += "| `Muon` | what | – | Pays. Not measured here. |\n"
-    results = arms(baseline=1.5, lion=1.45, lion_third=1.4, adan=1.6, lsuv=1.5)
-    searched = arms(baseline=1.5, lion=1.4, lion_third=1.3, adan=1.4, adan_more=1.6)
-    for _ in range(2):
-        page = evidence_further.verdicts(page, "gpt", results, searched, "GPT, 30 s", lambda one: one["verdict"])
-    assert page.splitlines() == [
-        "| `Lion`, `Adan` | what | `Lion`, GPT, 30 s: as lion<br>`Lion`, GPT, 30 s, more of it: as lion_third<br>"
-        "`Adan`, GPT, 30 s: as adan | said |",
-        "| `LSUV` | what | ViT 1.0<br>GPT, 30 s: as lsuv | Costs. |",
-        "| `Muon` | what | – | Pays. Not measured here. |",
-    ]
 
 
 def test_what_was_run_is_what_the_search_says() -> None:

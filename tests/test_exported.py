@@ -31,7 +31,6 @@ IN_YAML = {name: cls for name, cls in CLASSES.items() if issubclass(cls, Callbac
 BY_NAME = {
     "ActivationOffload",
     "AugMix",
-    "AutoAssist",
     "CoMixup",
     "CompoundGrowth",
     "DataDrivenInit",
@@ -44,7 +43,6 @@ BY_NAME = {
     "MetaInit",
     "OptimizerOffload",
     "ReZero",
-    "RobustImportanceSampling",
     "StochasticRoundingBF16",
     "TFixup",
     "ZerO",
@@ -192,3 +190,14 @@ def test_a_yaml_names_it(name: str, tmp_path: Path) -> None:
 def test_a_yaml_that_names_nothing_is_refused(trainer: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         read(Unrun, trainer, tmp_path)
+
+
+def test_configs_take_the_other_names_of_arguments(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    callbacks_ = [{"class_path": "LabelSmoothing", "init_args": {"label_smoothing": 0.2}}]
+    callbacks_.append({"class_path": "lightning_eff.LoRA", "init_args": {"r": 4, "lora_alpha": 8.0}})
+    model = {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}
+    config.write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks_}, "model": model}))
+    made = [repr(c) for c in Unrun(["fit", "--config", str(config)]).trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
+    assert "LabelSmoothing(epsilon=0.2)" in made
+    assert "LoRA(rank=4, alpha=8.0)" in made

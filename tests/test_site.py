@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import lightning_eff
 from benchmarks import evidence_page as evidence
-from docs.making import cards, facts, pages, picture, prose
+from docs.making import cards, choices, facts, pages, picture, prose
 from lightning_eff._exports import public
 from lightning_eff._exports.techniques import technique_classes
 
@@ -70,17 +70,10 @@ def test_a_card_has_its_parts(made: dict[str, str]) -> None:
     for name in cards.names():
         text = made[cards.file_of(name)]
         assert text.startswith(f"# {name}\n")
-        for part in (
-            "How to use it",
-            "What it saves",
-            "Measured here",
-            "With other techniques",
-            "When to use it, and when not",
-            "Sources",
-        ):
-            assert f"\n## {part}" in text, (name, part)
+        parts = ["When to use it", "How to use it", "Cost and measured gain", "Works with", "References"]
+        assert [part for part in re.findall(r"\n## (.+)", text) if part in parts] == parts, name
         cls = public.found(name)
-        assert getattr(cls, "constraints", "") in text and getattr(cls, "paper", "") in text
+        assert getattr(cls, "constraints", "")[1:] in text and getattr(cls, "paper", "") in text
         assert not re.search(r":(class|func|meth|attr):`", text), name
 
 
@@ -100,35 +93,68 @@ def test_the_figures_of_a_card_are_those_of_the_results(made: dict[str, str]) ->
                 speed = results["summary"][arm]["speedup"]
                 if speed is not None:
                     wanted.add(f"{speed['estimate']:.2f} [{speed['low']:.2f}, {speed['high']:.2f}]")
-        section = made[cards.file_of(name)].partition("## Measured here")[2].partition("\n## ")[0]
+        section = made[cards.file_of(name)].partition("## Cost and measured gain")[2].partition("\n## ")[0]
         assert figures(section) == wanted, name
-        assert bool(wanted) != (cards.BUSY in section), name
+        assert bool(wanted) != (cards.UNMEASURED in section), name
         seen += len(wanted)
     assert seen > 50
 
 
 def test_advice_follows_the_results(made: dict[str, str]) -> None:
-    """Every card has some; it names the tasks where the results show a gain or a loss, and hand-written words keep silent."""
-    verdicts = {"faster": "It gained", "slower": "It lost", "no difference shown": "Nothing was shown"}
+    """It names the tasks where the results show a gain or a loss, by the best settings of each task."""
+    names = {"faster": "Faster", "slower": "Slower", "no difference shown": "Undecided"}
+    for name in cards.names():
+        advice = made[cards.file_of(name)].partition("## When to use it\n")[2].partition("\n## ")[0]
+        best: dict[str, tuple[float, str]] = {}
+        for recipe, task, _, results in facts.measurements(name):
+            one = results["summary"][recipe]
+            if one["speedup"] is not None:
+                best[task] = max(best.get(task, (0.0, "")), (one["speedup"]["estimate"], one["verdict"]))
+        for verdict, words in names.items():
+            lines = re.findall(rf"- {words} here, with its best settings, on: (.*)\.", advice)
+            wanted = {evidence.SHORT[task] for task, (_, said) in best.items() if said == verdict}
+            assert sorted(lines) == (
+                [", ".join(t for t in map(evidence.SHORT.get, best) if t in wanted)] if wanted else []
+            )
+
+
+def test_the_table_has_a_line_for_each_technique_and_knows_its_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert choices.choices().keys() == set(cards.names()), "a technique needs its line in docs/making/choices.txt"
+    line = "Muon | any | time | more | training | recommended | It gains."
+    monkeypatch.setattr(choices, "FILE", tmp_path / "choices.txt")
+    for text, error in (
+        (line.replace("more", "dear"), "Muon: 'dear' is not one of"),
+        (f"{line}\n{line}", "Muon has two lines"),
+        (line.removesuffix(" | It gains."), "expected 7 columns, found 6"),
+    ):
+        choices.FILE.write_text(f"[Optimizers]\n{text}\n")
+        with pytest.raises(ValueError, match=error):
+            choices.choices.__wrapped__()
+
+
+def test_yaml_on_a_card_has_the_settings_of_its_python(made: dict[str, str]) -> None:
+    """Of every example whose arguments a config can have, and each is one that the class takes."""
+    same = 0
     for name in cards.names():
         text = made[cards.file_of(name)]
-        advice = text.partition("## When to use it, and when not\n")[2].partition("\n## ")[0]
-        assert len(advice.strip()) > 20, f"{name}: expected a row in docs/verdicts.md that says when"
-        assert "ot measured here" not in advice
-        assert text.count("\n- **Refused:**") <= 3, name
-        for words in verdicts.values():
-            lines = re.findall(rf"- {words} here, at equal time, on: (.*)\.", advice)
-            said = {task for line in lines for task in line.split("; ")}
-            found = {
-                evidence.TASKS[task] + facts.label(task, recipe, results)
-                for recipe, task, _, results in facts.measurements(name)
-                if verdicts[results["summary"][recipe]["verdict"]] == words
-            }
-            assert said == found, (name, words)
-    for line in cards.VERDICTS.read_text().splitlines():
-        cells = line.split(" | ")
-        if line.startswith("| `") and re.search(r"\d\.\d\d \[", cells[min(2, len(cells) - 1)]):
-            assert "ot measured here" not in cells[-1], line
+        (config,) = blocks(text, "yaml")
+        given = [init for path, init in named(yaml.safe_load(config)) if path.rpartition(".")[2] == name]
+        for init in given:
+            inspect.signature(public.found(name)).bind_partial(**init)
+        for code in blocks(text, "python"):
+            calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+            own = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == name]
+            words = {word.arg: ast.unparse(word.value) for node in own[:1] for word in node.keywords}
+            if (
+                own
+                and not own[0].args
+                and all(re.fullmatch(r"[\d.]+|'\w+'|True|False", word) for word in words.values())
+            ):
+                assert {key: repr(value) for key, value in given[0].items()} == words, name
+                same += 1
+    assert same > 20
 
 
 def test_what_refuses_what_is_on_both_cards(made: dict[str, str]) -> None:
@@ -141,6 +167,14 @@ def test_what_refuses_what_is_on_both_cards(made: dict[str, str]) -> None:
 def test_the_picture_is_what_the_results_say() -> None:
     """Else run ``python -m docs.making facts``."""
     assert picture.FILE.read_text() == picture.svg()
+
+
+def test_the_tables_of_verdicts_are_what_the_results_say() -> None:
+    """Else run ``python -m docs.making facts``."""
+    text = choices.VERDICTS.read_text()
+    assert text == choices.verdicts(text)
+    shown = facts.measurements("Muon")[0][3]["summary"]["muon"]["speedup"]
+    assert f"| `Muon` | **{shown['estimate']:.2f}** [{shown['low']:.2f}, {shown['high']:.2f}] |" in text
 
 
 def test_the_readme_is_short() -> None:

@@ -1,12 +1,13 @@
-"""``python -m docs.making facts`` writes the catalogue's facts and a picture anew; ``pages FOLDER`` writes the site's pages.
+"""``python -m docs.making facts`` writes the catalogue's facts, a picture and the tables of ``docs/verdicts.md``.
 
-``python -m docs.making notebook`` runs the Start notebook and writes into it what its cells printed.
+``python -m docs.making pages FOLDER`` writes the site's pages. ``python -m docs.making notebook`` runs the Start notebook
+and saves its output in it.
 """
 
 import sys
 from pathlib import Path
 
-from docs.making import facts, notebook, pages, picture
+from docs.making import choices, facts, notebook, pages, picture
 
 
 def main(args: list[str]) -> None:
@@ -14,11 +15,12 @@ def main(args: list[str]) -> None:
         case ["facts"]:
             facts.FILE.write_text(facts.text())
             picture.FILE.write_text(picture.svg())
-            print(f"written: {facts.FILE}, {picture.FILE}")
+            choices.VERDICTS.write_text(choices.verdicts(choices.VERDICTS.read_text()))
+            print(f"wrote {facts.FILE}, {picture.FILE}, {choices.VERDICTS}")
         case ["pages", folder]:
-            print(f"written: {len(pages.write(Path(folder)))} pages into {folder}")
+            print(f"wrote {len(pages.write(Path(folder)))} pages into {folder}")
         case ["notebook"]:
-            print(f"written: {notebook.FILE}, in {notebook.write():.0f} s")
+            print(f"wrote {notebook.FILE}, in {notebook.write():.0f} s")
         case _:
             sys.exit(f"got {args}; expected `facts`, `pages FOLDER` or `notebook`.")
 

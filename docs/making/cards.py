@@ -1,6 +1,8 @@
 """A card for each technique: what its class, its case, the committed results and the pairs say of it."""
 
+import ast
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -14,7 +16,8 @@ from torch.optim import Optimizer
 
 import lightning_eff
 from benchmarks import evidence_page as evidence
-from docs.making import facts, layouts, prose
+from benchmarks.evidence_tasks import speed, verdict
+from docs.making import choices, facts, layouts, prose
 from lightning_eff._catalogue import catalogue
 from lightning_eff._core._arguments.declared import arguments_of
 from lightning_eff._exports import public
@@ -23,8 +26,9 @@ from tests.cases import CASES
 from tests.plugins import PLUGINS
 from tests.stacks import declared
 
-VERDICTS = Path(__file__).parent.parent / "verdicts.md"
-BUSY = "It was not held against a tuned baseline here. What it gains on the reference tasks is not known."
+#: Comparisons on tasks of their own.
+STUDIES = [facts.ROOT / "benchmarks" / f"{name}.md" for name in ("augmentation", "selection")]
+UNMEASURED = "Its effect on training time was not measured on the reference tasks."
 
 
 def names() -> list[str]:
@@ -35,18 +39,6 @@ def names() -> list[str]:
 def file_of(name: str) -> str:
     """The page of a card, from the folder of pages."""
     return f"techniques/{public.HOMES[name].rpartition('.')[2]}.md"
-
-
-@cache
-def told() -> dict[str, tuple[str, str]]:
-    """Of each technique that has a row in ``docs/verdicts.md``: what it does, and the last cell, the verdict of others."""
-    found = {}
-    for line in VERDICTS.read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
-        if line.startswith("| `") and len(cells) >= 3:
-            for name in re.findall(r"`(\w+)`", cells[0]):
-                found[name] = (cells[1], cells[-1])
-    return found
 
 
 @cache
@@ -61,95 +53,88 @@ def card(name: str) -> str:
     doc = prose.read(cls)
     entry = next(entry for entry in catalogue.entries() if name in entry.by)
     lines = [f"# {name}", "", doc.summary, ""]
-    if name in told():  # a class without a row has its card all the same
-        lines += [f"In short: {told()[name][0]}.", ""]
+    lines += [doc.text, ""] if doc.text else []
+    lines += ["## When to use it", "", *advice(name), ""]
     lines += ["## How to use it", "", *use(name), ""]
-    lines += ["## What it does", "", doc.text, ""] if doc.text else []
-    if rules := list(_rules(cls)):
-        lines += ["## The rule", "", "In the paper's symbols, as the code has it:", "", *rules, ""]
     if rows := list(_settings(cls, doc)):
+        head = "| argument | default | values | meaning | `tune` tries |"
+        lines += ["## Settings", "", head, "|---|---|---|---|---|", *rows, ""]
+    if rules := list(_rules(cls)):
         lines += [
-            "## Settings",
+            '??? note "The rule, in the paper\'s symbols"',
             "",
-            "| argument | default | values | meaning | `lightning-eff tune` tries |",
-            "|---|---|---|---|---|",
-            *rows,
+            *("    " + line for line in "\n".join(rules).splitlines()),
             "",
         ]
-    lines += ["## What it saves, and where it does not work", ""]
-    lines += [f"- **Saves:** {cls.saves}." if getattr(cls, "saves", "") else "- **Saves:** see the measurements below."]
-    lines += [f"- **Needs, and limits:** {cls.constraints}."] if getattr(cls, "constraints", "") else []
-    lines += [f"- **Strategies:** {layouts.line(cls)}"] if layouts.line(cls) else []
-    lines += [f"- **Refused:** {prose.cell(text)}" for text in doc.sections.get("Raises", {}).values()]
-    lines += ["", "## Measured here", "", *measured(name), ""]
-    if control := getattr(cls, "control", None):
-        lines += [f"**An honest comparison holds it against:** {control.text}.", ""]
-    lines += ["## With other techniques", "", *company(name), ""]
-    lines += ["## When to use it, and when not", "", *advice(name), ""]
-    lines += ["## Sources", "", f"- {getattr(cls, 'paper', '') or entry.source}"]
+    lines += ["## Cost and measured gain", ""]
+    lines += [f"**Saves:** {cls.saves}.", ""] if getattr(cls, "saves", "") else []
+    lines += [*measured(name), ""]
+    control = getattr(cls, "control", None)
+    if control and "*control: " not in "\n".join(lines):
+        lines += [f"Compare it with its control: {control.text}.", ""]
+    limits = [f"- {cls.constraints[0].upper()}{cls.constraints[1:]}."] if getattr(cls, "constraints", "") else []
+    limits += [f"- Strategies: {layouts.line(cls)}"] if layouts.line(cls) else []
+    lines += ["## Limits", "", *limits, ""] if limits else []
+    lines += ["## Works with", "", *company(name), ""]
+    lines += ["## References", "", f"- {getattr(cls, 'paper', '') or entry.source}"]
     survey = getattr(cls, "survey", None)
-    lines += [f"- In the surveys: {survey}."] if survey else []
+    lines += [f"- In the [surveys](../catalogue.md): {survey}."] if survey else []
     room = public.HOMES[name].split(".")[1]
-    lines += [
-        f"- [Reference](../reference/{room}.md#{public.HOMES[name]}.{name}); tests: `{catalogue.tests_of(name)}`.",
-        "",
-    ]
-    return "\n".join(lines)
+    reference = f"[API reference](../reference/{room}.md#{public.HOMES[name]}.{name})"
+    return "\n".join([*lines, f"- {reference}", ""])
 
 
 def use(name: str) -> list[str]:
-    """A recipe in YAML and the same in Python, with the settings of its case: those of a short run."""
+    """The same settings in Python and in YAML: those of the docstring's example, else of the technique's tests."""
     trainer, own = _recipe(name)
     cls = public.found(name)
-    rate = 0.01
+    ((kind, what),) = trainer.items()
+    entry = what[0] if isinstance(what, list) else what
+    note: list[str] = []
     if issubclass(cls, Optimizer):
         default = inspect.signature(cls).parameters["lr"].default
-        rate = rate if default is inspect.Parameter.empty else default
-        trainer["callbacks"][0]["init_args"]["optimizer"]["init_args"] = {"lr": rate}
-    text = yaml.safe_dump({"trainer": trainer}, sort_keys=False, default_flow_style=None, width=100)
-    text = re.sub(r"\{(class_path: \w+)\}", r"\1", text)
-    lines = ["```yaml", *text.strip().splitlines(), "```", ""]
-    if issubclass(cls, Optimizer):
+        rate = 0.01 if default is inspect.Parameter.empty else default
+        entry["init_args"]["optimizer"]["init_args"] = {"lr": rate}
         call = f"ReplaceOptimizer(functools.partial({name}, lr={rate}))"
-        return [
-            *lines,
-            "```python",
-            "import functools",
-            "",
-            "import lightning as L",
-            f"from lightning_eff import {name}, ReplaceOptimizer",
-            "",
-            f"trainer = L.Trainer(callbacks=[{call}])",
-            "```",
-        ]
-    if example := prose.read(cls).example:
+        imports = f"import functools\n\nimport lightning as L\nfrom lightning_eff import {name}, ReplaceOptimizer\n"
+        python = f"{imports}\ntrainer = L.Trainer(callbacks=[{call}])"
+    elif example := prose.read(cls).example:
         code = prose.code(example)
         given = [n for n in ("torch", "nn") if re.search(rf"\b{n}\.", code)]
         imports = {"torch": "import torch", "nn": "from torch import nn"}
         used = [n for n in lightning_eff.__all__ if re.search(rf"\b{n}\b", code)]
         head = ["import lightning as L", *(imports[n] for n in given), f"from lightning_eff import {', '.join(used)}"]
-        return [*lines, "```python", *head, "", *code.strip().splitlines(), "```"]
-    ((kind, what),) = trainer.items()
-    given = (what[0] if isinstance(what, list) else what).get("init_args", {})
-    if "class_path" in str(given) or any(isinstance(v, str) and v.startswith("tests.") for v in given.values()):
-        return lines
-    call = f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-    place = f"{kind}={call}" if issubclass(cls, Strategy) else f"{kind}=[{call}]"
-    note = (
-        ["", "These are the settings of its tests, for a run of a few steps; defaults and advice stand below."]
-        if own
-        else []
-    )
-    return [
-        *lines,
-        "```python",
-        "import lightning as L",
-        f"from lightning_eff import {name}",
-        "",
-        f"trainer = L.Trainer({place})",
-        "```",
-        *note,
-    ]
+        python = "\n".join([*head, "", code.strip()])
+        if (settings := _literal(name, code)) is not None:
+            entry.pop("init_args", None)
+            entry |= {"init_args": settings} if settings else {}
+    else:
+        given = entry.get("init_args", {})
+        python = ""
+        if "class_path" not in str(given) and not any(str(v).startswith("tests.") for v in given.values()):
+            call = f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+            place = f"{kind}={call}" if issubclass(cls, Strategy) else f"{kind}=[{call}]"
+            python = f"import lightning as L\nfrom lightning_eff import {name}\n\ntrainer = L.Trainer({place})"
+            note = ["", "These settings are for a run of a few steps."] if own else []
+    text = yaml.safe_dump({"trainer": trainer}, sort_keys=False, default_flow_style=None, width=100)
+    text = re.sub(r"(?m)^( *- )\{(class_path: \w+)\}$", r"\1\2", text)
+    lines = ["```python", *python.splitlines(), "```", ""] if python else []
+    return [*lines, "```yaml", *text.strip().splitlines(), "```", *note]
+
+
+def _literal(name: str, code: str) -> dict[str, Any] | None:
+    """The arguments of the first call of a class in some code; None if a config cannot have them."""
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    call = next((one for one in calls if isinstance(one.func, ast.Name) and one.func.id == name), None)
+    if call is None or any(word.arg is None for word in call.keywords):
+        return None
+    try:
+        values = [ast.literal_eval(value) for value in call.args]
+        named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except ValueError:
+        return None
+    bound = inspect.signature(public.found(name)).bind(*values, **named).arguments
+    return json.loads(json.dumps(bound))
 
 
 def _recipe(name: str) -> tuple[dict[str, Any], bool]:
@@ -199,6 +184,7 @@ def _settings(cls: type, doc: prose.Doc) -> Iterator[str]:
         tries = _range(space[name]) if name in space else ""
         known = arguments_of(cls).get(name)
         values = known.kind.expected + (" or None" if known.optional else "") if known and known.kind else ""
+        values = "" if values and prose.cell(text).startswith(values.removesuffix(" or None")) else values
         yield f"| `{name}` | {prose.cell(default)} | {prose.cell(values)} | {prose.cell(text)} | {prose.cell(tries)} |"
 
 
@@ -206,50 +192,52 @@ def measured(name: str) -> list[str]:
     """The figures of the committed results, with the control's and the paper's claim; or that there are none."""
     found = facts.measurements(name)
     if not found:
-        room = public.HOMES[name].split(".")[1]
         more = {
-            "memory": " Bytes and times are in [Memory](../memory.md).",
-            "precision": " Losses are in [Verdicts](../verdicts.md).",
+            "memory": " [Memory](../memory.md) has its bytes and step times.",
+            "precision": " [Verdicts](../verdicts.md) has its losses.",
         }
-        return [BUSY + more.get(room, "")]
-    lines = ["| task | speed-up [95 % interval], verdict | its control | budget, seeds |", "|---|---|---|---|"]
+        apart = [file for file in STUDIES if name in file.read_text()]
+        told = "".join(f" `benchmarks/{file.name}` compares it at equal time." for file in apart)
+        return [UNMEASURED + more.get(public.HOMES[name].split(".")[1], "") + told]
+    lines = ["| task | speed-up [95 %] | result | runs |", "|---|---|---|---|"]
     for recipe, task, _, results in found:
-        plan = results["plan"]
-        held = "; ".join(f"{arm}: {evidence.cell(one)}" for arm, one in evidence.controls(results, recipe)) or "–"
-        budget = f"{plan['budget']['seconds']:g} s, {len(results['summary'][recipe]['final']['values'])} seeds"
-        budget += facts.label(task, recipe, results)
-        lines.append(f"| {evidence.TASKS[task]} | {evidence.cell(results['summary'][recipe])} | {held} | {budget} |")
-    lines += ["", "Below 1 is slower. All figures, with what they mean: [Evidence](../evidence.md).", ""]
+        seconds = results["plan"]["budget"]["seconds"]
+        title = f"[{evidence.TASKS[task]}](../evidence/{task}.md){facts.label(task, recipe, results)}"
+        arms = [(title, results["summary"][recipe])]
+        arms += [(f"*control: {arm}*", one) for arm, one in evidence.controls(results, recipe)]
+        for what, one in arms:
+            lines.append(f"| {what} | {speed(one)} | {verdict(one)} | {seconds:g} s × {len(one['final']['values'])} |")
+    lines += ["", "Below 1 is slower. The last column is the budget times the number of seeds."]
     claim = next((claim for _, _, claim, _ in found if claim), None)
-    return [*lines, f"**What its paper claims:** {claim}."] if claim else lines[:-1]
+    return [*lines, "", f"The paper claims: {claim}."] if claim else lines
 
 
 def advice(name: str) -> list[str]:
-    """What others found, and where it lost or its control did as well here."""
-    others = re.sub(r" ?Not measured here( yet)?\.", "", told().get(name, ("", ""))[1]).strip()
-    lines = [f"- {others}"] if others else []
-    found = [
-        (
-            f"{evidence.TASKS[task]}{facts.label(task, recipe, results)}",
-            results["summary"][recipe],
-            evidence.controls(results, recipe),
-        )
-        for recipe, task, _, results in facts.measurements(name)
-    ]
-    gains = [(task, one["speedup"], one["verdict"], held) for task, one, held in found if one["speedup"]]
-    for words, verdict in (
-        ("It gained", "faster"),
-        ("It lost", "slower"),
-        ("Nothing was shown", "no difference shown"),
-    ):
-        tasks = dict.fromkeys(task for task, _, said, _ in gains if said == verdict)
-        lines += [f"- {words} here, at equal time, on: {'; '.join(tasks)}."] if tasks else []
-    for task, speed, said, held in gains:
-        level = [arm for arm, one in held if one["speedup"] and one["speedup"]["estimate"] >= speed["estimate"]]
-        if level and said != "slower":
-            lines.append(
-                f"- {task[0].upper()}{task[1:]}: its control ({'; '.join(level)}) did as well or better. Take that."
-            )
+    """The recommendation, what others report, and on which tasks it gained or lost here."""
+    one = choices.choices()[name]
+    lines = [f"- **{one.recommendation.capitalize()}.** {one.elsewhere}"]
+    scope = {"any": "any model", "several GPUs": "training on several GPUs", "images": "image models"}
+    works = scope.get(one.works_for, f"{one.works_for} models")
+    cost = {"less": "less than", "same": "the same as", "more": "more than", "much more": "much more than"}[one.cost]
+    risk = {
+        "exact": "It is exact, except for rounding.",
+        "training": "It changes training.",
+        "model": "It changes the model.",
+    }
+    lines.append(f"- For {works}. A step costs {cost} a plain one. {risk[one.risk]}")
+    found = choices.best(name)
+    for words, result in (("Faster", "faster"), ("Slower", "slower"), ("Undecided", "undecided")):
+        tasks = [evidence.SHORT[task] for task, _, summary in found if verdict(summary) == result]
+        lines += [f"- {words} here, with its best settings, on: {', '.join(tasks)}."] if tasks else []
+    for recipe, task, _, results in facts.measurements(name):
+        own = results["summary"][recipe]
+        level = [
+            arm
+            for arm, other in evidence.controls(results, recipe)
+            if own["speedup"] and other["speedup"] and other["speedup"]["estimate"] >= own["speedup"]["estimate"]
+        ]
+        if level and verdict(own) != "slower":
+            lines.append(f"- On {evidence.SHORT[task]}, its control did as well or better: {'; '.join(level)}.")
     return lines
 
 
@@ -264,54 +252,71 @@ def company(name: str) -> list[str]:
     cls = public.found(name)
     lines = []
     if issubclass(cls, Precision):
-        lines = ["A trainer has one precision plugin; plugins wrap one another where that makes sense (`inner=`).", ""]
+        lines = ["A trainer has one precision plugin. Pass another one as `inner=` to wrap it.", ""]
     if name not in _cases():
-        return [*lines, "It is tried by tests of its own; it stands outside of the tests of all pairs."]
-    lines += [
-        "It trains together with every technique that is not named here, which the tests try, and resumes exactly."
-    ]
+        return [*lines, "It has its own tests. The tests of all pairs leave it out."]
+    lines += ["The tests train it together with every other technique, and such runs resume exactly."]
     if known:
-        lines += ["", "It is refused at setup, with the reason, beside:", ""]
-        lines += [f"- [{enemy}]({Path(file_of(enemy)).name}): {why}" for enemy, why in sorted(known.items())]
+        reasons: dict[str, list[str]] = {}
+        for enemy, why in sorted(known.items()):
+            reasons.setdefault(why, []).append(f"[{enemy}]({Path(file_of(enemy)).name})")
+        lines += ["", "These raise an error at setup:", ""]
+        lines += [f"- {', '.join(links)}: {why}." for why, links in reasons.items()]
     return lines
 
 
 def overview() -> str:
-    """All techniques in one table, by group: made from the classes, so that a new one needs no row."""
-    lines = [
-        "# All techniques",
-        "",
-        "Each name leads to its card. What the surveys name and nothing does here yet is in",
-        "[the catalogue](../catalogue.md).",
-        "",
+    """All techniques in one table, made from ``choices.txt``, the classes and the results."""
+    heads = [
+        "technique",
+        "purpose",
+        "works for",
+        "effect",
+        "step cost",
+        "risk",
+        "recommendation",
+        "measured here",
+        "elsewhere",
     ]
-    seen: set[str] = set()
-    for group, title in catalogue.GROUPS.items():
-        rows = []
-        for name in dict.fromkeys(n for e in catalogue.entries() if e.group == group for n in e.by):
-            if name not in seen:
-                seen.add(name)
-                what = catalogue.facts()["measured"].get(name, {})
-                figures = "<br>".join(f"{task} {cell}" for task, cell in what.items()) or "–"
-                summary = prose.cell(prose.read(public.found(name)).summary)
-                rows.append(f"| [{name}]({Path(file_of(name)).name}) | {summary} | {figures} |")
-        if rows:
-            lines += [f"## {title}", "", "| technique | what it does | measured here |", "|---|---|---|", *rows, ""]
-    return "\n".join(lines)
+    lines = [
+        "# Choose a technique",
+        "",
+        "Each name leads to a card with code, settings and limits. **Recommended** techniques are good defaults.",
+        "**Situational** ones gain under the condition in the last column. Those **for research** rarely gain today.",
+        "",
+        "*Step cost* compares a training step with a plain one. *Risk*: an exact technique computes the same training, except",
+        "for rounding. *Measured here* is the speed-up on our [reference tasks](../evidence.md). Below 1 is slower.",
+        "*Elsewhere* is what papers report, or what the technique is good for.",
+        "",
+        '<div class="choose" data-filter="purpose,works for,effect,step cost,risk,recommendation" markdown>',
+        "",
+        "| " + " | ".join(heads) + " |",
+        "|---" * len(heads) + "|",
+    ]
+    for name, one in choices.choices().items():
+        cells = [f"[{name}]({Path(file_of(name)).name})", one.purpose, one.works_for, ", ".join(one.effect), one.cost]
+        cells += [choices.RISKS[one.risk], one.recommendation, choices.measured(name), prose.cell(one.elsewhere)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", "</div>", ""])
 
 
 def whole_catalogue() -> str:
     """Every row of the surveys: what does it here, its tests, its verdict; or why nothing does."""
     lines = [
-        "# The catalogue",
+        "# The surveys' catalogue",
         "",
-        "Every technique and system that two surveys name, in their order: Zhuang et al. 2023, *A Survey on Efficient Training",
-        "of Transformers* (arXiv:2302.01107), and Shen et al. 2024, *On Efficient Training of Large-Scale Deep Learning",
-        "Models* (arXiv:2304.03589). `lightning-eff techniques --search WORD` shows the same.",
+        "This page lists every technique and system that two surveys name, in their order: Zhuang et al. 2023, *A Survey on",
+        "Efficient Training of Transformers* (arXiv:2302.01107), and Shen et al. 2024, *On Efficient Training of Large-Scale",
+        "Deep Learning Models* (arXiv:2304.03589). `lightning-eff techniques --search WORD` searches it.",
         "",
     ]
     for group, title in catalogue.GROUPS.items():
-        lines += [f"## {title}", "", "| what they name | here | tests | measured here |", "|---|---|---|---|"]
+        lines += [
+            f"## {title}",
+            "",
+            "| name in the survey | in this package | tests | measured here |",
+            "|---|---|---|---|",
+        ]
         for entry in (e for e in catalogue.entries() if e.group == group):
             links = ", ".join(f"[{name}]({file_of(name)})" for name in entry.by)
             here = f"{links}{f', {entry.how}' if entry.how else ''}" if links else f"**{entry.status}**"

@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from docs.making import cards, layouts, notebook, prose
-from lightning_eff._catalogue import catalogue
+from docs.making import cards, choices, layouts, notebook, prose
 from lightning_eff._exports import public
 
 ROOT = Path(__file__).parent.parent.parent
@@ -80,17 +79,14 @@ def linked(page: str, text: str, known: set[str]) -> str:
 
 
 def navigation() -> list[Any]:
-    """The site's menu: that of ``mkdocs.yml``, with the cards by group and the reference by room."""
-    groups: list[Any] = ["techniques/index.md", layouts.PAGE]
-    seen: set[str] = set()
-    for group, title in catalogue.GROUPS.items():
-        here = [n for e in catalogue.entries() if e.group == group for n in e.by if n not in seen]
-        seen |= {*here}
-        if here:
-            groups.append({title: [{name: cards.file_of(name)} for name in dict.fromkeys(here)]})
+    """The site's menu: that of ``mkdocs.yml``, with the cards by purpose and the reference by room."""
+    groups: list[Any] = ["techniques/index.md"]
+    for purpose, names in choices.purposes().items():
+        groups.append({purpose: [{name: cards.file_of(name)} for name in names]})
     menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    made = {"Techniques": groups, "Reference": [{title: f"reference/{room}.md"} for room, title in ROOMS.items()]}
-    made["Reference"].append({"Functions": "reference/functions.md"})
+    reference: list[Any] = [{title: f"reference/{room}.md"} for room, title in ROOMS.items()]
+    reference += [{"Functions": "reference/functions.md"}, layouts.PAGE, "catalogue.md"]
+    made = {"Techniques": groups, "Reference": reference}
     return [{title: made.get(title, pages)} for entry in menu for title, pages in entry.items()]
 
 

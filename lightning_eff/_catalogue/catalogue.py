@@ -1,4 +1,4 @@
-"""The catalogue's entries: each row of the surveys with what does it here, and what stands here beside them."""
+"""The catalogue's entries: each technique that the surveys name, and the techniques that they do not name."""
 
 import json
 import textwrap
@@ -111,7 +111,7 @@ def _room(name: str) -> str:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """The whole catalogue, in the surveys' order, and then what stands here beside them."""
+    """The whole catalogue: in the surveys' order first, then the techniques that they do not name."""
     exported = [cls.__name__ for cls in technique_classes()]
     optimizers = [name for name in public.HOMES if public.HOMES[name].startswith("lightning_eff.optim.optimizers.")]
     named = {name for rows in ROWS.values() for row in rows for name in row.by}
@@ -145,7 +145,7 @@ def as_json(found: Iterable[Entry]) -> str:
 
 
 def verdict(entry: Entry) -> str:
-    """What was measured of an entry, in few words."""
+    """The results of an entry in a few words."""
     return "; ".join(f"{task}: {told}" for task, told in entry.measured.items()) or (
         "not measured" if entry.by else "–"
     )
@@ -153,7 +153,7 @@ def verdict(entry: Entry) -> str:
 
 def table(found: Iterable[Entry], width: int) -> str:
     """Entries as a table of ``width`` columns (at least about 120), by group."""
-    head = ("what the surveys name", "here", "what it saves, and where it does not work", "measured here")
+    head = ("name in the surveys", "in this package", "what it saves, and its limits", "measured here")
     by_group: dict[str, list[tuple[str, ...]]] = {}
     for entry in found:
         by_group.setdefault(entry.group, []).extend(_lines(entry))

@@ -1,4 +1,4 @@
-"""What the committed results say, as ``python -m docs.making facts`` wrote it for the package: ``facts.json``."""
+"""The committed results in ``facts.json``, which ``python -m docs.making facts`` writes."""
 
 import json
 import pkgutil

@@ -1,4 +1,4 @@
-"""A row of the catalogue, and the groups that rows stand in."""
+"""A row of the catalogue, and the groups of rows."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ GROUPS = {
     "precision": "Low precision",
     "parallelism": "Parallelism and systems",
     "adapters": "Parameter-efficient tuning",
-    "beside": "Beside the surveys",
+    "beside": "Not in the surveys",
 }
 #: Where a technique stands that no row names: the first part of its module's path that fits, the longest first.
 ROOMS = {

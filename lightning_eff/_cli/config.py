@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Self
+from typing import Annotated, Any, NoReturn, Self, get_args, get_origin
 
 import torch
 import yaml
@@ -253,6 +253,7 @@ def _example(cls: Any, name: str) -> Any:
         kind = inspect.signature(cls).parameters[name].annotation
     except (KeyError, TypeError, ValueError):
         return "..."
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     words = kind if isinstance(kind, str) else inspect.formatannotation(kind)
     return "..." if kind is inspect.Parameter.empty else f"<{words}>"
 

@@ -51,7 +51,7 @@ def test_the_page_tells_compiling_apart_and_counted_of_the_arms_that_compile_alo
     assert evidence_setup.arms_that_compile(made) == ["compile"]
     text = evidence_setup.lines(made, measured)
     rows = [line for line in text if line.startswith("| compile")]
-    assert len(rows) == 3 and "| apart |" in rows[0] and "6.0 s" in rows[1] and "31.0 s" in rows[2]
+    assert len(rows) == 3 and "| left out |" in rows[0] and "6.0 s" in rows[1] and "31.0 s" in rows[2]
     assert "2.5 s" in text[0] and not any(line.startswith("| plain") for line in text)
     assert "not measured" in evidence_setup.lines(made, None)[0]
     plain = synthetic.everything()

@@ -148,112 +148,100 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 _TEXT = """\
 # The planner
 
-Written by `python -m tests.planner.page`; a test holds the figures to what the planner predicts now.
+`lightning-eff plan` finds the fastest layouts for your module on many GPUs. It needs no GPU and no memory for the weights:
 
 ```bash
 lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
 ```
 
-prints the ten fastest layouts, the first of them as a config, where its time and memory go, why the others lose and what was
-assumed, and draws the first one's step (`--timeline`). `--out plan.yaml` writes the config: strategy, techniques and precision
-with every argument, processes, accumulation and the loader's batch. It stands beside the recipe's, whose own callbacks it
-keeps, and is run as it is:
+It prints the ten fastest layouts, shows where the time and memory of the first one go, and explains why the others are
+slower. `--timeline` draws a step. `--json` prints everything. `--out plan.yaml` writes the first layout as a config:
+strategy, techniques, precision, processes, accumulation and batch size. Pass it after your recipe, which keeps its own
+callbacks:
 
 ```bash
 lightning-eff fit --config recipe.yaml --config plan.yaml
 ```
 
-`--json` has all of it. No accelerator is needed, and the module takes no memory. Slips in the arguments are told before
-torch or the module is imported.
+## How it works
 
-1. **Profile.** The recipe's module is built and its `training_step` run on fake tensors (shapes without data), at two batch
-   sizes: FLOPs, bytes moved and bytes kept of each block, and of what is before and after the blocks. A step that looks at
-   values needs `--profile real`.
-2. **Layouts.** Only what the pack runs. `HybridParallelStrategy`: data parallel (whole copies; FSDP2 over all data ranks, or
-   over groups of them, `shard=` a number) x tensor parallel within a node x pipeline, under every schedule of
-   `torch.distributed.pipelining`, stages of given blocks, and every number of micro-batches that divides the global batch.
-   `Rematerialization` by every policy, `"optimal"` with budgets from 0.3 to 0.9; `ActivationCompression` in 8 and 4 bits and
-   `OptimizerOffload` with whole copies on single devices or under DDP, which they need; `FP8Precision` where the accelerator
-   has FP8 and layers gain by it. What techniques, strategies and plugins refuse of one another, and of the recipe's own
-   callbacks, plugins, precision and optimizer, is not searched. `--without`, `--only` and `--exact` narrow it.
-3. **Memory** of each rank: weights, what is gathered of them, gradients, optimizer state, the activations in flight, a
-   pipeline's buffers, and what is at work.
-4. **Time.** Every layout that fits has a lower bound: what its ranks compute, and the way of the first and the last
-   micro-batch through the pipeline. In the order of their bounds layouts are simulated, operation by operation, until ten
-   are faster than every bound that is left. So the ten are the ten fastest of all by this model.
+1. **Profile.** The planner builds the module and runs `training_step` on fake tensors, which have shapes but no data, at two
+   batch sizes. It records FLOPs, bytes moved and bytes kept for each block. Use `--profile real` if the step reads values.
+2. **Layouts.** The planner combines data, tensor and pipeline parallelism in `HybridParallelStrategy` with every schedule of
+   `torch.distributed.pipelining`. It adds `Rematerialization`, `ActivationCompression`, `OptimizerOffload` and `FP8Precision`
+   where they apply. It skips combinations that raise an error at setup. `--without`, `--only` and `--exact` narrow the
+   search.
+3. **Memory.** It adds up weights, gathered weights, gradients, optimizer state, activations and buffers of each rank.
+4. **Time.** It simulates the layouts that fit, operation by operation. A lower bound for each layout tells when to stop, so
+   the ten layouts are the ten fastest under this model.
 
-What is not searched, and why: `sequence_parallel=True`, which divides what norms compute and nothing that lies between; the
-ZeRO stages of `DeepSpeedEffStrategy`, which refuses the techniques; rematerialisation under schedules that split the
-backward pass, `"sqrt"` in a pipeline and `"optimal"` where parameters are divided. A pipeline's cut and the plan for tensor
-parallelism are checked on a real batch at setup; what that finds in a module cannot be known before. Where a module carries
-no plan for tensor parallelism (as Hugging Face's do), its activations are taken as whole on every rank: if setup tells of
-pairs in attention and MLP, plan again with `--assume-pairs`. A batch size that the config does not have under that name
-stays as it is, and only layouts of that batch are searched.
+## Limits
 
-## What it rests on
+- The planner does not search `sequence_parallel=True` or the ZeRO stages of `DeepSpeedEffStrategy`.
+- It does not search rematerialization under schedules that split the backward pass, `"sqrt"` in a pipeline, or `"optimal"`
+  with sharded parameters.
+- Setup checks the pipeline cut and the tensor-parallel plan on a real batch. The planner cannot know the result.
+- If a module has no tensor-parallel plan, the planner assumes whole activations on every rank. If setup then reports pairs in
+  attention and MLP, plan again with `--assume-pairs`.
+- If the config has no known argument for the batch size, the planner keeps the batch.
+- **Small modules are far slower than predicted**, because kernel launches are free in this model.
+
+## Assumptions
 
 {assumed}
 
-`Assumptions` in `lightning_eff/planner/costs.py` says where each is from; `--assume name=value` changes one. `efficiency` is
-the MFU ceiling: matmuls run at that share of the best rate that was measured on the accelerator. It is from one layer of a
-22B GPT on 8 A100 (Korthikanti et al. 2022, table 4: {layer}), and
-not fitted to any run below. Further:
+`--assume name=value` changes an assumption. `Assumptions` in `lightning_eff/planner/costs.py` names the source of each.
+`efficiency` is the fraction of the best measured rate that matrix products reach. It comes from one layer of a 22B GPT on 8
+A100 (Korthikanti et al. 2022, table 4: {layer}). It is not fitted to the runs below. The model also assumes:
 
-- Matmuls, other kernels and tensor-parallel exchange come one after the other. Asynchronous tensor parallelism is not
-  modelled.
-- Sends between stages hide behind computing. Data-parallel exchange hides behind computing without a pipeline, up to one
-  block's share; in a pipeline it comes after the last backward pass, as torch has it.
-- Blocks are tensor-parallel in attention and MLP, with two exchanges of the hidden state in each pass; hidden states, logits
-  and the loss are whole on every rank. Without a plan for that, each linear layer's results come together on all ranks.
-- Weights are gathered in their own type, as this strategy's FSDP2 does; autocast's 16-bit copies are made in each micro-batch
-  and kept with its activations; torch makes a pipeline's receive buffers for all micro-batches at once, and those of inputs
-  keep gradients and a tensor that stands for what earlier blocks return; in a pipeline the last step's gradients stay through
-  the next one's passes. `pack=False` takes all of that as Megatron-LM and torchtitan have it: the comparison below does.
-- Compression, casts to FP8 and offloading cost the bytes that they move.
-- FP32 matmuls run as TF32, at half the BF16 rate. A causal attention counts in full, as torch's own FLOP counter has it.
-- Kernel launches are free. **Small modules, whose kernels take microseconds, are far slower than predicted.**
-- Eager mode unless `--fused`, which takes everything between two matmuls as one kernel, as compilers nearly do.
+- Matrix products, other kernels and tensor-parallel communication run one after the other.
+- Sends between stages overlap with computation. Without a pipeline, data-parallel communication overlaps too, except for one
+  block. In a pipeline it follows the last backward pass, as in torch.
+- Tensor-parallel blocks exchange the hidden state twice per pass. Hidden states, logits and the loss are whole on every rank.
+- Weights are gathered in their own type. Autocast copies and receive buffers are counted as torch makes them. `pack=False`
+  counts them as Megatron-LM and torchtitan do.
+- Compression, FP8 casts and offloading cost the bytes that they move.
+- FP32 products run as TF32, at half the BF16 rate. Causal attention counts in full, as in torch's FLOP counter.
+- Kernels run in eager mode. With `--fused`, everything between two products is one kernel, which is close to what a compiler
+  does.
 
-## How far it is off
+## Accuracy
 
-Schedules do the same operations in the same order as torch's own schedule objects, and their bubbles are those of the
-papers' formulas (tests/planner/test_schedules.py). Against published runs, with `--fused` and `pack=False`:
+Schedules run the same operations in the same order as torch's own, and their bubbles match the papers' formulas
+(`tests/planner/test_schedules.py`). The tables compare published runs with predictions (`--fused`, `pack=False`).
 
 {megatron}
 
-Narayanan et al. 2021 (arXiv:2104.04473), tables 1 and 2 (PTD-P); full remat, interleaved. How many chunks is not published:
-the least that divides a rank's layers. **Stated error: 6 % over nodes with a pipeline (39B to 1T), 20 % for the smaller
-ones**, all of which are predicted too fast. The paper gives no memory. The 1T run fitted into 80 GB; here it is said to need
-{trillion} GB, since torch keeps the outputs of stages, which Megatron-LM frees.
+Source: Narayanan et al. 2021 (arXiv:2104.04473), tables 1 and 2, with full rematerialization and interleaving. The number of
+chunks is not published, so the smallest possible one is used. **Error: 6 % across nodes with a pipeline (39B to 1T), 20 % for
+the smaller runs**, which are all predicted too fast. The paper gives no memory. The 1T run fitted into 80 GB, while the
+planner needs {trillion} GB, because torch keeps the outputs of stages and Megatron-LM frees them.
 
 {titan}
 
-torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (Liang et al. 2024, arXiv:2410.06511) and, for 70B in BF16,
-asyncTP_llama3_h100_2025-06_torchtitan.md; 8,192 tokens, `torch.compile`. **Stated error: 15 % in speed and 20 % in memory
-for 405B; 45 % for the others.** These H100 were held to 500 W, and the table's rates are those of 700 W: all are predicted
-too fast. Their memory is what the allocator had reserved, fragments included. Asynchronous tensor parallelism was on in the
-405B runs. Interleaving made the 405B run 1.28 times as fast; predicted is the same within 5 %.
+Source: torchtitan, llama3_h100_202412_torchtitan.md (Liang et al. 2024, arXiv:2410.06511) and, for 70B in BF16,
+asyncTP_llama3_h100_2025-06_torchtitan.md, with 8,192 tokens and `torch.compile`. **Error: 15 % in speed and 20 % in memory
+for 405B, 45 % for the others.** These H100 were limited to 500 W and the table assumes 700 W, so all are predicted too fast.
+Their memory includes fragments that the allocator reserved. Interleaving made the 405B run 1.28 times as fast; the prediction
+agrees within 5 %.
 
-### Memory of the pack's own layouts, measured
+### Measured memory
 
-Three plans of the GPT example (8 blocks of width 128, 128 tokens, bf16-mixed) were run as they are printed, by `lightning-eff
-fit` on 8 processes with gloo on a CPU, and the bytes of all tensors that live in the third step counted exactly, on every
-rank (`python -m benchmarks.plan_memory`; benchmarks/results/plan_memory.json). MB, predicted of measured, on the fullest rank
-of each stage; others of a stage differ by 3 % at most. Activations are all that is none of the others: what is gathered and
-not yet reduced, buffers and what is at work.
+Three plans of the GPT example (8 blocks of width 128, 128 tokens, bf16-mixed) ran on 8 CPU processes. `python -m
+benchmarks.plan_memory` counts the bytes of all live tensors in the third step on every rank. The table shows predicted and
+measured MB of the fullest rank of each stage. Other ranks of a stage differ by at most 3 %.
 
 {measured}
 
-**Stated error: 3 % below to 21 % above; 9 % below at width 64 (tests/planner/test_run.py).** What lies still is exact but for
-norms and other small tensors that tensor parallelism leaves whole. Above are, on purpose: the blocks' activations under
-tensor parallelism, since this module carries no plan for it and setup finds the pairs of its MLPs all the same; a block
-that runs again, which gives back what it saved as it goes; and blocks that a GPU fetches ahead, where a CPU gathers them
-one by one. Not seen here is what a caching allocator, NCCL and kernels' workspaces take (`usable_memory`), nor any run on
-GPUs, nor `ActivationCompression`, `"optimal"`, FP8 and `OptimizerOffload`, whose memory is by their own descriptions.
+**Error: from 3 % below to 21 % above, and 9 % below at width 64 (`tests/planner/test_run.py`).** Predictions are deliberately
+high for three parts: activations under tensor parallelism without a plan, recomputed blocks, and blocks that a GPU
+prefetches. These runs do not show the memory of a caching allocator, NCCL or kernel workspaces (`usable_memory`). They do not
+cover GPUs, `ActivationCompression`, `"optimal"`, FP8 or `OptimizerOffload`.
 
-## The table
+## Accelerators
 
-GB; TFLOP/s, dense; GB/s of memory, of one GPU's link within its node and to other nodes, in one direction. 8 GPUs a node.
+Memory in GB. Peak and reached rates in dense TFLOP/s. Bandwidth in GB/s: memory, one GPU's link within a node, and its link
+to other nodes, in one direction. A node has 8 GPUs.
 
 {table}
 """

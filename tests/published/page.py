@@ -25,10 +25,10 @@ The check asks for five things:
 
 "yes" means that all five hold. "refused" means that the technique raises an error, because the module lacks what the
 technique acts on. The reasons are listed below the table. An error with a wrong reason counts as a failure. "yes*" means that
-the technique works with the limit that is listed below. An empty cell was not tried.
+the technique works with the limit that is listed below. An empty cell was not tested.
 
-Precision plugins and `EfficiencyMonitor` stand beside `ExactResume()`, which they need for exact resumes in the middle of an
-epoch.
+Precision plugins and `EfficiencyMonitor` are tested together with `ExactResume()`. They need it to resume exactly in the middle
+of an epoch.
 """
 
 
@@ -86,9 +86,9 @@ def _own_fits(rows: dict[str, Any]) -> str:
     lines = [
         "## Through the package's own fit",
         "",
-        "Some packages have a `fit` or `train` of their own, which takes `callbacks=`.",
+        "Some packages have their own `fit` or `train` method that takes `callbacks=`.",
     ]
-    lines += ["These techniques are also tried through it.", ""]
+    lines += ["These techniques are tested with it, too.", ""]
     techniques = list(dict.fromkeys(key for found in with_fit.values() for key in found))
     lines += [f"| package | {' | '.join(f'`{key}`' for key in techniques)} |", "|---|" + "---|" * len(techniques)]
     lines += [
@@ -138,4 +138,4 @@ def _failures(rows: dict[str, Any]) -> str:
 
 def _absent(rows: dict[str, Any]) -> str:
     lines = [f"- **{name}**: {row.get('not_installed') or row.get('failed')}" for name, row in rows.items()]
-    return "\n".join(["## Not tried on that machine", "", *lines, ""]) if lines else ""
+    return "\n".join(["## Not tested on that machine", "", *lines, ""]) if lines else ""

@@ -108,10 +108,10 @@ class Number(Kind):
         low, high = self._bounds()
         open_below, open_above = self.above is not None, self.below is not None
         if low is not None and high is not None:
-            return f" in {'(' if open_below else '['}{low:g}, {high:g}{')' if open_above else ']'}"
+            return f" in {'(' if open_below else '['}{_text(low)}, {_text(high)}{')' if open_above else ']'}"
         if low is not None:
-            return f" {'>' if open_below else '>='} {low:g}"
-        return "" if high is None else f" {'<' if open_above else '<='} {high:g}"
+            return f" {'>' if open_below else '>='} {_text(low)}"
+        return "" if high is None else f" {'<' if open_above else '<='} {_text(high)}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -351,6 +351,10 @@ class Function(Kind):
 
 #: the blocks that a technique acts on; None, where it is accepted, finds them
 Layers = Annotated[str | Sequence[str], Either(Text("a dotted path, a pattern"), Names("dotted paths", empty=False))]
+
+
+def _text(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,132 @@
+"""What the table of techniques says: judgement from ``choices.txt``, and measurements from the committed results."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks import evidence_page as evidence
+from benchmarks.evidence_tasks import verdict
+from docs.making import facts
+
+FILE = Path(__file__).parent / "choices.txt"
+#: The values of each column that has a fixed set of them.
+WORKS_FOR = ("any", "transformer", "CNN", "residual", "images", "language model", "several GPUs")
+EFFECTS = ("time", "memory", "quality", "throughput")
+COSTS = ("less", "same", "more", "much more")
+RISKS = {"exact": "exact", "training": "changes training", "model": "changes the model"}
+RECOMMENDATIONS = ("recommended", "situational", "for research")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A line of ``choices.txt``.
+
+    Attributes:
+        name: the class.
+        purpose: the group in the table and in the menu.
+        works_for: one of :data:`WORKS_FOR`.
+        effect: some of :data:`EFFECTS`.
+        cost: of a step, one of :data:`COSTS`.
+        risk: one of :data:`RISKS`.
+        recommendation: one of :data:`RECOMMENDATIONS`.
+        elsewhere: what others report, or what it is good for.
+    """
+
+    name: str
+    purpose: str
+    works_for: str
+    effect: tuple[str, ...]
+    cost: str
+    risk: str
+    recommendation: str
+    elsewhere: str
+
+
+@cache
+def choices() -> dict[str, Choice]:
+    """All lines by name, in the file's order.
+
+    Raises:
+        ValueError: if a line does not have its columns, has a value that is not known, or repeats a name.
+    """
+    found: dict[str, Choice] = {}
+    purpose = ""
+    for line in FILE.read_text().splitlines():
+        if line.startswith("["):
+            purpose = line.strip("[]")
+        elif line and not line.startswith("#"):
+            cells = [cell.strip() for cell in line.split(" | ")]
+            if len(cells) != 7:
+                raise ValueError(f"{FILE.name}: expected 7 columns, found {len(cells)}: {line}")
+            name, works_for, effect, cost, risk, recommendation, elsewhere = cells
+            one = Choice(name, purpose, works_for, tuple(effect.split(", ")), cost, risk, recommendation, elsewhere)
+            checks = [(works_for, WORKS_FOR), (cost, COSTS), (risk, RISKS), (recommendation, RECOMMENDATIONS)]
+            checks += [(part, EFFECTS) for part in one.effect]
+            for value, known in checks:
+                if value not in known:
+                    raise ValueError(f"{FILE.name}: {name}: {value!r} is not one of {list(known)}.")
+            if name in found:
+                raise ValueError(f"{FILE.name}: {name} has two lines; expected one.")
+            found[name] = one
+    return found
+
+
+def purposes() -> dict[str, list[str]]:
+    """The names of each purpose."""
+    found: dict[str, list[str]] = {}
+    for one in choices().values():
+        found.setdefault(one.purpose, []).append(one.name)
+    return found
+
+
+def best(name: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """The best settings of a technique on each task: the task, the settings after a comma, and the arm's summary."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for recipe, task, _, results in facts.measurements(name):
+        one = results["summary"][recipe]
+        if one["speedup"] is None:
+            continue
+        if task not in found or one["speedup"]["estimate"] > found[task][1]["speedup"]["estimate"]:
+            found[task] = (facts.label(task, recipe, results), one)
+    return [(task, *one) for task, one in found.items()]
+
+
+def measured(name: str) -> str:
+    """The best result on each task in a short cell, or a dash."""
+    told = [f"{evidence.SHORT[task]} {one['speedup']['estimate']:.2f} {verdict(one)}" for task, _, one in best(name)]
+    return "<br>".join(told) or "–"
+
+
+VERDICTS = Path(__file__).parent.parent / "verdicts.md"
+MARKS = ("<!-- verdicts -->", "<!-- end of verdicts -->")  #: what is between them is written by :func:`verdicts`
+
+
+def verdicts(text: str) -> str:
+    """``docs/verdicts.md`` with its tables: for each purpose, the best figure of each technique on each task."""
+    columns = ("gpt", "vit", "bert", "")  #: the last one is of all other tasks
+    lines: list[str] = []
+    for purpose, names in purposes().items():
+        rows, missing = [], []
+        for name in names:
+            found = {task: figure(one) for task, _, one in best(name)}
+            if not found:
+                missing.append(f"`{name}`")
+                continue
+            others = [f"{evidence.SHORT[task]}: {told}" for task, told in found.items() if task not in columns]
+            cells = [found.get(task, "–") for task in columns[:-1]] + ["<br>".join(others) or "–"]
+            rows.append(f"| `{name}` | " + " | ".join(cells) + " |")
+        lines += [f"## {purpose}", ""]
+        if rows:
+            heads = [evidence.SHORT[task] for task in columns[:-1]]
+            lines += [f"| technique | {' | '.join(heads)} | other tasks |", "|---|---|---|---|---|", *rows, ""]
+        lines += [f"Not measured on these tasks: {', '.join(missing)}.", ""] if missing else []
+    before, _, rest = text.partition(MARKS[0])
+    return before + MARKS[0] + "\n\n" + "\n".join(lines) + "\n" + MARKS[1] + rest.partition(MARKS[1])[2]
+
+
+def figure(one: dict[str, Any]) -> str:
+    """A speed-up with its interval: bold where it is faster, in italics where it is slower."""
+    mark = {"faster": "**", "slower": "*"}.get(one["verdict"], "")
+    known = one["speedup"]
+    return f"{mark}{known['estimate']:.2f}{mark} [{known['low']:.2f}, {known['high']:.2f}]"
