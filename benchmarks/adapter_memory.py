@@ -95,12 +95,12 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         BEGIN,
         "",
-        f"GPT-2 of {asked['layers']} blocks and width {asked['dim']}, with random weights, in float32 under AdamW: MiB that a"
-        f" step holds at most, of batches of {asked['batch_size']} x {asked['length']} tokens, by `EfficiencyMonitor` (torch"
-        f" {result['torch']}). `LoRA` has rank {asked['rank']} beside all maps of the blocks; the embedding, which is the head"
-        " too, stays in float32.",
+        f"The table shows the peak memory of a step in MiB, measured by `EfficiencyMonitor` (torch {result['torch']}). The"
+        f" model is GPT-2 with {asked['layers']} blocks of width {asked['dim']} and random weights, in float32 with AdamW."
+        f" Batches have {asked['batch_size']} x {asked['length']} tokens. `LoRA` has rank {asked['rank']} in all linear layers of"
+        " the blocks. The embedding, which is tied to the head, stays in float32.",
         "",
-        "| | numbers that train | weights | gradients | optimizer | activations | all, of full tuning's |",
+        "| | trained parameters | weights | gradients | optimizer | activations | total, relative to full fine-tuning |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in arms.items():

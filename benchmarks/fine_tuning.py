@@ -139,16 +139,16 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         BEGIN,
         "",
-        "![Loss against how many numbers train](fine_tuning.svg)",
+        "![Test loss against the number of trained parameters](fine_tuning.svg)",
         "",
-        f"A byte-level GPT of {asked['layers']} blocks and width {asked['dim']}, trained for {asked['pretraining']:,} steps on"
-        f" the first half of the standard library's files, has {result['untuned']:.3f} nats a byte on test files of the second"
-        f" half. Each arm then took {asked['steps']} steps on the second half's training files. Mean and range over"
-        f" {asked['seeds']} seeds; each arm's rate is the best of those in its row, by validation files at the first seed."
-        " `BitFit` has the biases of norms alone here, since the maps have none. One thread of a"
-        f" {result['device']}, torch {result['torch']}.",
+        f"A byte-level GPT with {asked['layers']} blocks of width {asked['dim']} trained for {asked['pretraining']:,} steps on"
+        f" the first half of the standard library's files. Its loss on test files of the second half is {result['untuned']:.3f}"
+        f" nats per byte. Each method then trained for {asked['steps']} steps on training files of the second half. The table shows"
+        f" the mean and range over {asked['seeds']} seeds. Each learning rate is the best of those in its row, on validation"
+        " files at the first seed. `BitFit` trains only the biases of norms here, since the linear layers have none. Hardware:"
+        f" one thread of a {result['device']}, torch {result['torch']}.",
         "",
-        "| | numbers that train | test loss | range | rate | of |",
+        "| | trained parameters | test loss | range | learning rate | tried |",
         "|---|---|---|---|---|---|",
     ]
     for name, row in sorted(result["arms"].items(), key=lambda item: -item[1]["trained"]):
