@@ -97,8 +97,8 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"The table shows the peak memory of a step in MiB, measured by `EfficiencyMonitor` (torch {result['torch']}). The"
         f" model is GPT-2 with {asked['layers']} blocks of width {asked['dim']} and random weights, in float32 with AdamW."
-        f" Batches have {asked['batch_size']} x {asked['length']} tokens. `LoRA` has rank {asked['rank']} in all linear layers of"
-        " the blocks. The embedding, which is tied to the head, stays in float32.",
+        f" Batches have {asked['batch_size']} x {asked['length']} tokens. `LoRA` has rank {asked['rank']} in all linear layers"
+        " of the blocks. The embedding, which is tied to the head, stays in float32.",
         "",
         "| | trained parameters | weights | gradients | optimizer | activations | total, relative to full fine-tuning |",
         "|---|---|---|---|---|---|---|",
