@@ -145,8 +145,8 @@ def table(result: dict[str, Any]) -> str:
         f" the first half of the standard library's files. Its loss on test files of the second half is {result['untuned']:.3f}"
         f" nats per byte. Each method then trained for {asked['steps']} steps on training files of the second half. The table"
         f" shows the mean and range over {asked['seeds']} seeds. Each learning rate is the best of those in its row, on"
-        " validation files at the first seed. `BitFit` trains only the biases of norms here, since the linear layers have none. Hardware:"
-        f" one thread of a {result['device']}, torch {result['torch']}.",
+        " validation files at the first seed. `BitFit` trains only the biases of norms here, since the linear layers have none."
+        f" Hardware: one thread of a {result['device']}, torch {result['torch']}.",
         "",
         "| | trained parameters | test loss | range | learning rate | tried |",
         "|---|---|---|---|---|---|",

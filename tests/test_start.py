@@ -110,7 +110,7 @@ def run(clone: Path, command: str, *more: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.timeout(600)  # it takes less than a minute of a quiet machine
+@pytest.mark.timeout(600)  # about a minute, and more on a busy machine
 def test_its_commands_run_after_its_installation(clone: Path) -> None:
     fit, bench = (line for line in commands() if line.startswith("lightning-eff "))
     assert "ReplaceOptimizer" in run(clone, fit, "--config", "small.yaml")
