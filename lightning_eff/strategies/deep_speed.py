@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._lightning.extras import missing
 from lightning_eff._core._lightning.names import Connected, of_both
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
@@ -122,9 +123,7 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
         )
         stage = _checked_stage(who, optimizer, stage, offload, nvme_path, kwargs)
         if not _DEEPSPEED_AVAILABLE:
-            raise ModuleNotFoundError(
-                f'{who}: DeepSpeed is not installed. Install it with `pip install "lightning-eff[deepspeed]"`.'
-            )
+            raise ModuleNotFoundError(missing(who, "deepspeed", "deepspeed"))
         super().__init__(
             zero_optimization=stage > 0,
             stage=stage,
