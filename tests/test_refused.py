@@ -89,7 +89,9 @@ DATA = {"validation": ["a"], "training": {"length": 1, "items": ""}}
 #: What the page quotes, and a run that is told so.
 REFUSED: dict[str, Callable[[Path], Any]] = {
     "SelectiveBackprop(keep=1.5): expected a number in (0, 1]": lambda _: le.SelectiveBackprop(keep=1.5),
-    "which is not installed: pip install 'lightning-eff[...]'": lambda _: without_extra(),
+    "is not installed. In a clone of lightning_eff, run: pip install -c constraints.txt '.[...]'": lambda _: (
+        without_extra()
+    ),
     "Did you mean 'SelectiveBackprop'?": lambda _: command("--trainer.callbacks+=SelectivBackprop"),
     "needs 'score': expected it under its init_args": lambda _: command("--trainer.callbacks+=DifficultyPacing"),
     "is a precision plugin; expected it under trainer.plugins": lambda _: command("--trainer.callbacks+=FP8Precision"),
