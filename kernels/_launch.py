@@ -23,8 +23,9 @@ def triton_module(name: str) -> ModuleType:
         importlib.import_module("triton")
     except ImportError as error:
         raise ImportError(
-            "lightning_eff.kernels: tensors on CUDA need triton, which cannot be imported here. CUDA builds of torch for"
-            " Linux bring it; elsewhere `pip install lightning-eff[triton]`, or keep the tensors on the CPU."
+            "lightning_eff.kernels: cannot import triton, which runs these kernels on CUDA. Builds of torch for CUDA on"
+            " Linux include it. Elsewhere keep the tensors on the CPU, or run in a clone of lightning_eff:"
+            " pip install -c constraints.txt '.[triton]'"
         ) from error
     return importlib.import_module(f"lightning_eff.kernels._{name}_triton")
 

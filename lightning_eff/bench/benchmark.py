@@ -1,19 +1,21 @@
-"""The honest comparison of recipes with their baseline, after the protocol of Kaddour et al. 2023 (arXiv:2307.06440)."""
+"""Compares recipes with their baseline, after the protocol of Kaddour et al. 2023 (arXiv:2307.06440)."""
 
 import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch.loggers import Logger
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Count
 from lightning_eff.bench import several
 from lightning_eff.bench.arms import Arm, lay_out, short
 from lightning_eff.bench.known import Known
-from lightning_eff.bench.pace import SCHEDULES, Budget, Incomparable, Pace, mode_of, warm_up_share
+from lightning_eff.bench.pace import Budget, Incomparable, Pace, mode_of, warm_up_share
 from lightning_eff.bench.progress import PlanBar
 from lightning_eff.bench.references import References
 from lightning_eff.bench.rehearsing import Rehearsing
@@ -30,47 +32,62 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Build
 
 
 class Benchmark:
-    """Does a recipe pay, by how much, and how sure is that? For any module and data.
+    """Compare recipes with a baseline at equal training time, for any module and data.
 
-    Every arm trains for the same budget of training seconds, with the learning rate decayed wholly over it, on the same
-    data in the same order for each seed, in turns (A B C A B C). First each arm rehearses: a few steps that pass through
-    the whole schedule, in turns too, give the price of each kind of step, the ratio of speeds, and whether the arms can
-    be compared at all.
+    Every arm trains for the same number of training seconds, with a learning rate schedule that fits this budget. For each
+    seed all arms see the same data in the same order, and they take turns (A B C A B C). Each arm rehearses first: a few
+    steps through the whole schedule measure the cost of each kind of step and check that the arms can be compared. The
+    report gives the difference from the baseline, with a confidence interval over seeds.
+
+    Use it to decide whether a recipe pays. It costs the budget times the number of arms times the number of seeds, plus the
+    rehearsals. Functions run in this process, and configs run in their own processes. An interrupted bench continues from
+    its folder.
 
     Args:
-        baseline: a function that returns a new ``(Trainer, module)`` or ``(Trainer, module, datamodule)`` each time it is
-            called, or the path(s) of LightningCLI configs, merged from left to right. The trainer's own limits, logger,
-            checkpoints, progress bar, early stopping and validation interval are replaced by the bench's.
+        baseline: a function that returns a new ``(Trainer, module)`` or ``(Trainer, module, datamodule)`` per call, or the
+            path(s) of LightningCLI configs, merged from left to right. The bench replaces the Trainer's limits, logger,
+            checkpoints, progress bar, early stopping and validation interval.
         recipes: the same for each recipe, by name.
         target: the metric that ``validation_step`` logs.
-        budget: see :meth:`Budget.parse`; several, or a text with commas between them, for a bench at each.
-        seeds: how many (1, 2, ...), or which.
-        out: the folder for results; a bench that was interrupted there goes on where it was.
-        mode: "min" or "max"; None tells by the target's name.
-        controls: "auto" adds the arms that each technique of a recipe names as its control; None adds none.
-        ladder: factors of the budget at which the baseline runs too, so that gains can be told in baseline seconds.
-        threads: torch's threads for every arm; 0 takes as many as this process has.
-        jobs: runs at once, in processes of their own; configs and reference-system time only.
-        evaluations: validations in each run, evenly over the budget, the last at its end.
-        schedule: "own" is the module's, stretched over the budget; "linear" or "cosine" to zero replace it in every arm.
-        rounds: rehearsals of each arm.
-        reference: a file of reference prices: those of this baseline on this machine count from the second bench on, so
-            that a reference second is the same number of steps in all of them; the first bench writes them there. Or
-            results of another bench (a folder or file), whose prices count instead of this machine's.
-        known: folders of benches of the same code, baseline, settings and machine, which are over: what their baseline and
-            recipes came to is taken over where an arm has the same configs, and not trained again. Configs on the
-            reference clock with the same ``reference`` only.
-        other_training_data: allow arms that train on other data, where that is what is compared.
-        rates: the peak of the learning rate of an arm that brings its own, by name; a recipe's controls have it too.
-        warm_ups: the warm-up of an arm that brings its own, in seconds ("5s") or as a share of the budget ("5%", 0.05).
-        tuned: names of the arms whose settings were tuned for this budget, so that the report can say so.
-        logger: a Lightning logger that is given the curves and the figures.
-        title: for the report.
-        baseline_name: of the baseline in tables.
+        budget: the training time of a run, as in :meth:`Budget.parse`. A list, or a text with commas, runs a bench at each.
+        seeds: the number of seeds (1, 2, ...), or a list of them.
+        out: the folder for results.
+        mode: the direction of a better metric. None finds it from the target's name.
+        controls: the control arms. "auto" adds the controls that each technique of a recipe names. None adds none.
+        ladder: further budgets of the baseline, as factors of the budget. They express gains in baseline seconds.
+        threads: the number of torch threads per arm. 0 uses as many as this process has.
+        jobs: the number of parallel runs, for configs and reference-system time only.
+        evaluations: the number of validations per run, evenly spaced, the last one at the end of the budget.
+        schedule: the learning rate schedule. "own" stretches the module's over the budget. "linear" and "cosine" replace it
+            in every arm and decay to zero.
+        rounds: the number of rehearsals per arm.
+        reference: a file with the step costs of this baseline on this machine. The first bench writes it, and later benches
+            read it, so that a reference second is the same number of steps in all. The results of another bench (a folder
+            or file) make its costs count instead.
+        known: folders of finished benches with the same code, baseline, settings and machine. Their runs are reused for arms
+            with the same configs. Needs ``reference`` and configs.
+        other_training_data: whether arms may train on other data than the baseline, if that is what you compare.
+        rates: the peak learning rate of an arm that needs its own, by name. A recipe's controls use it too.
+        warm_ups: the warm-up of an arm that needs its own, in seconds ("5s") or as a fraction of the budget ("5%", 0.05).
+        tuned: the names of arms whose settings were tuned for this budget, for the report.
+        logger: a Lightning logger for the curves and figures.
+        title: the title of the report.
+        baseline_name: the name of the baseline in tables.
 
-    Functions are run in this process, configs in processes of their own.
+    Raises:
+        ValueError: for a value out of range, arguments that contradict each other, or arms that cannot be compared.
+
+    Example:
+        >>> def run(*callbacks):  # with your own module
+        ...     return L.Trainer(max_epochs=10, callbacks=list(callbacks)), L.LightningModule()
+        >>> recipes = {"smoothing": lambda: run(LabelSmoothing(0.1))}
+        >>> bench = Benchmark(run, recipes, target="val_loss", budget="120s", seeds=3)
+
+    References:
+        Kaddour et al. 2023, "No Train No Gain", arXiv:2307.06440.
     """
 
+    @declared
     def __init__(
         self,
         baseline: Source,
@@ -83,11 +100,11 @@ class Benchmark:
         mode: Literal["min", "max"] | None = None,
         controls: Literal["auto"] | None = None,
         ladder: Sequence[float] = (),
-        threads: int = 0,
-        jobs: int = 1,
-        evaluations: int = 10,
+        threads: Annotated[int, Count(at_least=0)] = 0,
+        jobs: Annotated[int, Count()] = 1,
+        evaluations: Annotated[int, Count(at_least=2)] = 10,
         schedule: Literal["own", "linear", "cosine"] = "own",
-        rounds: int = 8,
+        rounds: Annotated[int, Count(at_least=2)] = 8,
         reference: str | os.PathLike[str] | None = None,
         known: Sequence[str | os.PathLike[str]] = (),
         other_training_data: bool = False,
@@ -103,22 +120,16 @@ class Benchmark:
         self.budgets = several.parse(budget)
         self.budget = self.budgets[0]
         self.seeds = list(range(1, seeds + 1)) if isinstance(seeds, int) else list(seeds)
-        for name, value, least in (("evaluations", evaluations, 2), ("rounds", rounds, 2), ("jobs", jobs, 1)):
-            if value < least:
-                raise ValueError(f"Benchmark({name}={value}): expected at least {least}.")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"Benchmark(seeds={seeds}): expected a number >= 1, or a list of different seeds.")
-        if schedule not in SCHEDULES or mode not in (None, "min", "max") or controls not in (None, "auto"):
             raise ValueError(
-                f"Benchmark({schedule=}, {mode=}, {controls=}): expected a schedule of {SCHEDULES}, mode 'min', 'max' or"
-                " None, controls 'auto' or None."
+                f"Benchmark(seeds={seeds}): expected a number of seeds >= 1, or a list of different seeds."
             )
         if any(not factor > 0 or factor == 1 for factor in ladder):
             raise ValueError(f"Benchmark(ladder={list(ladder)}): expected factors of the budget above 0, other than 1.")
         if not recipes and not ladder:
             raise ValueError(
-                "Benchmark(recipes={}): expected at least one recipe to hold against the baseline, or a ladder of budgets"
-                " for it alone."
+                "Benchmark(recipes={}): there is nothing to compare with the baseline. Give at least one recipe, or a ladder"
+                " to run the baseline alone at several budgets."
             )
         self.target = target
         self.mode = mode or mode_of(target)
@@ -136,7 +147,9 @@ class Benchmark:
         for name, text in (warm_ups or {}).items():
             warm_up_share(text, self.budget.seconds * (min([1.0, *ladder]) if name == baseline_name else 1.0))
         if strangers := sorted(set(tuned or ()) - {baseline_name, *recipes}):
-            raise ValueError(f"Benchmark(tuned={strangers}): expected names of arms: {[baseline_name, *recipes]}.")
+            raise ValueError(
+                f"Benchmark(tuned={strangers}): there are no such arms. Use names from {[baseline_name, *recipes]}."
+            )
         self.tuned = None if tuned is None else list(tuned)
         self.logger = logger
         self.arms = lay_out(
@@ -149,18 +162,17 @@ class Benchmark:
         )
         in_process = any(callable(arm.source) for arm in self.arms)
         if jobs > 1 and (in_process or self.budget.clock == "wall"):
-            why = (
-                "runs at once slow each other, and the budget is of wall-clock; give it in reference-system time: 120rs"
-            )
-            raise ValueError(
-                f"Benchmark({jobs=}): expected 1, because {'functions run in this process' if in_process else why}."
-            )
+            in_one = "functions run in this process; use configs for parallel runs"
+            why = "parallel runs slow each other, and the budget is wall-clock time; use reference-system time: budget='120rs'"
+            raise ValueError(f"Benchmark({jobs=}): expected 1, because {in_one if in_process else why}.")
         if self.reference is not None and self.budget.clock == "wall":
-            raise ValueError("Benchmark(reference=...): expected a budget in reference-system time, such as '120rs'.")
+            raise ValueError(
+                "Benchmark(reference=...): the budget is wall-clock time. Use reference-system time: budget='120rs'."
+            )
         if known and (in_process or self.reference is None or len(self.budgets) > 1):
             raise ValueError(
-                f"Benchmark(known={[str(folder) for folder in known]}): expected configs, one budget in reference-system"
-                " time and a reference, since otherwise a run would not be the same again."
+                f"Benchmark(known={[str(folder) for folder in known]}): earlier runs can be reused only for configs with one"
+                " budget in reference-system time. Give such a budget and reference=, or leave known out."
             )
         self.jobs = jobs
         self._known_folders = list(known)
@@ -170,19 +182,19 @@ class Benchmark:
     # -- the whole
 
     def run(self, *, progress: bool = True, report: bool = True) -> dict[str, Any]:
-        """Do what is still to be done of the bench, write ``results.json`` and CSV files into ``out`` and return the results.
+        """Run what is left of the bench, write ``results.json`` and CSV files to ``out``, and return the results.
 
-        With several budgets, each has a folder of its own in ``out``, and what is returned is the results of each by its
-        name, such as "60rs". On the reference clock all have the same prices.
+        With several budgets, each has its own folder in ``out``, and the results are returned by the budget's name, such as
+        "60rs". In reference-system time all budgets use the same step costs.
 
         Args:
-            progress: show a bar with the time left.
-            report: write ``report.html`` and the figures, too; needs matplotlib (the extra ``bench``).
+            progress: whether to show a bar with the time left.
+            report: whether to write ``report.html`` and the figures. Needs matplotlib (the extra ``bench``).
 
         Raises:
-            ModuleNotFoundError: if matplotlib is wanted and missing; before anything is run.
-            ValueError: if arms cannot be compared (:class:`Incomparable`), or ``out`` holds another bench.
-            RuntimeError: if the baseline crashes or diverges in its rehearsal: then there is nothing to compare with.
+            ModuleNotFoundError: before anything runs, if ``report`` is set and matplotlib is not installed.
+            ValueError: if the arms cannot be compared (:class:`Incomparable`), or ``out`` holds another bench.
+            RuntimeError: if the baseline crashes or diverges in its rehearsal.
         """
         if report:
             require_extra()
@@ -214,12 +226,12 @@ class Benchmark:
         return results
 
     def _at(self, budget: Budget, out: Path, prices: Path | None) -> "Benchmark":
-        """The same bench at one of several budgets."""
+        """Return the same bench at one of several budgets."""
         own = {"reference": self._arguments["reference"] or prices, "logger": None}  # all budgets are logged as one
         return Benchmark(**{**self._arguments, **own}, budget=budget, out=out)
 
     def _do(self, workers: Place, bar: PlanBar, jobs: list[Job], folder: str, stage: str) -> list[dict[str, Any]]:
-        """The records of jobs, in order: those on disk, and the others once they are done."""
+        """Return the records of the jobs in order. Those on disk are read, and the others are run."""
         place = self.out / folder
         place.mkdir(exist_ok=True)
         records: dict[str, dict[str, Any]] = {}
@@ -244,9 +256,9 @@ class Benchmark:
     # -- rehearsals
 
     def _take_over(self) -> dict[str, Any]:
-        """The calibrations of those arms that other benches know, whose runs are then on disk.
+        """Copy the runs of arms that earlier benches know to disk, and return the calibrations of these arms.
 
-        It is settled as the bench begins: what has rehearsed here stays with its own prices, whatever others have since found.
+        This is decided when the bench begins. An arm that has rehearsed here keeps its own step costs.
         """
         file = self.out / "known.json"
         if file.is_file():

@@ -1,8 +1,8 @@
-"""DDP whose gradients travel compressed: PowerSGD (arXiv:1905.13727), bfloat16, 1-bit SGD, QSGD as CGX sends it."""
+"""DDP with compressed gradients: PowerSGD (arXiv:1905.13727), bfloat16, 1-bit SGD, and QSGD as in CGX."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Count, Number, OneOf
 from lightning_eff._core._lightning.names import Connected, of_both
 from lightning_eff._core._needs.needs import Part
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 HookName = Literal["powersgd", "bf16", "onebit", "qsgd"]
 _KEY = "CompressedDDPStrategy"
-# What each hook listens to, and its defaults.
+# The options of each hook, with their defaults.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"rank": 4, "start_step": 10, "error_feedback": True, "min_compression_rate": 2.0},
     "bf16": {"start_step": 0},
@@ -43,53 +45,64 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 @of_both
 class CompressedDDPStrategy(Connected, DDPStrategy):
-    """Lightning's DDP with a communication hook that sends fewer bytes, whose state is in the checkpoints.
+    """Train with DDP and compress the gradients that ranks exchange.
 
-    ``strategy="ddp_powersgd"``, ``"ddp_bf16"``, ``"ddp_onebit"`` and ``"ddp_qsgd"`` name it with its defaults.
+    ``strategy="ddp_powersgd"``, ``"ddp_bf16"``, ``"ddp_onebit"`` and ``"ddp_qsgd"`` select a hook with its defaults:
 
-    - "powersgd" (Vogels et al. 2019): each matrix as ``P Q^T`` of a small rank; torch's hook.
-    - "bf16": gradients in bfloat16, half the bytes; torch's hook.
-    - "onebit" (Seide et al. 2014; Tang et al. 2021, arXiv:2102.02888): signs, with a scale a row.
-    - "qsgd" (Alistarh et al. 2017, arXiv:1610.02132; CGX, Markov et al. 2022, arXiv:2111.08617): stochastic rounding to
-      ``bits`` bits with a scale a bucket.
+    - "powersgd" (Vogels et al. 2019) sends each matrix as ``P Q^T`` of a small rank. It uses torch's hook.
+    - "bf16" sends gradients in bfloat16, which halves the bytes. It uses torch's hook.
+    - "onebit" (Seide et al. 2014; Tang et al. 2021) sends signs, with one scale per row.
+    - "qsgd" (Alistarh et al. 2017; CGX, Markov et al. 2022) rounds stochastically to ``bits`` bits, with one scale per
+      bucket.
 
-    Vectors, such as biases and norms, are never compressed. What compression leaves out is added to the next gradient
-    (error feedback), on each rank for itself, and each rank's is in the checkpoint: resuming is bit for bit the
-    undisturbed run, wherever plain DDP's is. Only the strategy knows of it, so the checkpoint loads into the plain module,
-    and resumes in plain DDP. A checkpoint of N ranks is larger by up to N copies of the gradients in float32, gathered by
-    rank 0. With another number of ranks, what is unsent is shared out anew; a checkpoint without this state starts
-    with none.
+    Vectors, such as biases and norms, are never compressed. Each rank adds its compression error to its next gradient
+    (error feedback).
 
-    **What it pays for.** It trades computation on every rank for bytes. It pays where the link is slow: Ethernet between
-    nodes, or PCIe between consumer GPUs, where CGX reports up to 3 times the throughput. On NVLink or InfiniBand "onebit"
-    and "qsgd" take longer than the transfer they save; use plain DDP or "bf16" there. "onebit" and "qsgd" run on the
-    stream of the backward pass and do not overlap with it; torch's hooks do. Which it is on your machine,
-    ``lightning-eff bench`` tells.
+    Use it on slow links: Ethernet between nodes, or PCIe between consumer GPUs, where CGX reports up to 3 times the
+    throughput. It trades computation on every rank for bytes. On NVLink or InfiniBand, "onebit" and "qsgd" take longer
+    than the transfer they save, so use plain DDP or "bf16" there. "onebit" and "qsgd" run on the stream of the backward
+    pass and do not overlap with it; torch's hooks do. ``lightning-eff bench`` measures it on your machine.
 
-    One process trains as plain DDP does. Logged are ``eff/compressed_ddp/sent_bytes`` and ``plain_bytes``, which this rank
-    sends in a step and plain DDP would, and their ``ratio``.
+    The checkpoint holds the error feedback of every rank, gathered by rank 0. It grows by up to N float32 copies of the
+    gradients for N ranks. A resumed run is bit for bit the uninterrupted one, wherever plain DDP is. With another number
+    of ranks, the error is redistributed. A checkpoint without this state starts with no error. The checkpoint loads into
+    the plain module and resumes in plain DDP.
+
+    One process trains as plain DDP does. The strategy logs ``eff/compressed_ddp/sent_bytes`` and ``plain_bytes``, the bytes
+    that this rank sends per step and those that plain DDP would send, and their ``ratio``.
 
     Args:
-        hook: how gradients travel.
-        rank: "powersgd": of the approximation, >= 1; 4 if None. The paper uses 1 to 4, and 32 for language models.
-        start_step: so many optimizer steps are plain ones first, >= 0; None is 10 for "powersgd" and "onebit", else 0.
-            torch advises a tenth of the run for PowerSGD; 1-bit SGD needs such a start too.
-        error_feedback: True if None; "bf16" has none. Without it "onebit" and "powersgd" are biased.
-        min_compression_rate: "powersgd": matrices that would not shrink by this factor are sent whole; 2 if None.
-        bits: "qsgd": 2, 4 or 8 an element; 4 if None.
-        bucket_size: "qsgd": how many elements share a scale, >= 1; 1024 if None. CGX takes 1024 for CNNs and smaller
-            buckets for Transformers.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, kwargs: as DDPStrategy.
+        hook: the compression of gradients.
+        rank: the rank of the approximation, for "powersgd". None is 4. The paper uses 1 to 4, and 32 for language models.
+        start_step: the number of optimizer steps without compression at the start. None is 10 for "powersgd" and "onebit",
+            else 0. torch advises a tenth of the run for PowerSGD. 1-bit SGD needs such a start too.
+        error_feedback: whether to add the compression error to the next gradient. None is True. "bf16" has none. Without
+            it "onebit" and "powersgd" are biased.
+        min_compression_rate: the factor by which a matrix must shrink to be compressed, for "powersgd". None is 2. Other
+            matrices are sent whole.
+        bits: the number of bits per element, for "qsgd". None is 4.
+        bucket_size: the number of elements that share a scale, for "qsgd". None is 1024. CGX uses 1024 for CNNs and
+            smaller buckets for Transformers.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, kwargs: as in DDPStrategy.
 
     Raises:
-        ValueError: if an argument is out of its range or the hook does not listen to it, or a ``ddp_comm_hook`` is
-            given too; at setup, with a gradient scaler (``16-mixed``), whose factor changes under the error feedback.
+        ValueError: for a value out of range, an option that the hook does not use, or a ``ddp_comm_hook``. At setup, with
+            a gradient scaler (``16-mixed``), because its changing scale does not fit the error feedback.
+
+    Example:
+        >>> strategy = CompressedDDPStrategy("powersgd", rank=4, start_step=1000)
+        >>> trainer = L.Trainer(max_epochs=10, strategy=strategy)
+
+    References:
+        Vogels et al. 2019, "PowerSGD", arXiv:1905.13727. Seide et al. 2014, "1-Bit Stochastic Gradient Descent". Tang et
+        al. 2021, "1-bit Adam", arXiv:2102.02888. Alistarh et al. 2017, "QSGD", arXiv:1610.02132. Markov et al. 2022,
+        "CGX", arXiv:2111.08617.
     """
 
     kind: ClassVar[str] = "strategy"
     saves: ClassVar[str] = "bytes between ranks: 2x (bf16), 6x (qsgd), up to 17x (onebit, powersgd) at width 64"
     paper: ClassVar[str] = "Vogels et al. 2019; Seide et al. 2014; Alistarh et al. 2017; Markov et al. 2022 (CGX)"
-    constraints: ClassVar[str] = "pays on slow links only; no fp16 scaler; checkpoints hold each rank's error feedback"
+    constraints: ClassVar[str] = "pays only on slow links; no fp16 scaler; checkpoints hold each rank's error feedback"
     survey: ClassVar[Survey | None] = Survey("gradient compression", shen="7.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"hook": Choice(("bf16", "powersgd", "onebit", "qsgd"))}, needs_processes
@@ -97,16 +110,17 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
     strategy_name = "compressed_ddp"
     parts: ClassVar[tuple[Part, ...]] = (Part.COMPRESSED,)
 
+    @declared
     def __init__(
         self,
         hook: HookName = "powersgd",
         *,
-        rank: int | None = None,
-        start_step: int | None = None,
+        rank: Annotated[int, Count()] | None = None,
+        start_step: Annotated[int, Count(at_least=0)] | None = None,
         error_feedback: bool | None = None,
-        min_compression_rate: float | None = None,
-        bits: int | None = None,
-        bucket_size: int | None = None,
+        min_compression_rate: Annotated[float, Number(above=0)] | None = None,
+        bits: Annotated[int, OneOf(2, 4, 8)] | None = None,
+        bucket_size: Annotated[int, Count()] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -114,8 +128,6 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
         precision_plugin: Precision | None = None,
         **kwargs: Any,
     ) -> None:
-        if hook not in _OPTIONS:
-            raise ValueError(f"CompressedDDPStrategy({hook=}): expected one of {', '.join(get_args(HookName))}.")
         given = {
             "rank": rank,
             "start_step": start_step,
@@ -126,12 +138,12 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
         }
         given = {name: value for name, value in given.items() if value is not None}
         for name, value in given.items():
-            _check_option(hook, name, value)
+            _check_used(hook, name, value)
         taken = [name for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper") if kwargs.get(name)]
         if taken or kwargs.get("model_averaging_period"):
             raise ValueError(
                 f"CompressedDDPStrategy({', '.join(taken) or 'model_averaging_period'}=...): DDP takes one communication"
-                " hook, and this strategy brings its own. Leave it out, or use Lightning's DDPStrategy with yours."
+                " hook, and this strategy has its own. Leave the argument out, or use Lightning's DDPStrategy."
             )
         super().__init__(
             accelerator=accelerator,
@@ -153,9 +165,9 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING and getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
-                f"CompressedDDPStrategy: got precision {self.precision_plugin.precision!r}, whose gradient scaler changes"
-                " the gradients' factor and lets infinite ones through, which would stay in the error feedback; expected"
-                " a precision without one. Use precision='bf16-mixed', or strategy='ddp'."
+                f"CompressedDDPStrategy: got precision {self.precision_plugin.precision!r}, whose gradient scaler rescales"
+                " gradients and lets infinite ones through, which would corrupt the error feedback. Use"
+                " precision='bf16-mixed', or strategy='ddp'."
             )
         self._state = None
         self._copies = Copies(None, who=_KEY) if self.world_size > 1 else None
@@ -205,7 +217,7 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
             return super().training_step(*args, **kwargs)
 
     def around_own_step(self) -> AbstractContextManager[None]:
-        """What stands around the module's own ``training_step``, inside all that techniques put around it."""
+        """Return the context of the module's own ``training_step``, inside everything that techniques put around it."""
         return nullcontext() if self._copies is None else self._copies.own_step()
 
     @override
@@ -234,7 +246,7 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
         if saved["hook"] != self.hook:
             rank_zero_info(
                 f"CompressedDDPStrategy: the checkpoint was saved with hook={saved['hook']!r}, so {self.hook!r} starts"
-                " anew: with its plain steps, and without error feedback from the past."
+                " without error feedback and with its plain steps."
             )
         else:
             self._loaded = saved["ranks"]
@@ -251,26 +263,14 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
         _names.register(strategy_registry, cls, "CompressedDDPStrategy")
 
 
-def _check_option(hook: str, name: str, value: Any) -> None:
-    """Raise ValueError if ``hook`` does not listen to the option, or its value is out of range."""
+def _check_used(hook: str, name: str, value: Any) -> None:
+    """Raise ``ValueError`` if ``hook`` does not use the option ``name``."""
     if name not in _OPTIONS[hook]:
-        listening = ", ".join(repr(other) for other, options in _OPTIONS.items() if name in options)
+        using = ", ".join(repr(other) for other, options in _OPTIONS.items() if name in options)
         raise ValueError(
-            f"CompressedDDPStrategy(hook={hook!r}, {name}={value!r}): {name} does nothing with this hook; expected it to be"
-            f" left out, or hook one of {listening}."
+            f"CompressedDDPStrategy(hook={hook!r}, {name}={value!r}): {name} does nothing with this hook. Leave it out, or set"
+            f" hook to one of {using}."
         )
-    integer = isinstance(value, int) and not isinstance(value, bool)
-    ranges: dict[str, tuple[bool, str]] = {
-        "rank": (integer and value >= 1, "an integer >= 1"),
-        "start_step": (integer and value >= 0, "a number of optimizer steps >= 0"),
-        "error_feedback": (isinstance(value, bool), "True or False"),
-        "min_compression_rate": (isinstance(value, int | float) and value > 0, "a factor > 0"),
-        "bits": (value in (2, 4, 8), "2, 4 or 8"),
-        "bucket_size": (integer and value >= 1, "a number of elements >= 1"),
-    }
-    fine, expected = ranges[name]
-    if not fine:
-        raise ValueError(f"CompressedDDPStrategy({name}={value!r}): expected {expected}.")
 
 
 CompressedDDPStrategy.register_strategies(StrategyRegistry)

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.strategies.deepspeed import _DEEPSPEED_AVAILABLE
@@ -16,6 +16,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Count, OneOf
+from lightning_eff._core._lightning.extras import missing
 from lightning_eff._core._lightning.names import Connected, of_both
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_processes
 from lightning_eff.strategies import _names
@@ -38,50 +41,62 @@ _CLASSES: dict[str, type[OneBitOptimizer]] = {
 
 def _pointless(profile: RunProfile) -> str | None:
     if profile.accelerator == "cpu":
-        return "a CPU is no device for DeepSpeed"
+        return "DeepSpeed needs GPUs"
     return needs_processes(profile)
 
 
 @of_both
 class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
-    """Lightning's DeepSpeedStrategy, set up so that a module with an ordinary ``configure_optimizers`` trains as it is.
+    """Train an unchanged module with DeepSpeed: 1-bit optimizers, ZeRO, and offload to CPU memory or NVMe.
 
-    **1-bit optimizers.** ``strategy="deepspeed_onebit_adam"``, ``"deepspeed_zero_one_adam"`` or ``"deepspeed_onebit_lamb"``
-    take the Adam or AdamW that ``configure_optimizers`` returns: its parameter groups, lr, betas, eps and weight decay, and
-    its learning rate schedulers go on working. DeepSpeed had such optimizers and removed them (its pull request 8490;
-    0.19.8 has none), so these are this package's, after the papers, within DeepSpeed's engine: it averages gradients as
-    long as the optimizer asks for it, and the optimizer averages momenta through signs after that. Each rank's error
-    feedback is in the checkpoint, gathered by rank 0, so that a resumed run is the undisturbed one; the checkpoint grows by
-    up to N copies of the weights in float32. 0/1 Adam's local steps let ranks drift apart for up to
-    ``max_local_interval`` steps; validation, checkpoints and the end of the run have the mean of the ranks' weights.
-    While gradients stay local, clipping acts on each rank's own.
+    **1-bit optimizers.** ``strategy="deepspeed_onebit_adam"``, ``"deepspeed_zero_one_adam"`` and
+    ``"deepspeed_onebit_lamb"`` replace the Adam or AdamW that ``configure_optimizers`` returns. They keep its parameter
+    groups, lr, betas, eps, weight decay and learning rate schedulers. DeepSpeed removed its own 1-bit optimizers (pull
+    request 8490; 0.19.8 has none), so these are implemented here after the papers, within DeepSpeed's engine. The engine
+    averages gradients until the variance is frozen. After that, the optimizer averages momenta through their signs.
 
-    They pay on slow links: 1-bit Adam's paper reports up to 3.3 times the throughput in BERT-Large's pre-training. On
-    NVLink, compressing costs more than it saves: use ZeRO or DDP there.
+    Use them on slow links. The paper of 1-bit Adam reports up to 3.3 times the throughput in the pre-training of
+    BERT-Large. On NVLink, compression costs more than it saves, so use ZeRO or DDP there. The checkpoint holds each rank's
+    error feedback, gathered by rank 0, so a resumed run equals the uninterrupted one. It grows by up to N float32 copies of
+    the weights for N ranks. With 0/1 Adam, ranks drift apart for up to ``max_local_interval`` steps. Validation,
+    checkpoints and the end of the run see the mean of their weights. While gradients stay local, clipping acts on each
+    rank's own gradient.
 
-    **ZeRO.** ``"deepspeed_zero_1"``, ``"_2"`` and ``"_3"`` are Lightning's stages. ``"deepspeed_zero_2_offload"``,
-    ``"deepspeed_zero_3_offload"`` and ``"deepspeed_infinity"`` accept any torch optimizer, which DeepSpeed refuses with
-    offload unless told otherwise; torch's Adam on the CPU is slower than ``deepspeed.ops.adam.DeepSpeedCPUAdam``, which a
-    module may return instead. Build large models in ``configure_model`` with stage 3, so that no rank ever holds all of it.
+    **ZeRO.** ``"deepspeed_zero_1"``, ``"deepspeed_zero_2"`` and ``"deepspeed_zero_3"`` are Lightning's stages.
+    ``"deepspeed_zero_2_offload"``, ``"deepspeed_zero_3_offload"`` and ``"deepspeed_infinity"`` accept any torch optimizer,
+    which DeepSpeed refuses by default with offload. torch's Adam on the CPU is slower than
+    ``deepspeed.ops.adam.DeepSpeedCPUAdam``, which your module can return instead. Build large models in
+    ``configure_model`` with stage 3, so that no rank ever holds the whole model.
 
-    Logged with a 1-bit optimizer are ``eff/deepspeed/sent_bytes`` and ``plain_bytes`` of a step, counted as for
+    With a 1-bit optimizer, the strategy logs ``eff/deepspeed/sent_bytes`` and ``plain_bytes`` per step, counted as in
     CompressedDDPStrategy, and their ``ratio``.
 
     Args:
-        optimizer: "onebit_adam", "zero_one_adam", "onebit_lamb", or None for the module's own.
-        stage: of ZeRO, 0 to 3; None is 0 with a 1-bit optimizer, and 2 otherwise.
-        offload: "cpu": optimizer state, and with stage 3 parameters, in CPU memory; "nvme": on disk, stage 3 only.
+        optimizer: the 1-bit optimizer. None keeps the module's own.
+        stage: the stage of ZeRO. None is 0 with a 1-bit optimizer, and 2 otherwise.
+        offload: the place of offloaded state. "cpu" keeps optimizer state, and with stage 3 parameters, in CPU memory.
+            "nvme" keeps them on disk and needs stage 3.
         nvme_path: a writable folder on the disk for "nvme".
-        freeze_step: 1-bit optimizers: optimizer steps before the variance stays, >= 1; None is 20 % of the run.
-        variance_updates: "zero_one_adam": renewals of the variance before their interval doubles, >= 1; 16 if None.
-        local_updates: "zero_one_adam": meetings of the ranks before their interval doubles, >= 1; 32678 if None.
-        max_local_interval: "zero_one_adam": the most local steps between meetings, >= 1; 16 if None.
-        kwargs: as Lightning's DeepSpeedStrategy, but for ``zero_optimization`` and ``offload_*``.
+        freeze_step: the number of optimizer steps before a 1-bit optimizer freezes the variance. None is 20 % of the run.
+        variance_updates: the number of variance updates before their interval doubles, for "zero_one_adam". None is 16.
+        local_updates: the number of weight exchanges before their interval doubles, for "zero_one_adam". None is 32678.
+        max_local_interval: the maximum number of local steps between exchanges, for "zero_one_adam". None is 16.
+        kwargs: as in Lightning's DeepSpeedStrategy, except ``zero_optimization`` and ``offload_*``.
 
     Raises:
         ModuleNotFoundError: if DeepSpeed is not installed.
-        ValueError: if an argument is out of range or contradicts another; at setup, if the module's optimizer is no
-            Adam, the precision is fp16, the run has no end to take 20 % of, or the checkpoint is of another optimizer.
+        ValueError: for a value out of range, or arguments that contradict each other. At setup, if the module's optimizer
+            is not an Adam, the precision is fp16, the run has no end to take 20 % of, or the checkpoint was saved with
+            another optimizer.
+
+    Example:
+        >>> strategy = DeepSpeedEffStrategy("onebit_adam", freeze_step=2000)
+        >>> trainer = L.Trainer(max_epochs=10, strategy=strategy, accelerator="cuda", devices=8)  # doctest: +SKIP
+
+    References:
+        Tang et al. 2021, "1-bit Adam", arXiv:2102.02888. Lu et al. 2022, "0/1 Adam", arXiv:2202.06009. Li et al. 2021,
+        "1-bit LAMB", arXiv:2104.06069. Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054. Rajbhandari et al. 2021,
+        "ZeRO-Infinity", arXiv:2104.07857.
     """
 
     kind: ClassVar[str] = "strategy"
@@ -97,17 +112,18 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
     )
     strategy_name = "deepspeed_eff"
 
+    @declared
     def __init__(
         self,
         optimizer: OptimizerName | None = None,
         *,
-        stage: int | None = None,
+        stage: Annotated[int, OneOf(0, 1, 2, 3)] | None = None,
         offload: Literal["cpu", "nvme"] | None = None,
         nvme_path: str = "/local_nvme",
-        freeze_step: int | None = None,
-        variance_updates: int | None = None,
-        local_updates: int | None = None,
-        max_local_interval: int | None = None,
+        freeze_step: Annotated[int, Count()] | None = None,
+        variance_updates: Annotated[int, Count()] | None = None,
+        local_updates: Annotated[int, Count()] | None = None,
+        max_local_interval: Annotated[int, Count()] | None = None,
         **kwargs: Any,
     ) -> None:
         who = type(self).__name__
@@ -122,9 +138,7 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
         )
         stage = _checked_stage(who, optimizer, stage, offload, nvme_path, kwargs)
         if not _DEEPSPEED_AVAILABLE:
-            raise ModuleNotFoundError(
-                f'{who}: DeepSpeed is not installed. Install it with `pip install "lightning-eff[deepspeed]"`.'
-            )
+            raise ModuleNotFoundError(missing(who, "deepspeed", "deepspeed"))
         super().__init__(
             zero_optimization=stage > 0,
             stage=stage,
@@ -148,7 +162,7 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
         if self.onebit is not None and "16" in self.precision_plugin.precision.replace("bf16", ""):
             raise ValueError(
                 f"{type(self).__name__}(optimizer={self.onebit!r}): got precision {self.precision_plugin.precision!r}, whose"
-                " loss scale changes under the error feedback; expected '32-true' or 'bf16-mixed'."
+                " changing loss scale does not fit the error feedback. Use precision='32-true' or 'bf16-mixed'."
             )
         self._optimizer = None
         super().setup(trainer)
@@ -164,15 +178,15 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
         return self._optimizer, scheduler
 
     def _freeze_step(self) -> int:
-        """The default: a fifth of the run's optimizer steps."""
+        """Return ``freeze_step``, by default a fifth of the run's optimizer steps."""
         if "freeze_step" in self.options:
             return self.options["freeze_step"]
         assert self.lightning_module is not None
         steps = self.lightning_module.trainer.estimated_stepping_batches
         if not 0 < steps < math.inf:
             raise ValueError(
-                f"{type(self).__name__}(optimizer={self.onebit!r}): the Trainer has no end in steps (max_steps, max_epochs)"
-                " of which freeze_step could be 20 %. Set one of them, or freeze_step."
+                f"{type(self).__name__}(optimizer={self.onebit!r}): the Trainer has no end, so the default of freeze_step (20 %"
+                " of the run) is unknown. Set max_steps or max_epochs, or give freeze_step."
             )
         return max(1, round(_START * steps))
 
@@ -194,7 +208,7 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
             log_traffic(self.lightning_module, "deepspeed", self._optimizer.traffic)
         return output
 
-    # -- weights that ranks hold of their own, between the meetings of 0/1 Adam
+    # -- weights that differ between ranks, between the exchanges of 0/1 Adam
 
     @override
     def on_validation_start(self) -> None:
@@ -219,7 +233,7 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
             self._optimizer.show_mean()
         else:
             self._optimizer.show_own()
-        wrapper: Any = self.deepspeed_engine.optimizer  # in bf16 it keeps float32 copies, which are what steps
+        wrapper: Any = self.deepspeed_engine.optimizer  # in bf16 it keeps float32 copies, which the optimizer updates
         for low, high in zip(getattr(wrapper, "fp16_groups", []), getattr(wrapper, "fp32_groups", []), strict=True):
             for p, master in zip(low, high, strict=True):
                 p.copy_(master)
@@ -248,8 +262,8 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
             return checkpoint
         if saved is None or saved["optimizer"] != self.onebit:
             raise ValueError(
-                f"{type(self).__name__}(optimizer={self.onebit!r}): the checkpoint {checkpoint_path} is of optimizer="
-                f"{saved and saved['optimizer']!r}; expected the same. Resume with that, or load only the weights."
+                f"{type(self).__name__}(optimizer={self.onebit!r}): the checkpoint {checkpoint_path} was saved with optimizer="
+                f"{saved and saved['optimizer']!r}. Resume with that optimizer, or load only the weights."
             )
         self._optimizer.load_rank_state(saved["ranks"])
         self._show(mean=False)
@@ -262,17 +276,13 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
 
 
 def _checked(who: str, optimizer: str | None, **options: int | None) -> dict[str, int]:
-    """The options that were given, if ``optimizer`` is known and listens to them."""
-    if optimizer is not None and optimizer not in _CLASSES:
-        raise ValueError(f"{who}({optimizer=}): expected one of {', '.join(get_args(OptimizerName))}, or None.")
+    """Return the options that were given, if ``optimizer`` uses them."""
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{who}({name}={value!r}): expected a whole number >= 1.")
         if optimizer is None or (name != "freeze_step" and optimizer != "zero_one_adam"):
             raise ValueError(
-                f"{who}({optimizer=}, {name}={value!r}): {name} does nothing here; expected it to be left out, or"
-                f" optimizer={'one of the three' if name == 'freeze_step' else 'zero_one_adam'!r}."
+                f"{who}({optimizer=}, {name}={value!r}): {name} does nothing with this optimizer. Leave it out, or set"
+                f" optimizer={'onebit_adam' if name == 'freeze_step' else 'zero_one_adam'!r}."
             )
     return given
 
@@ -280,31 +290,29 @@ def _checked(who: str, optimizer: str | None, **options: int | None) -> dict[str
 def _checked_stage(
     who: str, optimizer: str | None, stage: int | None, offload: str | None, nvme_path: str, kwargs: dict[str, Any]
 ) -> int:
-    """The stage of ZeRO, if it goes with the rest."""
+    """Return the stage of ZeRO, if it fits the other arguments."""
     ours = [name for name in kwargs if name == "zero_optimization" or name.startswith("offload_")]
     if ours:
-        raise ValueError(f"{who}({', '.join(ours)}=...): this strategy sets it; use stage= and offload= instead.")
+        raise ValueError(f"{who}({', '.join(ours)}=...): this strategy sets it. Use stage= and offload= instead.")
     if kwargs.get("config") is not None and (optimizer or stage is not None or offload):
         raise ValueError(
-            f"{who}(config=...): a config replaces optimizer=, stage= and offload=, which were given too. Give either."
+            f"{who}(config=...): a config replaces optimizer=, stage= and offload=. Give either the config or these."
         )
-    if stage not in (None, 0, 1, 2, 3) or isinstance(stage, bool):
-        raise ValueError(f"{who}({stage=}): expected 0, 1, 2 or 3.")
-    if offload not in (None, "cpu", "nvme"):
-        raise ValueError(f"{who}({offload=}): expected 'cpu', 'nvme' or None.")
     if optimizer is not None and (stage or offload):
         raise ValueError(
-            f"{who}({optimizer=}, {stage=}, {offload=}): a 1-bit optimizer needs each rank's whole momentum, which ZeRO"
-            " shares out; expected stage=0 without offload. Leave them out, or optimizer=None."
+            f"{who}({optimizer=}, {stage=}, {offload=}): a 1-bit optimizer needs the whole momentum on each rank, which ZeRO"
+            " divides. Leave out stage and offload, or optimizer."
         )
     stage = (2 if optimizer is None else 0) if stage is None else stage
     least = {"cpu": 1, "nvme": 3}.get(offload or "", 0)
     if stage < least:
-        raise ValueError(f"{who}({stage=}, {offload=}): expected a stage of at least {least} to offload to {offload}.")
+        raise ValueError(
+            f"{who}({stage=}, {offload=}): offload to {offload} needs stage {least} or higher. Set stage={max(least, 2)}."
+        )
     if offload == "nvme" and not (os.path.isdir(nvme_path) and os.access(nvme_path, os.W_OK)):
         raise ValueError(
-            f"{who}({nvme_path=}): expected a folder that can be written to, on the disk that parameters and optimizer state"
-            f" go to. Make it, or give another: strategy={who}(stage=3, offload='nvme', nvme_path=...)."
+            f"{who}({nvme_path=}): this is not a writable folder, and parameters and optimizer state are stored there. Create"
+            f" it, or give another one: strategy={who}(stage=3, offload='nvme', nvme_path=...)."
         )
     return stage
 

@@ -1,8 +1,8 @@
-"""Non-blocking mini-batches: ranks that come late leave out what is left of their accumulation window (He & Dube 2022)."""
+"""Non-blocking mini-batches: late ranks skip the rest of their accumulation window (He & Dube 2022)."""
 
 import math
 import time
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Either, Number, OneOf
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
@@ -22,99 +23,98 @@ from lightning_eff._core.technique import Control, Technique
 from lightning_eff.strategies._communication.exchange import as_real
 
 _FAR = 1_000_000
+_HINT = "0.1 allows a tenth longer, math.inf waits for all ranks."
 
 
 def is_late(elapsed: float, survivors: float, *, grace: float) -> bool:
-    """``t > (1 + grace) T``: whether a rank has taken longer than those that are through.
+    """Return whether ``t > (1 + grace) T``: whether a rank takes longer than the ranks that have finished.
 
     Args:
-        elapsed: seconds ``t`` of this rank since its window began.
-        survivors: seconds ``T`` that the last of the survivors took for all of it.
+        elapsed: the seconds ``t`` since this rank began its window.
+        survivors: the seconds ``T`` that the last of the finished ranks took for its whole window.
         grace: >= 0.
     """
     return elapsed > (1 + grace) * survivors
 
 
 def scale(done: int, *, window: int, ranks: int) -> float:
-    """``W N / sum_r n_r``, which makes of the mean over all ``W N`` micro-batches the mean over those that were done.
+    """Return ``W N / sum_r n_r``, which turns the mean over all ``W N`` micro-batches into the mean over those computed.
 
-    DDP leaves ``(1/N) sum_r (1/W) sum_{k <= n_r} g_rk``, where those left out count as 0.
+    DDP computes ``(1/N) sum_r (1/W) sum_{k <= n_r} g_rk``, in which skipped micro-batches count as 0.
 
     Args:
         done: ``sum_r n_r``, >= 1.
-        window: ``W``, the micro-batches of a rank.
-        ranks: ``N``.
+        window: ``W``, the number of micro-batches per rank.
+        ranks: ``N``, the number of ranks.
     """
     return window * ranks / done
 
 
 def nothing(parameters: list[nn.Parameter]) -> Tensor:
-    """A loss of 0 whose gradient in each of ``parameters`` is 0: DDP's exchange takes part in its backward pass."""
+    """Return a loss of 0 with zero gradients for all ``parameters``, so that DDP's exchange runs in its backward pass."""
     return torch.stack([as_real(p).flatten()[:1].sum().float() * 0 for p in parameters]).sum()
 
 
 class DropSlowest(Technique):
-    """Under DDP with gradient accumulation, let late ranks leave out the rest of their micro-batches, and wait for none.
+    """Let late DDP ranks skip the rest of their micro-batches in gradient accumulation, instead of waiting for them.
 
-    An optimizer step waits for the slowest rank. As soon as all but ``slowest`` of the ranks are through with the micro-batches
-    of a window, those that took more than ``1 + grace`` times as long without being through leave out what they have not begun.
-    The gradient is the mean over the micro-batches that were done, of all ranks: one that did one of four counts with that one.
-    Every rank does at least its first. All of them get the same gradient by DDP's own exchange, and a window in which nobody is
-    late is DDP, bit for bit.
+    In plain DDP an optimizer step waits for the slowest rank. Here, once all ranks but ``slowest`` have finished the
+    micro-batches of an accumulation window, a rank that has taken more than ``1 + grace`` times as long skips the
+    micro-batches it has not begun. Every rank computes at least its first. The gradient is the mean over the micro-batches
+    that were computed on all ranks, exchanged by DDP. A window in which no rank is late is DDP, bit for bit.
 
-    So what is saved is at most the micro-batches after the first that a slow rank would still do: without
-    ``accumulate_grad_batches`` there is nothing to leave out, and it is plain DDP, of which a warning tells. A rank that is
-    always slow sees less of its data, and one whose samples are long or hard is left out for that: the mean leans towards
-    samples that are quick. Runs in which ranks were late do not repeat bit for bit, because clocks decide. Samples of
-    micro-batches that are left out are not trained on in that epoch.
+    Use it where ranks are slow now and then, with ``accumulate_grad_batches`` of 2 or more. At most the micro-batches
+    after a slow rank's first are saved. Without accumulation there is nothing to skip, and a warning says so. A rank that
+    is always slow sees less of its data, and long or hard samples are skipped more often, so the gradient leans towards
+    samples that are quick to compute. Skipped samples are not trained on in that epoch. Runs with late ranks are not
+    repeatable bit for bit, because they depend on clocks.
 
-    Ranks tell by the process group's store when they are through, by one word a window; a late one asks it before each
-    micro-batch. On a GPU each micro-batch ends with a synchronisation, since the host would be through with all of them before
-    the device is; that costs some of the overlap. How many were done is summed once a step, by an exchange of one number.
+    Each window costs one message per rank to the process group's store, one query before each micro-batch of a late rank,
+    and one exchange of a number per step. On a GPU each micro-batch ends with a synchronization, which costs some overlap.
 
-    In place of a micro-batch that is left out, ``training_step`` returns a loss of 0, which callbacks see; it logs nothing.
-    Beside techniques that exchange something within each micro-batch, such as those that choose samples by scores of all
-    ranks, nobody is ever late, since these hold the ranks together.
-
-    Logged: ``dropped``, micro-batches of all ranks left out so far; ``microbatches``, those done; ``share``, that of the last
-    window that was done.
+    For a skipped micro-batch, ``training_step`` returns a loss of 0, which callbacks see, and logs nothing. Techniques that
+    exchange data within each micro-batch, such as those that score the samples of all ranks, keep the ranks together, so no
+    rank is late beside them. The callback logs ``dropped`` (micro-batches skipped so far on all ranks), ``microbatches``
+    (those computed) and ``share`` (the fraction of the last window that was computed).
 
     Args:
-        slowest: how many ranks may be left behind, >= 0. 0 waits for all and is plain DDP.
-        grace: how much longer than the others a rank may take, as a share of what they took, >= 0; ``math.inf`` is plain DDP.
+        slowest: the number of ranks that need not be waited for. 0 waits for all ranks and is plain DDP.
+        grace: the extra time a rank may take, as a fraction of the time of the finished ranks. ``math.inf`` is plain DDP.
 
     Raises:
-        ValueError: for other values; at setup, where not even one rank would be waited for, or with ``static_graph=True`` or
-            SyncBatchNorm, whose ranks would wait for each other; where ``training_step`` logs with ``sync_dist=True`` at
-            each step, for the same reason.
+        ValueError: for a value out of range. At setup, if no rank would be waited for, with ``static_graph=True``, or with
+            SyncBatchNorm, whose ranks wait for each other. In training, if ``training_step`` logs with ``sync_dist=True``
+            at each step, for the same reason.
 
-    Sources:
-        He & Dube 2022, arXiv:2211.00889: batches cut into mini-batches, and updates from those that are finished. Ours: that
-        it is the others' time which says who is late, and DDP's exchange.
+    Example:
+        >>> callbacks = [DropSlowest(slowest=1, grace=0.1)]
+        >>> trainer = L.Trainer(max_epochs=10, accumulate_grad_batches=4, callbacks=callbacks)
+
+    References:
+        He & Dube 2022, arXiv:2211.00889: updates from the mini-batches that are finished. This implementation differs in
+        that the time of the finished ranks decides which rank is late, and in that DDP does the exchange.
     """
 
-    saves: ClassVar[str] = "waiting for a rank that is late, by the micro-batches that it then leaves out"
+    saves: ClassVar[str] = "waiting for late ranks, which skip micro-batches instead"
     paper: ClassVar[str] = "He & Dube 2022, arXiv:2211.00889"
     constraints: ClassVar[str] = "DDP with accumulate_grad_batches > 1; no exchange between ranks within training_step"
     needs: ClassVar[Need] = Need.DDP
     survey: ClassVar[Survey | None] = Survey("non-blocking minibatches", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"grace": Choice((0.05, 0.1, 0.3))}, needs_processes)
-    control: ClassVar[Control] = Control("the baseline under DDP for as many seconds: it trades samples for waiting")
+    control: ClassVar[Control] = Control(
+        "the baseline under DDP for the same time: the technique trades samples for waiting time"
+    )
     conflicts: ClassVar = {
-        "LocalSGD": "its gradients stay on their rank, so there is no step that waits for others",
-        "EfficientSAM": "it compares losses of two passes, of which a micro-batch that is left out has none",
+        "LocalSGD": "its gradients stay on their rank, so no step waits for other ranks",
+        "EfficientSAM": "it compares the losses of two passes, and a skipped micro-batch has none",
     }
 
-    def __init__(self, slowest: int = 1, *, grace: float = 0.1) -> None:
-        if isinstance(slowest, bool) or not isinstance(slowest, int) or slowest < 0:
-            raise ValueError(
-                f"DropSlowest({slowest=}): expected an integer >= 0, how many ranks may be left behind. 0 waits for all."
-            )
-        if isinstance(grace, bool) or not isinstance(grace, int | float) or not grace >= 0:
-            raise ValueError(
-                f"DropSlowest({grace=}): expected a number >= 0, how much longer than the others a rank may take, as a share of"
-                " what they took. 0.1 is a tenth longer, math.inf waits for all."
-            )
+    def __init__(
+        self,
+        slowest: Annotated[int, Count(at_least=0)] = 1,
+        *,
+        grace: Annotated[float, Either(Number(at_least=0), OneOf(math.inf), hint=_HINT)] = 0.1,
+    ) -> None:
         self.slowest, self.grace = slowest, grace
         self._reset()
 
@@ -137,13 +137,13 @@ class DropSlowest(Technique):
         strategy, ranks = session.trainer.strategy, session.trainer.world_size
         if 1 < ranks <= self.slowest:
             raise ValueError(
-                f"DropSlowest(slowest={self.slowest}): got {ranks} processes; expected fewer that may be left behind, because"
-                f" at least one must be waited for. Use slowest={ranks - 1} or less."
+                f"DropSlowest(slowest={self.slowest}): the run has {ranks} processes, and at least one of them must be waited"
+                f" for. Use slowest={ranks - 1} or less."
             )
         if is_a(strategy, DDPStrategy) and strategy._ddp_kwargs.get("static_graph"):
             raise ValueError(
-                "DropSlowest: got DDP with static_graph=True; expected False, because a micro-batch that is left out has"
-                " another graph. Take static_graph out."
+                "DropSlowest: DDP has static_graph=True, but a skipped micro-batch has another graph. Remove static_graph=True"
+                " from the strategy."
             )
 
     @override
@@ -159,7 +159,7 @@ class DropSlowest(Technique):
             if kwargs.get("sync_dist") and kwargs.get("on_step") is not False and session.trainer.training:
                 raise ValueError(
                     f"DropSlowest: {type(session.module).__name__} logs {args[0] if args else kwargs.get('name')!r} with"
-                    " sync_dist=True at each step, for which a rank that leaves one out would be waited for; expected"
+                    " sync_dist=True at each step, so all ranks would wait for one that skips a micro-batch. Set"
                     " sync_dist=False, or on_step=False."
                 )
             log(*args, **kwargs)
@@ -183,8 +183,8 @@ class DropSlowest(Technique):
         for name, m in session.module.named_modules():
             if isinstance(m, nn.SyncBatchNorm) and session.trainer.world_size > 1:
                 raise ValueError(
-                    f"DropSlowest: {name} is a SyncBatchNorm, whose ranks wait for each other in each micro-batch; expected"
-                    " none. Take sync_batchnorm=True out."
+                    f"DropSlowest: {name} is a SyncBatchNorm, which makes ranks wait for each other in each micro-batch. Remove"
+                    " sync_batchnorm=True from the Trainer."
                 )
 
     # -- a window
@@ -203,13 +203,13 @@ class DropSlowest(Technique):
     def _is_late(self, session: Session) -> bool:
         _settle(session)
         store, key = _store(), f"{self._key}/{self._windows}/seconds"
-        # they are through as one of them wrote it
+        # the key exists once enough ranks have finished
         return bool(store.check([key])) and is_late(
             time.perf_counter() - self._began, float(store.get(key)), grace=self.grace
         )
 
     def _innermost(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """The user's own step, or none: other techniques do what they do where it skips a batch, exchanges among it."""
+        """Run the user's own step, or skip it: other techniques then act as for a skipped batch, exchanges included."""
         if self._skips:
             return None
         output = proceed(batch)
@@ -219,7 +219,7 @@ class DropSlowest(Technique):
         return output
 
     def _outermost(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """What Lightning gets of one that is left out: a loss of 0, the last one's with DDP's exchange behind it."""
+        """Return a loss of 0 for a skipped micro-batch; that of the window's last one triggers DDP's exchange."""
         output = proceed(batch)
         if output is not None or not self._skips:
             return output
@@ -231,7 +231,7 @@ class DropSlowest(Technique):
         return nothing([p for p in module.parameters() if p.requires_grad and (p.grad is not None or not unused)])
 
     def _announce(self, session: Session) -> None:
-        """This rank is through but for its last backward pass, in which it would wait for the others."""
+        """Announce that this rank has only its last backward pass left, in which it would wait for the other ranks."""
         if self._window < 2:
             self._warn()
             return
@@ -244,7 +244,7 @@ class DropSlowest(Technique):
     def _warn(self) -> None:
         if not self._warned:
             rank_zero_warn(
-                "DropSlowest: windows have one micro-batch, so that a late rank has nothing to leave out: this is plain DDP."
+                "DropSlowest: each optimizer step has one micro-batch, so a late rank has none to skip and this is plain DDP."
                 " Set accumulate_grad_batches to 2 or more."
             )
         self._warned = True
@@ -274,7 +274,7 @@ class DropSlowest(Technique):
         self._window = self._done = 0
 
     def _forget(self, key: str) -> None:
-        """Take out what ranks wrote of a window that all of them have left."""
+        """Delete the entries of a window that all ranks have left."""
         for part in ("through", "seconds"):
             _store().delete_key(f"{key}/{part}")
 
@@ -305,7 +305,7 @@ class DropSlowest(Technique):
     @override
     def summary(self) -> str:
         done, dropped = self._totals["done"], self._totals["dropped"]
-        return f"late ranks left out {dropped:,} of {done + dropped:,} micro-batches"
+        return f"late ranks skipped {dropped:,} of {done + dropped:,} micro-batches"
 
 
 def _store() -> Any:
@@ -315,7 +315,7 @@ def _store() -> Any:
 
 
 def _settle(session: Session) -> None:
-    """Wait for the device, whose work the host may be far ahead of."""
+    """Synchronize the device, because the host may be far ahead of it."""
     device = session.trainer.strategy.root_device
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,6 +1,6 @@
-"""Data, sharded-data, tensor and pipeline parallelism of an unchanged LightningModule, as one strategy.
+"""Data, sharded-data, tensor and pipeline parallelism for an unchanged LightningModule, in one strategy.
 
-On torch's own engine: ``torch.distributed.pipelining``'s schedules (Narayanan et al. 2021, arXiv:2104.04473; Qi et al.
+It is built on ``torch.distributed.pipelining``'s schedules (Narayanan et al. 2021, arXiv:2104.04473; Qi et al.
 2023, arXiv:2401.10241), ``fully_shard`` (Zhao et al. 2023, arXiv:2304.11277) and DTensor (Shoeybi et al. 2019,
 arXiv:1909.08053).
 """
@@ -8,7 +8,7 @@ arXiv:1909.08053).
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Count, Either, Flag, Layers, Number, OneOf
 from lightning_eff._core._lightning.names import adapted, like, package_of
 from lightning_eff._core._needs.needs import Part
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
@@ -34,75 +36,82 @@ if TYPE_CHECKING:
 
 WHO = "HybridParallelStrategy"
 TIMEOUT = timedelta(minutes=30)  # torch's own
+Size = Annotated[int, Count()]
 
 
 class HybridParallelStrategy(ReachedStrategy):
-    """Train an unchanged LightningModule on data x tensor x pipeline parallel processes.
+    """Train an unchanged LightningModule with data, tensor and pipeline parallelism.
 
-    ``Trainer(strategy="hybrid_tp2_pp2", devices=8)``, or an instance with the arguments below. The processes form a mesh
-    of ``pipeline x data x tensor``; launchers, loggers, callbacks and loaders are as under DDP, and each data-parallel rank
-    gets its own samples. The module needs no ``configure_model``. Its optimizers must treat each parameter by itself, as
-    AdamW does: each process steps what it holds.
+    Use ``Trainer(strategy="hybrid_tp2_pp2", devices=8)``, or an instance with the arguments below, when a model does not fit
+    on one device or many devices should share a step. The processes form a mesh of ``pipeline x data x tensor``. Launchers,
+    loggers, callbacks and data loaders work as under DDP, and each data-parallel rank gets its own samples. The module needs
+    no ``configure_model``. Its optimizers must treat each parameter separately, as AdamW does.
 
-    - Data: replicas, or with ``shard`` FSDP2: parameters, gradients and optimizer state of each block lie in pieces on the
-      data-parallel ranks and come together while the block runs.
-    - Tensor: linear maps are split by Hugging Face's own plan or one that is proposed, checked against the unsplit module
-      on a batch at setup, and printed.
-    - Pipeline: every rank runs the module's own ``training_step`` on micro-batches, of which blocks of other stages are
-      left out; torch's schedules order them. What the cut would change is found at setup, and so is what micro-batches
-      weigh in the loss; what would be trained wrongly is refused. What a step logs is a mean over micro-batches: of
-      ``self.log("perplexity", loss.exp())`` the mean of theirs, not the perplexity of their mean. Every rank gets what the
-      step leaves in metrics, lists and attributes, and every rank runs the whole of evaluation steps.
+    - Data: the ranks hold replicas, or with ``shard`` they use FSDP2. Each rank then stores a part of the parameters,
+      gradients and optimizer state, and a block is gathered only while it runs.
+    - Tensor: linear layers are split by Hugging Face's own plan or by a proposed one. The plan is printed, and checked against
+      the unsplit module on a batch at setup.
+    - Pipeline: every rank runs the module's own ``training_step`` on micro-batches and skips the blocks of other stages.
+      torch's schedules order the passes. Setup finds what the cut would change and how micro-batches are weighted in the
+      loss, and refuses modules that would train wrongly. Logged values are means over micro-batches, so
+      ``self.log("perplexity", loss.exp())`` logs a mean of perplexities. Every rank gets what the step leaves in metrics,
+      lists and attributes, and runs evaluation steps in full.
     - Collectives: ``self.all_gather``, ``self.log(..., sync_dist=True)`` and metrics count each sample once.
-    - Hooks: what they clip by ``self.clip_gradients``, ``clip_grad_norm_`` and ``clip_grad_value_``, and norms by Lightning's
-      ``grad_norm``, are those of the whole model; hooks that make numbers of gradients or parameters by other ways would see
-      a part, and are refused at setup by name.
+    - Hooks: ``self.clip_gradients``, ``clip_grad_norm_``, ``clip_grad_value_`` and Lightning's ``grad_norm`` act on the whole
+      model. Hooks that use gradients or parameters in other ways would see a part of them, and are refused at setup.
 
     Args:
-        data_parallel_size: replicas; "auto" takes what the other sizes leave of the processes.
-        shard: divide parameters, gradients and optimizer state over the data-parallel ranks. False replicates them. A number
-            divides them over groups of that many ranks next to one another (those of one machine), and replicates them over
-            the groups (HSDP): a block then comes together within its group, and only gradients go from group to group.
-        min_num_params: of a block that comes together by itself; smaller ones do with what is in no block, from the
-            forward pass to the end of the backward pass. A pipeline's blocks all do by themselves.
-        tensor_parallel_size: processes that share each linear map, >= 1.
-        pipeline_parallel_size: processes that share the stack of blocks, >= 1.
+        data_parallel_size: the number of replicas. "auto" uses the processes that the other sizes leave.
+        shard: the sharding of parameters, gradients and optimizer state over the data-parallel ranks. False replicates them.
+            A number shards them within groups of that many neighboring ranks (those of one machine) and replicates them over
+            the groups (HSDP). Blocks are then gathered within a group, and only gradients travel between groups.
+        min_num_params: the number of parameters from which a block is gathered by itself. Smaller blocks are gathered for the
+            whole step, with everything outside the blocks. In a pipeline every block is gathered by itself.
+        tensor_parallel_size: the number of processes that share each linear layer.
+        pipeline_parallel_size: the number of processes that share the stack of blocks.
         schedule: "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
-        num_microbatches: into how many a batch is divided; it must divide the batch. None takes twice the stages.
-        layers: the blocks, as a path, a pattern or a list of paths; None takes the longest.
-        tensor_parallel_plan: "auto", or module path -> style.
+        num_microbatches: the number of parts of a batch, which must divide it. None is twice the number of stages.
+        layers: the blocks, as a dotted path, a pattern or a list of paths. None finds the longest stack.
+        tensor_parallel_plan: "auto", or a mapping of module paths to styles.
         pipeline_split: "balanced" (by parameters), or the number of blocks of each stage.
-        context_parallel_size: 1; see the error.
-        sequence_parallel: divide what lies between the split maps along the sequence, over the tensor-parallel ranks.
-        save_distributed_checkpoint: False writes one file that loads strictly into the plain module and resumes in a plain
-            Trainer; rank 0 holds the whole model in host memory for it. True writes a folder of every rank's pieces, of
-            which ``python -m lightning.fabric.utilities.consolidate_checkpoint`` makes one file with the plain module's
-            weights. Both resume in any layout.
-        init_on: where ``configure_model``, and ``with trainer.init_module()``, make weights: on "all" ranks, on "rank0"
-            alone, from which the others get their pieces, or nowhere ("meta"): then each module's ``reset_parameters``, or
-            the model's ``_init_weights``, makes them a module at a time, so no process ever holds the whole.
-        gather_after_fit: which processes get the whole weights in their module when a run ends: all (True), or none (False,
-            for models larger than a process's memory); where they are not, the module is on the meta device. "auto" gives
-            them to all, but those of a model of more than 4 GiB to rank 0 alone, since each process of a machine would
-            hold a copy. Save a checkpoint within the run where no process has them; after it none can be.
-        find_unused_parameters: as in DDPStrategy, with shard=False: some steps leave parameters without a gradient.
-        failure_timeout: seconds without a sign of life from a whole machine (or container) after which its processes count
-            as dead. All other processes then stop with its ranks in the message. A process that dies beside others of its
-            machine is noticed within seconds. The watch uses the store at MASTER_PORT. None keeps no watch.
+        context_parallel_size: the number of processes that share a sequence. Only 1 is supported.
+        sequence_parallel: whether tensor-parallel ranks divide the sequence between the split layers.
+        save_distributed_checkpoint: whether to save a folder with each rank's part. ``python -m
+            lightning.fabric.utilities.consolidate_checkpoint`` makes one file with the plain module's weights of it. False
+            saves one file that loads strictly into the plain module and resumes in a plain Trainer, for which rank 0 holds
+            the whole model in host memory. Both resume in any layout.
+        init_on: the ranks on which ``configure_model`` and ``trainer.init_module()`` create weights. "rank0" sends parts to
+            the other ranks. "meta" creates them with each module's ``reset_parameters``, or the model's ``_init_weights``, one
+            module at a time, so no process ever holds the whole model.
+        gather_after_fit: the processes that get the whole weights at the end of a run: all (True) or none (False, for models
+            larger than a process's memory), which leaves the module on the meta device. "auto" is all, or rank 0 alone above
+            4 GiB. Without the weights no checkpoint can be saved after the run, so save one during it.
+        find_unused_parameters: as in DDPStrategy, with ``shard=False``: whether steps may leave parameters without gradients.
+        failure_timeout: the seconds without a sign of life after which the processes of a machine or container count as dead.
+            All other processes then stop with an error that names the ranks. A process that dies beside others on its machine
+            is noticed within seconds. The watch uses the store at MASTER_PORT. None disables it.
         process_group_backend: as in DDPStrategy.
-        timeout: of one message, as in DDPStrategy.
-        microbatch_weight: for a pipeline: what a micro-batch weighs in its batch's loss, a function of it that returns a
-            number >= 0, or its dotted path. None finds it at setup (by samples, by what counts, or added up), or refuses.
+        timeout: the time limit of one message, as in DDPStrategy.
+        microbatch_weight: the weight of a micro-batch in the loss of its batch, for a pipeline: a function of it that returns
+            a number >= 0, or its dotted path. None finds it at setup (by samples, by counted elements, or a sum), or refuses.
 
     Raises:
-        ValueError: if an argument is out of range, or the sizes do not multiply to the number of processes; at setup, if
-            the module or the run cannot be divided so, with the reason and a way out.
+        ValueError: for a value out of range, or sizes that do not multiply to the number of processes. At setup, if the
+            module or the run cannot be divided, with the reason and a way out.
         RuntimeError: if another process failed.
+
+    Example:
+        >>> strategy = HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2)
+        >>> trainer = L.Trainer(max_epochs=10, strategy=strategy)
+
+    References:
+        Shoeybi et al. 2019, arXiv:1909.08053; Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021,
+        arXiv:2104.04473; Zhao et al. 2023 (FSDP), arXiv:2304.11277; Qi et al. 2023, arXiv:2401.10241.
     """
 
     kind: ClassVar[str] = "strategy"
     saves: ClassVar[str] = (
-        "memory: 1 / (data x tensor x pipeline) of parameters and optimizer state a process; time on many"
+        "memory: each process holds 1 / (data x tensor x pipeline) of parameters and optimizer state; time"
     )
     paper: ClassVar[str] = (
         "Shoeybi et al. 2019; Huang et al. 2019 (GPipe); Narayanan et al. 2021; Zhao et al. 2023 (FSDP)"
@@ -111,58 +120,49 @@ class HybridParallelStrategy(ReachedStrategy):
     survey: ClassVar[Survey | None] = Survey("data, tensor and pipeline parallelism", zhuang="3", shen="7.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"shard": Choice((True, False))},
-        lambda profile: needs_processes(profile) or "its layout is planned (`lightning-eff plan`), not searched",
+        lambda profile: needs_processes(profile) or "its layout is planned by `lightning-eff plan`, not searched",
     )
 
     whole_heads = (
         False  # whether a technique of this run multiplies with the weights of the module's last layers by itself
     )
 
+    @declared
     def __init__(
         self,
-        data_parallel_size: int | Literal["auto"] = "auto",
-        shard: bool | int = True,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
+        data_parallel_size: Annotated[int | Literal["auto"], Either(OneOf("auto"), Count())] = "auto",
+        shard: Annotated[bool | int, Either(Flag(), Count(at_least=2))] = True,
+        tensor_parallel_size: Size = 1,
+        pipeline_parallel_size: Size = 1,
         schedule: str = "1F1B",
-        num_microbatches: int | None = None,
-        layers: str | Sequence[str] | None = None,
+        num_microbatches: Size | None = None,
+        layers: Layers | None = None,
         tensor_parallel_plan: Literal["auto"] | Mapping[str, str] = "auto",
         pipeline_split: Literal["balanced"] | Sequence[int] = "balanced",
-        context_parallel_size: int = 1,
+        context_parallel_size: Size = 1,
         sequence_parallel: bool = False,
-        min_num_params: int = 2**20,
+        min_num_params: Annotated[int, Count(at_least=0)] = 2**20,
         save_distributed_checkpoint: bool = False,
         init_on: Literal["all", "rank0", "meta"] = "all",
-        gather_after_fit: bool | Literal["auto"] = "auto",
+        gather_after_fit: Annotated[bool | Literal["auto"], Either(Flag(), OneOf("auto"))] = "auto",
         find_unused_parameters: bool = False,
-        failure_timeout: float | None = 300.0,
+        failure_timeout: Annotated[float, Number(above=0)] | None = 300.0,
         process_group_backend: str | None = None,
         timeout: timedelta | None = TIMEOUT,
         microbatch_weight: Callable[[Any], float] | str | None = None,
     ) -> None:
         check_arguments(
             who=WHO,
-            sizes={
-                "data_parallel_size": data_parallel_size,
-                "tensor_parallel_size": tensor_parallel_size,
-                "pipeline_parallel_size": pipeline_parallel_size,
-            },
+            data_parallel_size=data_parallel_size,
+            sizes={"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size},
             shard=shard,
             context_parallel_size=context_parallel_size,
-            flags={
-                "sequence_parallel": sequence_parallel,
-                "save_distributed_checkpoint": save_distributed_checkpoint,
-                "find_unused_parameters": find_unused_parameters,
-            },
-            gather_after_fit=gather_after_fit,
-            min_num_params=min_num_params,
+            sequence_parallel=sequence_parallel,
+            find_unused_parameters=find_unused_parameters,
             schedule=schedule,
             num_microbatches=num_microbatches,
             tensor_parallel_plan=tensor_parallel_plan,
             pipeline_split=pipeline_split,
-            init_on=init_on,
-            failure_timeout=failure_timeout,
             microbatch_weight=microbatch_weight,
         )
         super().__init__(

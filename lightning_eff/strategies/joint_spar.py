@@ -1,8 +1,8 @@
-"""JointSpar: gradients of some layers alone are computed and sent, without bias (Liu & Mozafari 2022)."""
+"""JointSpar: compute and send unbiased gradients of a random part of the layers (Liu & Mozafari 2022)."""
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core._lightning.names import is_a, like
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
@@ -35,22 +36,22 @@ _PASSING = ("StochasticDepth", "ProgressiveLayerDropping")
 
 
 def drawn(p: Tensor, generator: Generator) -> Tensor:
-    """``Z_d ~ Bernoulli(p_d)``, each layer by itself: (D,), True where its gradient is computed."""
+    """Draw ``Z_d ~ Bernoulli(p_d)`` independently for each layer: (D,), True where its gradient is computed."""
     return torch.rand(len(p), generator=generator, dtype=torch.float64) < p
 
 
 def losses(norms: Tensor, z: Tensor, p: Tensor, largest: float, floor: float) -> Tensor:
-    """How the variance falls with each probability, estimated from the layers that were drawn: (D,), in [-1 / p, 0].
+    """Estimate the derivative of the variance by each probability from the layers drawn: (D,), in [-1 / p, 0].
 
-    The variance of ``g_d Z_d / p_d`` is ``|g_d|^2 (1 / p_d - 1)``, with the derivative ``-|g_d|^2 / p_d^2``, which is counted
-    ``Z_d / p_d`` times. The paper adds ``L^2 / p_min^2`` to it, so that it is not negative: that is a constant for all layers
-    in expectation, which changes nothing, and noise for each that is drawn. Here that is what it is divided by, so that the
-    scale of gradients does not matter.
+    The variance of ``g_d Z_d / p_d`` is ``|g_d|^2 (1 / p_d - 1)``. Its derivative ``-|g_d|^2 / p_d^2`` counts ``Z_d / p_d``
+    times. The paper adds ``L^2 / p_min^2``, so that the estimate is not negative. In expectation that is the same constant for
+    all layers and changes nothing, and it adds noise for each layer drawn. This function divides by it instead, so that the
+    scale of the gradients does not matter.
 
     Args:
-        norms: ``|g_d|`` of those that were drawn, (D,).
-        z: which were.
-        p: with which probabilities.
+        norms: ``|g_d|`` of the layers drawn, (D,).
+        z: which layers were drawn, (D,).
+        p: the probabilities of the draw, (D,).
         largest: ``L``, the largest norm so far, > 0.
         floor: ``p_min``.
     """
@@ -59,7 +60,9 @@ def losses(norms: Tensor, z: Tensor, p: Tensor, largest: float, floor: float) ->
 
 
 def projected(w: Tensor, total: float, floor: float) -> Tensor:
-    """``argmin_q KL(q || w)`` over ``p_min <= q_d <= 1`` and ``sum_d q_d = total``: ``q_d = min(max(c w_d, p_min), 1)``.
+    """Project ``w``: ``argmin_q KL(q || w)`` over ``p_min <= q_d <= 1`` and ``sum_d q_d = total``.
+
+    The solution is ``q_d = min(max(c w_d, p_min), 1)``.
 
     Args:
         w: positive numbers, (D,).
@@ -76,14 +79,14 @@ def projected(w: Tensor, total: float, floor: float) -> Tensor:
 
 
 def next_probabilities(p: Tensor, estimated: Tensor, *, rate: float, total: float, floor: float) -> Tensor:
-    """One step of mirror descent: ``p_d exp(-alpha l_d)``, projected."""
+    """Take one step of mirror descent: ``p_d exp(-alpha l_d)``, projected."""
     # w_d = p_d exp(−α l̂_d),  p ← argmin_q KL(q ‖ w)
     w = p * torch.exp(-rate * (estimated - estimated.min()))  # a common factor does not matter
     return projected(w.clamp_min(1e-300), total, floor)
 
 
 def at_least_zero(loss: Tensor, w: Parameter) -> Tensor:
-    """``loss``, in which none of the layers that were drawn had a part, with a gradient of zero for ``w``."""
+    """Add a zero gradient for ``w`` to ``loss``, which no drawn layer took part in."""
     w.requires_grad_(True)
     return loss + 0.0 * as_real(w).flatten()[:1].sum().to(loss.dtype)
 
@@ -125,63 +128,70 @@ def _reduce(sent: _Sent, bucket: GradBucket) -> Future[Tensor]:
 
 
 class JointSpar(Technique):
-    """Compute and send the gradients of some layers of each step, drawn at random, so that their mean is the whole gradient.
+    """Compute and send the gradients of a random part of the layers in each step, without bias.
 
-    A layer is a module's own parameters. Of D layers, each is drawn with a probability p, and ``share`` D of them on average.
-    A drawn layer's gradient counts 1 / p times, and that of one that is not drawn is zero: the expectation is the gradient.
-    Which layers are drawn more often follows from what was seen: by mirror descent, probabilities go to where gradients are
-    large, so that the variance falls, and none falls below ``floor``. The step of that descent is ``rate``, in units in which
-    gradients have no scale.
+    A layer is a module's own parameters. Each step draws each of the D layers with its own probability p, ``share * D``
+    of them on average. The gradient of a drawn layer is multiplied by 1 / p, and the others are zero, so the expectation is
+    the full gradient. Mirror descent with step size ``rate`` raises the probabilities of layers with large gradients, which
+    lowers the variance. No probability falls below ``floor``. The scale of the gradients does not matter.
 
-    A layer that is not drawn takes no gradient in the step: its product for the weights is not made, and where no layer below
-    is drawn, the backward pass ends. Under DDP all ranks draw the same layers, and send the gradients of these alone.
-    **Products back to inputs are made as before**, so that at most a third of a step's are saved, and with large ``share``
-    much less; and the noise of what is left out costs steps. Optimizers step with the zeros, as with any gradient: momenta
-    and weight decay go on.
+    Use it where computing or exchanging weight gradients dominates. The weight gradients of layers that are not drawn are
+    not computed, and the backward pass ends above the lowest drawn layer. Under DDP all ranks draw the same layers and send
+    only their gradients. **Input gradients are computed as before**, so at most a third of a step is saved, and much less
+    with a large ``share``. The extra gradient noise costs steps. Optimizers step with the zeros as with any gradient:
+    momenta and weight decay continue.
 
-    Logged: ``drawn`` (layers), ``sent`` (the share of the gradients' numbers that were computed, and sent under DDP), ``least``
-    and ``most`` (probabilities).
+    The callback logs ``drawn`` (the number of layers), ``sent`` (the fraction of gradient elements that were computed, and
+    sent under DDP), and ``least`` and ``most`` (the smallest and largest probability).
 
     Args:
-        share: of the layers that are drawn on average, in (0, 1]. 1 is plain training.
-        floor: p_min, the least probability, in (0, share]; None for half of ``share``.
-        rate: alpha, of mirror descent, >= 0. 0 leaves all probabilities at ``share``.
+        share: the average fraction of layers drawn per step. 1 is plain training.
+        floor: the minimum probability of a layer, at most ``share``. None is half of ``share``.
+        rate: the step size of mirror descent. 0 leaves all probabilities at ``share``.
 
     Raises:
-        ValueError: for other values; at setup, if nothing trains, with a communication hook or a static graph in DDP, or where
-            blocks are checkpointed with use_reentrant=True, which passes over weights behind inputs without gradients.
+        ValueError: for a value out of range. At setup, if no parameter requires a gradient, with a communication hook or a
+            static graph in DDP, or if blocks are checkpointed with ``use_reentrant=True``, which computes no weight
+            gradients behind inputs without gradients.
 
-    Sources:
-        Liu & Mozafari 2022, ICML, https://proceedings.mlr.press/v162/liu22n.html.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[JointSpar(share=0.7)])
+
+    References:
+        Liu & Mozafari 2022, "Communication-Efficient Distributed Learning for Large Batch Optimization", ICML,
+        https://proceedings.mlr.press/v162/liu22n.html.
     """
 
-    saves: ClassVar[str] = "products for the weights' gradients, and what DDP sends, of the layers that are not drawn"
+    saves: ClassVar[str] = "weight gradients, and their exchange in DDP, of the layers that are not drawn"
     paper: ClassVar[str] = "Liu & Mozafari 2022, PMLR 162"
-    constraints: ClassVar[str] = "DDP without another hook and static_graph; no reentrant checkpoints"
+    constraints: ClassVar[str] = "DDP without another hook or static_graph; no reentrant checkpointing"
     needs: ClassVar[Need] = Need.DDP
     survey: ClassVar[Survey | None] = Survey("JointSpar", zhuang="2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"share": Choice((0.5, 0.7, 0.9))})
     control: ClassVar[Control] = Control(
-        "as many layers drawn with one probability for all; and the baseline for as many seconds",
+        "the same number of layers, drawn with equal probabilities; and the baseline for the same time",
         lambda technique: {} if technique.neutral else {"uniform": JointSpar(share=technique.share, rate=0.0)},
     )
     conflicts: ClassVar[Mapping[str, str]] = {
-        "RegionalCompilation": "blocks that take other gradients in each step would be compiled anew for each draw",
-        **dict.fromkeys(_PASSING, "a step may pass over all layers that were drawn, and would have no gradient"),
-        **dict.fromkeys(_CURVATURE, "curvature would be of gradients of which some layers are zero"),
-        **dict.fromkeys(_APART, "ranks that train apart would draw layers by gradients of their own"),
+        "RegionalCompilation": "compiled blocks would be recompiled for each draw of layers",
+        **dict.fromkeys(_PASSING, "a step may skip all layers that were drawn, and would have no gradient"),
+        **dict.fromkeys(_CURVATURE, "its curvature would come from gradients in which some layers are zero"),
+        **dict.fromkeys(_APART, "ranks with local steps would draw layers by their own gradients"),
     }
     needs_optimizer: ClassVar[bool] = True
 
-    def __init__(self, share: float = 0.7, *, floor: float | None = None, rate: float = 0.1) -> None:
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+    def __init__(
+        self,
+        share: Annotated[float, Fraction(above=0)] = 0.7,
+        *,
+        floor: Annotated[float, Fraction(above=0)] | None = None,
+        rate: Annotated[float, Number(at_least=0)] = 0.1,
+    ) -> None:
+        if floor is not None and floor > share:
             raise ValueError(
-                f"{WHO}({share=}): expected the share of the layers that is drawn, in (0, 1]; 1 draws all."
+                f"{WHO}({floor=}, {share=}): the minimum probability is above the average one. Set floor to at most {share},"
+                " or leave it out."
             )
-        if floor is not None and (isinstance(floor, bool) or not 0.0 < floor <= share):
-            raise ValueError(f"{WHO}({floor=}, {share=}): expected the least probability, in (0, share], or None.")
-        if isinstance(rate, bool) or not 0.0 <= rate < float("inf"):
-            raise ValueError(f"{WHO}({rate=}): expected a finite number >= 0, the step of mirror descent.")
         self.share, self.rate = float(share), float(rate)
         self.floor = share / 2 if floor is None else float(floor)
         self._reset()
@@ -210,8 +220,8 @@ class JointSpar(Technique):
             or type(strategy)._register_ddp_hooks is not like(strategy, DDPStrategy)._register_ddp_hooks
         ):
             raise ValueError(
-                f"{WHO}: {type(strategy).__name__} has a communication hook already, and DDP takes one; expected DDP without"
-                " one. Use strategy='ddp', or take the technique out."
+                f"{WHO}: {type(strategy).__name__} has a communication hook already, and DDP takes only one. Use"
+                f" strategy='ddp', or remove {WHO}."
             )
 
     @override
@@ -222,7 +232,9 @@ class JointSpar(Technique):
         if not is_a(strategy, DDPStrategy):
             return
         if look_for_unused(session):
-            rank_zero_info(f"{WHO}: DDP runs with find_unused_parameters=True, for the layers that are not drawn.")
+            rank_zero_info(
+                f"{WHO}: DDP runs with find_unused_parameters=True, because layers that are not drawn have no gradient."
+            )
         wrap = strategy.configure_ddp
 
         def configure_ddp() -> None:
@@ -237,22 +249,22 @@ class JointSpar(Technique):
         module = session.module
         if is_checkpointed_reentrantly(module.modules()):
             raise ValueError(
-                f"{WHO}: {type(module).__name__} is checkpointed with use_reentrant=True, which passes over the weights of a"
-                " block whose input needs no gradient; expected use_reentrant=False. Enable checkpointing with"
-                " gradient_checkpointing_kwargs={'use_reentrant': False}."
+                f"{WHO}: {type(module).__name__} is checkpointed with use_reentrant=True, which computes no weight gradients in"
+                " a block whose input needs no gradient. Enable checkpointing with gradient_checkpointing_kwargs="
+                "{'use_reentrant': False}."
             )
         self._layers = thawing(lambda: _layers_of(module), session._stacks)()
         if not self._layers:
             raise ValueError(
-                f"{WHO}: nothing of {type(module).__name__} takes a gradient; expected layers that train. Let some require"
-                " gradients, or take the technique out."
+                f"{WHO}: no parameter of {type(module).__name__} requires a gradient. Set requires_grad=True on some of them,"
+                f" or remove {WHO}."
             )
         if self._p is None:
             self._p = torch.full((len(self._layers),), self.share, dtype=torch.float64)
         if len(self._p) != len(self._layers):
             raise ValueError(
-                f"{WHO}: the checkpoint has probabilities of {len(self._p)} layers, and {type(module).__name__} has"
-                f" {len(self._layers)} that train; expected as many. Resume with the model it was saved from."
+                f"{WHO}: the checkpoint has probabilities for {len(self._p)} layers, but {type(module).__name__} has"
+                f" {len(self._layers)} trainable layers. Resume with the model that the checkpoint was saved from."
             )
         clip = module.configure_gradient_clipping
 
@@ -296,7 +308,7 @@ class JointSpar(Technique):
 
     @torch.no_grad()
     def _weigh(self, session: Session, optimizer: Optimizer) -> None:
-        """Gradients are whole: those of drawn layers count 1 / p times, the others' are zero."""
+        """Divide the complete gradients of the drawn layers by p, and set all others to zero."""
         if session.asleep:
             return
         assert self._p is not None, "on_optimizers has found the layers"
@@ -314,7 +326,7 @@ class JointSpar(Technique):
         self._learn(squares)
 
     def _learn(self, squares: dict[int, Tensor]) -> None:
-        """Probabilities of the next step, by the norms that were seen."""
+        """Update the probabilities for the next step from the gradient norms of this one."""
         assert self._p is not None, "on_optimizers has found the layers"
         if not squares or self.rate == 0.0:
             return
@@ -353,8 +365,8 @@ class JointSpar(Technique):
         if p is None:
             return "no layer was drawn"
         return (
-            f"{self.share:.0%} of {len(p)} layers drawn in a step on average, with probabilities from {float(p.min()):.2f} to"
-            f" {float(p.max()):.2f} in the end"
+            f"drew {self.share:.0%} of {len(p)} layers per step on average, with final probabilities from"
+            f" {float(p.min()):.2f} to {float(p.max()):.2f}"
         )
 
     @override
@@ -367,7 +379,7 @@ class JointSpar(Technique):
 
 
 def _layers_of(module: torch.nn.Module) -> list[dict[str, Parameter]]:
-    """The parameters that train, of each module that has some of its own; a shared one is of the first."""
+    """List the trainable parameters of each module that has some; a shared one belongs to its first module."""
     layers: dict[str, dict[str, Parameter]] = {}
     for name, p in module.named_parameters():
         if p.requires_grad:

@@ -1,8 +1,9 @@
 """ResIST: each rank trains some of the residual blocks for a while, and ranks meet block by block (Dun et al. 2021)."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._arguments.kinds import Count, Either, Layers, OneOf
 from lightning_eff._core._stack.unused_parameters import look_for_unused, refuse_reentrant, refuse_static_graph
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
@@ -35,16 +37,16 @@ _GROWTH = ("AutoProg", "CompoundGrowth", "DropIn", "GreedyLayerwise", "Progressi
 
 
 def deal(blocks: list[int], num_ranks: int, least: int, generator: Generator) -> list[frozenset[int]]:
-    """Which of the blocks each rank holds in a round.
+    """Draw the blocks that each rank holds in a round.
 
-    They are shuffled and dealt in turn, so that each has a holder and ranks hold equally many, but for one; a rank with fewer
-    than ``least`` takes others at random.
+    The blocks are shuffled and assigned to the ranks in turn. So each block has a holder, and the ranks' numbers of blocks
+    differ by at most one. A rank with fewer than ``least`` blocks takes further ones at random.
 
     Args:
-        blocks: by number.
-        num_ranks: S, how many sub-networks there are.
-        least: blocks of a rank, if there are as many.
-        generator: what is drawn from.
+        blocks: the indices of the blocks.
+        num_ranks: S, the number of sub-networks.
+        least: the minimum number of blocks per rank, if there are that many.
+        generator: the source of randomness.
     """
     order = torch.randperm(len(blocks), generator=generator).tolist()
     held: list[frozenset[int]] = []
@@ -57,12 +59,12 @@ def deal(blocks: list[int], num_ranks: int, least: int, generator: Generator) ->
 
 @torch.no_grad()
 def average_over_holders(parameters: Mapping[str, Parameter], holders: Mapping[str, frozenset[int]], rank: int) -> None:
-    """``w <- 1 / |H| sum_{i in H} w_i`` in place, on all ranks, with ``H`` the ranks that hold ``w``.
+    """Compute ``w <- 1 / |H| sum_{i in H} w_i`` in place on all ranks, where ``H`` are the ranks that hold ``w``.
 
     Args:
-        parameters: by name, the same on all ranks.
-        holders: the ranks that hold each, one at least.
-        rank: this one.
+        parameters: the parameters by name, the same on all ranks.
+        holders: the ranks that hold each parameter, at least one.
+        rank: this rank.
     """
     for kind in {(p.dtype, p.device): None for p in parameters.values()}:
         own = {name: p for name, p in parameters.items() if (p.dtype, p.device) == kind}
@@ -73,80 +75,82 @@ def average_over_holders(parameters: Mapping[str, Parameter], holders: Mapping[s
 
 
 class ResIST(Apart):
-    """Under DDP, let each rank run a random part of the blocks for ``interval`` steps, and average each block over its holders.
+    """Train a random part of the residual blocks on each DDP rank, and average each block over the ranks that hold it.
 
-    The first ``warmup_steps`` steps are plain DDP, with all blocks. Then rounds follow: blocks are shuffled and dealt to the
-    ranks, so that each has a holder; a rank passes over all others, and trains its shallow network by its own gradients and
-    its own optimizer. After ``interval`` steps each block is the mean over the ranks that held it, and all else, which every
-    rank holds, is the mean over all of them. Weights and momenta of a block that a rank does not hold stay as they are there,
-    and a rank that a block is dealt to begins with no momenta of it; the paper begins each round with a new optimizer.
+    The first ``warmup_steps`` steps are plain DDP with all blocks. Rounds of ``interval`` steps follow. In each round the
+    blocks are shuffled and assigned to the ranks, so that each block has at least one holder. A rank skips all other
+    blocks and trains its shallow network with its own gradients and its own optimizer. At the end of a round, each block
+    becomes the mean over the ranks that held it. Everything outside the blocks becomes the mean over all ranks.
 
-    A step then costs a rank its own blocks and no exchange of gradients. **A meeting sends as many bytes as one of
-    :class:`LocalSGD`'s**: where a block has one holder, the others send zeros for it. The paper sends fewer. Each rank has
-    memory for all blocks.
+    Use it for deep residual networks, preferably pre-norm, where steps wait for the network. A step costs a rank only its
+    own blocks, and no gradients are exchanged. **One averaging sends as many bytes as in** :class:`LocalSGD`: ranks that
+    do not hold a block send zeros for it. The paper sends fewer. Each rank keeps all blocks in memory.
 
-    With ``scaled``, the branch of a block counts ``S / |H|`` times in training, for S ranks of which |H| hold it, so that the
-    whole network of validation and checkpoints is right as it is; the paper scales branches by 1 / S where it is evaluated,
-    which a plain module does not.
+    With ``scaled``, the residual branch of a block counts ``S / |H|`` times in training, where S is the number of ranks
+    and |H| the number that hold the block. The whole network can then be validated and saved as it is. The paper instead
+    scales branches by 1 / S in evaluation, which a plain module does not do. A rank that receives a block starts with no
+    momenta for it. The paper starts each round with a new optimizer.
 
-    While the trainer validates, and after the fit, the module holds the means; so does every checkpoint's ``state_dict``,
-    which loads into the plain module. Each rank's own weights and optimizer state are in the callback's state, so that
-    resuming with as many ranks is bit for bit the undisturbed run, in mid-round too. BatchNorm's statistics are rank 0's, as
-    in DDP, of the rounds in which it holds the block. On one process it is plain training. Under DDP,
-    ``find_unused_parameters`` is switched on. Blocks that change the hidden state's shape, and the first one of a stack whose
-    blocks hand other tensors on, are held by all.
+    The module holds the means during validation and after the fit, and so does every checkpoint's ``state_dict``, which
+    loads into the plain module. The callback's state holds each rank's weights and optimizer state. Resuming with the same
+    number of ranks is bit for bit the uninterrupted run, also in the middle of a round.
 
-    Logged: ``local_steps``, ``averagings``, ``blocks`` (that this rank holds).
+    BatchNorm statistics are those of rank 0, as in DDP, from the rounds in which it holds the block. On one process this
+    is plain training. DDP's ``find_unused_parameters`` is switched on. All ranks hold the blocks that change the shape of
+    the hidden state, and the first block of a stack whose blocks return further tensors. The callback logs
+    ``local_steps``, ``averagings`` and ``blocks`` (the number that this rank holds).
 
     Args:
-        interval: steps of a round, >= 1. 50 is the paper's.
-        warmup_steps: steps of plain DDP at the start of the run, >= 1; ``math.inf`` is plain DDP for ever.
-        least: blocks that each rank holds at least, >= 1; some then have several holders.
-        scaled: whether branches count for the blocks that are passed over.
-        layers: the blocks, as a path, a pattern or a list of paths; None for the longest.
+        interval: the number of steps in a round. 50 is the paper's.
+        warmup_steps: the number of plain DDP steps at the start of the run. ``math.inf`` is plain DDP throughout.
+        least: the minimum number of blocks that each rank holds. With a larger number, some blocks have several holders.
+        scaled: whether to scale residual branches up for the ranks that skip them.
+        layers: the blocks, as a dotted path, a pattern or a list of paths. None finds the longest stack.
 
     Raises:
-        ValueError: if an argument is out of range; at setup, without a stack of blocks, with a communication hook, a static
-            graph or reentrant checkpointing under DDP, or with a gradient scaler, whose ranks would skip different steps.
+        ValueError: for a value out of range. At setup, without a stack of blocks, with a communication hook, a static
+            graph or reentrant checkpointing under DDP, or with a gradient scaler, because ranks would skip different
+            steps.
 
-    Sources:
-        Dun et al. 2021, arXiv:2107.00961.
+    Example:
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[ResIST(interval=50, warmup_steps=1000)])
+
+    References:
+        Dun et al. 2021, "ResIST: Layer-Wise Decomposition of ResNets for Distributed Training", arXiv:2107.00961.
     """
 
-    saves = "communication, and the time of the blocks that a rank does not hold"
+    saves = "communication, and the computation of the blocks that a rank does not hold"
     paper = "Dun et al. 2021, arXiv:2107.00961"
-    constraints = "residual blocks, best pre-norm; DDP; checkpoints up to N ranks as large; no fp16 scaler"
+    constraints = (
+        "residual blocks, preferably pre-norm; DDP; checkpoints up to N times as large for N ranks; no fp16 scaler"
+    )
     survey: ClassVar[Survey | None] = Survey("ResIST", zhuang="2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"interval": Choice((8, 25, 50, 100))}, needs_processes)
     control = Control(
-        "LocalSGD with the same interval: ranks train the whole network between meetings; and the baseline under DDP for as"
-        " many seconds"
+        "LocalSGD with the same interval, which trains the whole network between averagings; and the baseline under DDP for"
+        " the same time"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            _AVERAGES, "the average would be of each rank's own weights, and rank 0's alone would be saved"
+            _AVERAGES, "it would average each rank's own weights, and only the average of rank 0 would be saved"
         ),
-        **dict.fromkeys(_CURVATURE, "each rank steps along a gradient of its own, through blocks of its own"),
-        **dict.fromkeys(_GROWTH, "the blocks that rounds deal out would change within them"),
-        **dict.fromkeys(("StochasticDepth", "ProgressiveLayerDropping"), "both say which blocks a step passes over"),
-        "LocalSGD": "both say when ranks meet",
+        **dict.fromkeys(_CURVATURE, "each rank computes its gradient through different blocks"),
+        **dict.fromkeys(_GROWTH, "it would change the blocks within a round"),
+        **dict.fromkeys(("StochasticDepth", "ProgressiveLayerDropping"), "both choose the blocks that a step skips"),
+        "LocalSGD": "both decide when ranks average their weights",
     }
 
     def __init__(
         self,
-        interval: int = 50,
+        interval: Annotated[int, Count()] = 50,
         *,
-        warmup_steps: int | float = 1,
-        least: int = 1,
+        warmup_steps: Annotated[int | float, Either(Count(), OneOf(math.inf))] = 1,
+        least: Annotated[int, Count()] = 1,
         scaled: bool = True,
-        layers: str | Sequence[str] | None = None,
+        layers: Layers | None = None,
     ) -> None:
-        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
-            raise ValueError(f"{WHO}({least=}): expected blocks that each rank holds at least, an integer >= 1.")
-        if not isinstance(scaled, bool):
-            raise ValueError(f"{WHO}({scaled=}): expected True or False.")
         self.least, self.scaled, self.layers = least, scaled, layers
-        self._take(interval, warmup_steps, first=1)
+        self._take(interval, warmup_steps)
 
     @override
     def _reset(self) -> None:
@@ -168,7 +172,7 @@ class ResIST(Apart):
         super().attach(session)
         if look_for_unused(session):
             rank_zero_info(
-                f"{WHO}: DDP runs with find_unused_parameters=True, for the blocks that a rank does not hold."
+                f"{WHO}: DDP runs with find_unused_parameters=True, because each rank skips the blocks it does not hold."
             )
 
     @override
@@ -179,8 +183,8 @@ class ResIST(Apart):
         refuse_compiled_around(session.module, stack.path, who=WHO)
         if len({id(block) for block in stack.blocks}) < len(stack):
             raise ValueError(
-                f"{WHO}: {stack} holds the same block several times; expected different ones, of which each is dealt by itself."
-                " Name another stack by layers=, or take the technique out."
+                f"{WHO}: {stack} holds the same block several times, so its blocks cannot be assigned one by one. Name another"
+                f" stack by layers=, or remove {WHO}."
             )
         refuse_reentrant(session, [stack], who=WHO)
         if self._learnt is not None:
@@ -213,21 +217,21 @@ class ResIST(Apart):
         return {name: owners[id(p)] for name, p in named if id(p) in owners and id(p) not in outside}
 
     def _dealt(self, session: Session, number: int) -> list[frozenset[int]]:
-        """The blocks that each rank holds in this round."""
+        """Return the blocks that each rank holds in this round."""
         stack = self._stack
         assert stack is not None, "on_model has found the blocks"
         always = set(stack.reshapes) | ({0} if stack.carries is not False else set())
         rest = [i for i in range(len(stack)) if i not in always]
         if not rest:
             raise ValueError(
-                f"{WHO}: no block of {stack} can be passed over, since each returns another shape than it is given, or what"
-                " others need; expected some that can. Name another stack by layers=, or take the technique out."
+                f"{WHO}: no block of {stack} can be skipped, because each one changes the shape of its input or returns tensors"
+                f" that later blocks need. Name another stack by layers=, or remove {WHO}."
             )
         dealt = deal(rest, session.trainer.world_size, self.least, session.generator(WHO, number))
         return [one | always for one in dealt]
 
     def _round(self, session: Session) -> list[frozenset[int]] | None:
-        """The blocks that each rank holds; None while all hold all."""
+        """Return the blocks that each rank holds; None while every rank holds all of them."""
         if not self._distributed or session.trainer.world_size == 1 or self._steps < self.warmup_steps:
             return None
         return self._dealt(session, self.local_steps // self.interval)
@@ -252,7 +256,7 @@ class ResIST(Apart):
             self._begin(session, dealt)
 
     def _begin(self, session: Session, dealt: list[frozenset[int]]) -> None:
-        """A round begins: what this rank did not hold in the one before has no momenta."""
+        """Begin a round: drop the momenta of the blocks that this rank did not hold in the round before."""
         number = self.local_steps // self.interval
         if number == 0:
             return
@@ -263,9 +267,9 @@ class ResIST(Apart):
                     optimizer.state.pop(p, None)
 
     def _leave(self, session: Session) -> None:
-        """What this rank does not hold is not stepped, whatever DDP has made of its gradients."""
+        """Clear the gradients of blocks that this rank does not hold, whatever DDP has put there."""
         if self._distributed and session.trainer.world_size > 1 and not self._steps:
-            self._dealt(session, 0)  # before any weight has moved: whether there is something to deal out
+            self._dealt(session, 0)  # fails before any weight changes if no block can be skipped
         dealt = self._round(session)
         for name, p in session.module.named_parameters() if dealt is not None else ():
             if name in self._inside and session.rank not in self._holders(session, dealt or [], name):
@@ -305,6 +309,6 @@ class ResIST(Apart):
     @override
     def summary(self) -> str:
         return (
-            f"{self.local_steps} of {self._steps} steps were made apart, each rank with some of the blocks, and ranks met"
-            f" {self._averagings} times since"
+            f"{self.local_steps} of {self._steps} steps were local, each rank with a part of the blocks, with"
+            f" {self._averagings} averagings"
         )

@@ -1,22 +1,24 @@
-"""The search for a recipe that wins on the user's own module: it looks, searches, confirms and writes."""
+"""Searches for a recipe that beats the baseline on the user's own module, and confirms it on new seeds."""
 
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
 from lightning_eff._cli.errors import UsageError
+from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._arguments.kinds import Count
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Budget, mode_of
 from lightning_eff.bench.reports import drawing
 from lightning_eff.bench.results import write_json
 from lightning_eff.bench.running import ray_places
 from lightning_eff.bench.running.places import Places
-from lightning_eff.monitor._cost import Prices
+from lightning_eff.monitor._cost import Price, Prices
 from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune.arguments import parse_memory, parse_seconds, read_space, several
 from lightning_eff.tune.concluding import Finding
@@ -38,12 +40,12 @@ PROBING = 0.2  # of the time that is left, in which techniques are tried alone
 
 @dataclass(frozen=True)
 class Look:
-    """What was found before anything is searched.
+    """The findings before the search.
 
     Attributes:
         found: the profile of the baseline.
-        space: what may be tried, what not, and why.
-        recipes: writes what is chosen of it as configs.
+        space: the techniques that may be tried, those that may not, and why.
+        recipes: writes choices from the space as configs.
     """
 
     found: profiling.Found
@@ -51,7 +53,7 @@ class Look:
     recipes: Recipes
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Describe the findings for people."""
         space = self.space
         lines = ["The module", *(f"  {line}" for line in profiling.told(self.found))]
         lines += ["", "The baseline's own settings"]
@@ -69,36 +71,42 @@ class Look:
 
 
 class Tuner:
-    """Which recipe wins on a module and its data: :meth:`look` says what may be tried, :meth:`run` tries, confirms and writes.
+    """Search for a recipe that beats the baseline on your module and data, and confirm it on new seeds.
+
+    :meth:`look` profiles the baseline and lists the techniques that may help. :meth:`run` searches them, confirms the best
+    recipe in a bench against the baseline, and writes ``recipe.yaml`` and a report. It says so if the baseline wins. An
+    interrupted search continues from its folder.
 
     Args:
         baseline: the path(s) of LightningCLI configs, merged from left to right.
         target: the metric that ``validation_step`` logs.
-        budget: training seconds of a run, as ``"120s"`` or ``"2m"``. They are counted in reference-system time: each step
-            costs the calibrated time of its kind, so that a busy machine and runs side by side do not matter.
-        search: seconds of it all, as ``"2h"``, over all times that it is gone on with; None to look only. About half of it or
-            less is kept for confirming.
-        mode: "min" or "max"; None tells by the target's name.
-        memory: what a run may use, as ``"40GB"`` or in bytes; None leaves it open.
-        space: a file, or a mapping, that says more of the space: ``own``, ``techniques`` and ``most``.
-        include: techniques that alone are tried, and class paths of callbacks of one's own.
-        exclude: techniques that are not tried.
-        out: the folder for all that is found; what was interrupted there goes on.
-        jobs: runs at once; 0 for one on each CUDA device, and one on a machine without.
-        threads: torch's in each run; 0 shares out those of this process.
-        seed: of the runs that search; none that confirms has it.
-        seeds: on which the best is confirmed: how many.
-        price_per_hour: of this machine, or of each worker of a Ray cluster, in any currency; None tells no money for it.
-        price_per_kwh: of its electricity, in that currency.
-        engine: where trials run: in processes of this machine, or on the workers of a Ray cluster, ``jobs`` of them (0: as
-            many as it has room for). The profile is made, and what was found is confirmed, on this machine in any case,
-            which should therefore be one like the workers'.
+        budget: the training time of a run, as ``"120s"``, in reference-system time: a step counts with its calibrated cost.
+        search: the time of the whole search, as ``"2h"``, of which about half or less confirms. None only looks.
+        mode: the direction of a better metric. None finds it from the target's name.
+        memory: the memory that a run may use, as ``"40GB"`` or in bytes. None sets no limit.
+        space: a file or a mapping that refines the search space: ``own``, ``techniques`` and ``most``.
+        include: the only techniques to try, with class paths for your own callbacks.
+        exclude: the techniques not to try.
+        out: the folder for all results.
+        jobs: the number of parallel runs. 0 is one per CUDA device, and one on a machine without.
+        threads: the number of torch threads per run. 0 divides those of this process.
+        seed: the seed of the searching runs. The confirming runs use other seeds.
+        seeds: the number of seeds that confirm the best recipe.
+        price_per_hour: the price of this machine, or of each worker of a Ray cluster, per hour. None reports no cost of it.
+        price_per_kwh: the price of a kWh of its electricity, in the same currency.
+        engine: the place of trials: processes on this machine, or ``jobs`` workers of a Ray cluster (0 uses as many as fit).
+            This machine always makes the profile and confirms the result, so it should be like the workers.
 
     Raises:
-        ModuleNotFoundError: for the engine "ray" without Ray (the extra ``ray``).
-        ValueError: for other values.
+        ModuleNotFoundError: for the engine "ray", without the extra ``ray``.
+        ValueError: for a value out of range, or a baseline that is not a file.
+
+    Example:
+        >>> open("baseline.yaml", "w").close()  # your own config
+        >>> tuner = Tuner("baseline.yaml", target="val_loss", budget="120s", search="2h")
     """
 
+    @declared
     def __init__(
         self,
         baseline: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -112,24 +120,18 @@ class Tuner:
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         out: str | os.PathLike[str] = "lightning_logs/tune",
-        jobs: int = 0,
-        threads: int = 0,
+        jobs: Annotated[int, Count(at_least=0)] = 0,
+        threads: Annotated[int, Count(at_least=0)] = 0,
         seed: int = 0,
-        seeds: int = 3,
-        price_per_hour: float | None = None,
-        price_per_kwh: float | None = None,
+        seeds: Annotated[int, Count(at_least=2)] = 3,
+        price_per_hour: Price | None = None,
+        price_per_kwh: Price | None = None,
         engine: Literal["local", "ray"] = "local",
     ) -> None:
         self.paths = tuple(map(str, several(baseline)))
         for path in self.paths:
             if not Path(path).is_file():
-                raise UsageError(
-                    f"Got the baseline {path!r}, where there is no file; expected a config of LightningCLI."
-                )
-        if jobs < 0 or threads < 0 or seeds < 2:
-            raise UsageError(f"Tuner({jobs=}, {threads=}, {seeds=}): expected numbers >= 0, and at least 2 seeds.")
-        if mode not in (None, "min", "max"):
-            raise UsageError(f"Tuner({mode=}): expected 'min', 'max', or None to tell it by the target's name.")
+                raise UsageError(f"Got the baseline {path!r}, where there is no file. Give a LightningCLI config.")
         self.target = target
         self.mode = mode or mode_of(target)
         self.budget = Budget.parse(budget).seconds
@@ -137,8 +139,6 @@ class Tuner:
         self.space = read_space(space)
         self.include, self.exclude = several(include), several(exclude)
         self.out = Path(out)
-        if engine not in ("local", "ray"):
-            raise UsageError(f"Tuner({engine=}): expected 'local' or 'ray'.")
         self.engine = engine
         here = torch.cuda.device_count() or 1
         if engine == "ray":
@@ -153,19 +153,18 @@ class Tuner:
         self.seed = seed
         self.seeds = [seed + 1 + i for i in range(seeds)]
         self.search = None if search is None else parse_seconds(search)
-        Prices(price_per_hour, price_per_kwh).check("Tuner")
         self.price_per_hour, self.price_per_kwh = price_per_hour, price_per_kwh
 
     def look(self, tell: Tell | None = None) -> Look:
-        """Profile the baseline, and try each technique that could gain something for two steps.
+        """Profile the baseline, and try each technique that could help for two steps.
 
-        What was found in the folder before is not looked for again.
+        Results that are already in the folder are reused.
 
         Args:
-            tell: called with a line on what is done.
+            tell: a function that is called with a line about each stage.
 
         Raises:
-            ValueError: for a config, a space or a budget that cannot be used, or a target that is not logged.
+            ValueError: for a config, space or budget that cannot be used, or a target that is not logged.
             RuntimeError: if the baseline does not train.
         """
         return self._look(tell or (lambda line: None), Timetable(None, SHARES))
@@ -199,25 +198,27 @@ class Tuner:
         return Look(found, space, Recipes(self.paths, space, scheduled=run.decayed_rate or run.manual_optimization))
 
     def run(self, *, progress: bool = True, tell: Tell | None = None) -> dict[str, Any]:
-        """Search, confirm and write; what is in the folder is not done again.
+        """Search, confirm the best recipe, and write the results. Results that are already in the folder are reused.
 
         Args:
-            progress: show bars in the benches that confirm.
-            tell: called with a line on what is done.
+            progress: whether to show progress bars in the confirming benches.
+            tell: a function that is called with a line about each stage.
 
         Returns:
-            What was found, as in ``results.json``: ``recipe`` (its choices, or None where the baseline stands), ``baseline``,
+            The results, as in ``results.json``: ``recipe`` (its choices, or None if the baseline won), ``baseline``,
             ``sentence``, ``contributions``, ``trials``, ``left_out`` and ``cost``.
 
         Raises:
             ModuleNotFoundError: without Optuna (the extra ``tune``) or matplotlib (``bench``).
-            ValueError: if the search's seconds hold too little, no technique applies, or as :meth:`look` says.
+            ValueError: if the search time is too short or no technique applies, and as in :meth:`look`.
             RuntimeError: if the baseline trains in none of its trials.
         """
         require_extra()
         drawing.require_extra()
         if self.search is None:
-            raise UsageError("Got no seconds for the search; expected search='2h', or look() alone.")
+            raise UsageError(
+                "Tuner(search=None): there is no time to search. Set search='2h', or call look() instead of run()."
+            )
         prices = Prices(self.price_per_hour, self.price_per_kwh)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         with Ledger(self.out, prices, machines=self._machines, device=device) as ledger:
@@ -261,7 +262,7 @@ class Tuner:
         return found.durations(self.budget, process, len(self.seeds), self._bench_jobs)
 
     def _seconds(self, durations: Durations, time: Timetable) -> float:
-        """Seconds for trials, those of before included; the same whenever a search of this length goes on."""
+        """Return the seconds for trials, earlier ones included. It stays the same when a search of this length continues."""
         file = self.out / "search.json"
         told = json.loads(file.read_text()) if file.is_file() else None
         if told is not None and told["search"] == self.search:
@@ -271,13 +272,13 @@ class Tuner:
         return seconds
 
     def _searched(self) -> float:
-        """Seconds that trials have taken so far."""
+        """Return the seconds that trials have taken so far."""
         file = self.out / "clock.json"
         return json.loads(file.read_text())["seconds"] if file.is_file() else 0.0
 
     @property
     def _begun(self) -> bool:
-        """Whether there are trials."""
+        """Whether trials have begun."""
         return resuming.begun(self.out)
 
     def _search(self, look: Look, places: Places, seconds: float, tell: Tell) -> Search:

@@ -214,7 +214,7 @@ def test_missing_matplotlib_is_said_at_once(
     with pytest.raises(SystemExit):
         main(argv)
     out, err = capsys.readouterr()
-    assert 'pip install "lightning-eff[bench]"' in err and "--timeline none" in err and not out
+    assert "pip install -c constraints.txt '.[bench]'" in err and "--timeline none" in err and not out
     main([*argv, "--timeline", "none"])
     assert "The fastest layouts" in capsys.readouterr().out
 

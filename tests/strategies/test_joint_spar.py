@@ -250,9 +250,9 @@ def test_an_exception_leaves_no_layer_frozen() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"share": 0.0}, r"JointSpar\(share=0.0\): expected the share"),
-        ({"floor": 0.8}, r"floor=0.8, share=0.7\): expected the least probability"),
-        ({"rate": -1.0}, r"rate=-1.0\): expected a finite number"),
+        ({"share": 0.0}, r"JointSpar\(share=0.0\): expected a number in \(0, 1\]: the average fraction of layers"),
+        ({"floor": 0.8}, r"floor=0.8, share=0.7\): the minimum probability is above"),
+        ({"rate": -1.0}, r"rate=-1.0\): expected a finite number >= 0: the step size"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -263,7 +263,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_nothing_that_trains_is_refused() -> None:
     net = TinyClassifier()
     net.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"JointSpar: nothing of TinyClassifier takes a gradient"):
+    with pytest.raises(ValueError, match=r"JointSpar: no parameter of TinyClassifier requires a gradient"):
         step(net, JointSpar())
 
 

@@ -79,10 +79,10 @@ def test_one_process_is_plain_training() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"interval": 0}, "interval=0.: expected a whole number of optimizer steps >= 1"),
+        ({"interval": 0}, "LocalSGD.interval=0.: expected an integer >= 1: the number of local steps"),
         ({"interval": 2.5}, "interval=2.5"),
         ({"interval": math.inf}, "interval=inf"),
-        ({"warmup_steps": -1}, "warmup_steps=-1.: expected a whole number of optimizer steps >= 0"),
+        ({"warmup_steps": -1}, "warmup_steps=-1.: expected an integer >= 0 or inf: the number of plain DDP steps"),
         ({"warmup_steps": True}, "warmup_steps=True"),
     ],
 )

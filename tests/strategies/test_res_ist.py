@@ -120,9 +120,9 @@ def test_unchanged_modules(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"interval": 0}, r"ResIST\(interval=0\): expected a whole number of optimizer steps >= 1"),
-        ({"warmup_steps": 0}, "warmup_steps=0.: expected a whole number of optimizer steps >= 1"),
-        ({"least": 0}, "least=0.: expected blocks that each rank holds"),
+        ({"interval": 0}, r"ResIST\(interval=0\): expected an integer >= 1: the number of steps"),
+        ({"warmup_steps": 0}, "warmup_steps=0.: expected an integer >= 1 or inf"),
+        ({"least": 0}, "least=0.: expected an integer >= 1: the minimum number of blocks"),
         ({"scaled": 2}, "scaled=2.: expected True or False"),
     ],
 )

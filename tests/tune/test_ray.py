@@ -40,7 +40,9 @@ def test_a_missing_ray_says_what_to_install(
     with pytest.raises(SystemExit) as stopped:
         cli.main([*arguments, "--out", str(tmp_path / "out")])
     assert stopped.value.code == 2 and not (tmp_path / "out").exists()
-    assert "pip install 'lightning-eff[ray]'" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "--engine ray: the package ray is not installed" in told
+    assert "pip install -c constraints.txt '.[ray]'" in told
 
 
 @pytest.fixture(scope="module")

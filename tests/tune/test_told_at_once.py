@@ -70,7 +70,7 @@ def test_what_the_config_can_have_is_no_obstacle(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"mode": "lower"}, r"mode='lower'\): expected 'min', 'max', or None"),
+        ({"mode": "lower"}, r"mode='lower'\): expected 'min' or 'max', or None: the direction"),
         ({"baseline": config}, r"Got the baseline '<function config.*where there is no file"),
         ({"include": ["./mine.py"]}, r"Got the technique './mine.py', which is not found"),
         ({"include": "KFACC"}, r"Got the technique 'KFACC', which there is not; .* Did you mean 'KFAC'"),
@@ -79,7 +79,7 @@ def test_what_the_config_can_have_is_no_obstacle(tmp_path: Path, monkeypatch: py
 def test_an_argument_that_is_none_is_told_with_what_is_expected(
     more: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(ValueError, match=message):
         tuner(tmp_path, **more).look()
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from lightning_eff._core._lightning.extras import missing
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -35,14 +37,11 @@ def require_extra() -> None:
     Raises:
         ModuleNotFoundError: matplotlib or scipy is not installed.
     """
-    for name, what in (("matplotlib", "draws its report with"), ("scipy", "tells differences by")):
+    for name in ("matplotlib", "scipy"):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f'The bench {what} {name}, which is not installed. Install it: pip install "lightning-eff[bench]"',
-                name=error.name,
-            ) from error
+            raise ModuleNotFoundError(missing("Benchmark", name, "bench"), name=error.name) from error
 
 
 def svg(drawing: Drawing) -> bytes:

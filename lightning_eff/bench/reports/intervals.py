@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import stdev
 
+from lightning_eff._core._lightning.extras import missing
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -43,10 +45,7 @@ def t_quantile(probability: float, degrees: int) -> float:
     try:
         from scipy.special import stdtrit
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            'The bench tells differences by scipy, which is not installed. Install it: pip install "lightning-eff[bench]"',
-            name=error.name,
-        ) from error
+        raise ModuleNotFoundError(missing("Benchmark", "scipy", "bench"), name=error.name) from error
     return float(stdtrit(degrees, probability))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff._cli.errors import UsageError
+from lightning_eff._core._lightning.extras import missing
 from lightning_eff.bench.running.jobs import Job, crashed
 from lightning_eff.bench.running.workers import Workers
 
@@ -25,10 +26,7 @@ def require_extra() -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error.name} is not installed; --engine ray needs it. Run: pip install 'lightning-eff[ray]'",
-            name=error.name,
-        ) from None
+        raise ModuleNotFoundError(missing("--engine ray", str(error.name), "ray"), name=error.name) from None
     return ray
 
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Count, Fraction
+from lightning_eff._core._lightning.extras import missing
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.technique import Choice as Chosen
 from lightning_eff._core._samples.technique import Epoch, SampleChooser
@@ -192,9 +193,7 @@ class DataPruning(SampleChooser):
                 f" Raise max_epochs above {self.epochs}, or lower epochs."
             )
         if self.score == "prototypes" and importlib.util.find_spec("sklearn") is None:
-            raise ImportError(
-                f"{WHO}(score='prototypes') needs scikit-learn for its k-means. Run: pip install 'lightning-eff[select]'"
-            )
+            raise ImportError(missing(f"{WHO}(score='prototypes')", "scikit-learn", "select"))
 
     @override
     def attach(self, session: Session) -> None:

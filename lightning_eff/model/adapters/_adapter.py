@@ -52,6 +52,10 @@ def unless_memory_bound(profile: RunProfile) -> str | None:
     )
 
 
+#: what adapters are compared with
+CONTROL = Control("the baseline, which trains all weights, for the same time")
+
+
 class Adapter(Architecture):
     """A technique that trains few parameters and freezes all others.
 
@@ -68,7 +72,6 @@ class Adapter(Architecture):
         **Architecture.refuses,
         Part.FLAT: "it cannot distinguish trained parameters from frozen ones there",
     }
-    control: ClassVar[Control] = Control("the baseline, which trains all weights, for the same time")
     _partial: Partial | None = None
     _trained = 0
     _frozen = 0

@@ -5,6 +5,8 @@ import importlib.util
 import sys
 from typing import Any
 
+from lightning_eff._core._lightning.extras import install
+
 
 def imported(name: str, *, extra: str, who: str) -> Any:
     """The module ``name``.
@@ -16,7 +18,7 @@ def imported(name: str, *, extra: str, who: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"{who} needs {extra}, which cannot be imported ({error}). Install it: pip install 'lightning-eff[{extra}]'."
+            f"{who}: cannot import {extra} ({error}). In a clone of lightning_eff, run: {install(extra)}"
         ) from error
 
 

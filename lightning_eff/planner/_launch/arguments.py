@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff._cli.errors import Arguments
+from lightning_eff._core._lightning.extras import install
 from lightning_eff.planner._launch.assumptions import Assumptions
 from lightning_eff.planner.accelerators import ACCELERATORS, Accelerator, find_accelerator
 
@@ -205,8 +206,8 @@ def read(argv: Sequence[str]) -> Request:
 
 
 NO_MATPLOTLIB = (
-    'matplotlib, which draws the timeline, is not installed. Run: pip install "lightning-eff[bench]", or leave the picture'
-    " out by --timeline none."
+    "matplotlib, which draws the timeline, is not installed. Pass --timeline none, or run in a clone of lightning_eff:"
+    f" {install('bench')}"
 )
 
 

@@ -1,4 +1,4 @@
-"""Ranks under DDP that train apart and meet: what techniques that say what they meet by share."""
+"""The base class of techniques that let DDP ranks train separately and average their weights at intervals."""
 
 import math
 from copy import deepcopy
@@ -32,15 +32,15 @@ def average_in_place(parameters: list[Parameter]) -> None:
 
 
 class Apart(OtherWeights):
-    """After a start in step, each rank trains by its own gradients, and all meet after every ``interval`` local steps.
+    """Trains each rank on its own gradients after a warm-up, and averages the weights every ``interval`` local steps.
 
-    A subclass may say what they meet at (:meth:`mean`): the mean over all ranks, unless it does. Validation, checkpoints and
-    the fit's end see that; each rank's own weights and optimizer state are in the callback's, so that a resumed run is the
-    undisturbed one.
+    A subclass can average differently by overriding :meth:`mean`. Validation, checkpoints and the end of the fit see the
+    average. The callback's state holds each rank's own weights and optimizer state, so a resumed run equals an
+    uninterrupted one.
 
     Attributes:
-        interval: local steps between two meetings.
-        warmup_steps: steps of plain DDP at the start of the run.
+        interval: the number of local steps between two averagings.
+        warmup_steps: the number of plain DDP steps at the start of the run.
     """
 
     needs: ClassVar[Need] = Need.DDP
@@ -48,18 +48,13 @@ class Apart(OtherWeights):
     warmup_steps: int | float
     sparse_gradients: ClassVar[bool] = True
 
-    def _take(self, interval: int, warmup_steps: int | float, *, first: int = 0) -> None:
-        """Check and keep the arguments that all have; ``first`` is the least of ``warmup_steps``."""
-        who = type(self).__name__
-        for name, value, least in (("interval", interval, 1), ("warmup_steps", warmup_steps, first)):
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not (whole and value >= least) and not (name == "warmup_steps" and value == math.inf):
-                raise ValueError(f"{who}({name}={value!r}): expected a whole number of optimizer steps >= {least}.")
+    def _take(self, interval: int, warmup_steps: int | float) -> None:
+        """Keep the arguments that all subclasses have."""
         self.interval, self.warmup_steps = interval, warmup_steps
         self._reset()
 
     def mean(self, session: Session, parameters: dict[str, Parameter]) -> None:
-        """Let these parameters, by name, be what ranks meet at, in place and the same on all."""
+        """Average these parameters, by name, in place. The result is the same on all ranks."""
         average_in_place([*parameters.values()])
 
     def _reset(self) -> None:
@@ -81,12 +76,12 @@ class Apart(OtherWeights):
 
     @property
     def local_steps(self) -> int:
-        """Steps that were made apart so far."""
+        """The number of local steps so far."""
         return int(max(0, self._steps - self.warmup_steps))
 
     @property
     def _apart(self) -> bool:
-        """Whether ranks hold weights of their own."""
+        """Whether ranks hold different weights."""
         return self.local_steps % self.interval != 0
 
     @override
@@ -94,16 +89,16 @@ class Apart(OtherWeights):
         strategy = session.trainer.strategy
         if getattr(session.trainer.precision_plugin, "scaler", None) is not None:
             raise ValueError(
-                f"{type(self).__name__}: got precision {session.trainer.precision!r}, whose gradient scaler would skip steps"
-                " on one rank and not on another; expected a precision without one. Use precision='bf16-mixed'."
+                f"{type(self).__name__}: got precision {session.trainer.precision!r}, whose gradient scaler would skip a step"
+                " on one rank and not on another. Use precision='bf16-mixed'."
             )
         if is_a(strategy, DDPStrategy) and (
             strategy._ddp_comm_hook is not None
             or type(strategy)._register_ddp_hooks is not like(strategy, DDPStrategy)._register_ddp_hooks
         ):
             raise ValueError(
-                f"{type(self).__name__}: {type(strategy).__name__} has a communication hook already, and DDP takes one;"
-                " expected DDP without one. Use strategy='ddp', or take the technique out."
+                f"{type(self).__name__}: {type(strategy).__name__} has a communication hook already, and DDP takes only one."
+                f" Use strategy='ddp', or remove {type(self).__name__}."
             )
 
     @override
@@ -188,7 +183,7 @@ class Apart(OtherWeights):
     @override
     @torch.no_grad()
     def put_in(self, session: Session) -> None:
-        """Put the mean over ranks into the module, unless it is there."""
+        """Put the mean over ranks into the module, unless it is there already."""
         if self._own is None and self._apart and self._distributed:
             parameters = self._parameters(session)
             self._own = {name: p.detach().clone() for name, p in parameters.items()}

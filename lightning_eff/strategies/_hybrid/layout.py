@@ -43,29 +43,12 @@ class Layout:
         return self.pipeline * self.tensor > 1
 
 
-def check_size(name: str, value: Any, *, who: str, auto: bool = False) -> None:
-    """Raise unless ``value`` is a whole number of processes >= 1, or "auto" where that is allowed."""
-    if auto and value == "auto":
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        either = "'auto' or " if auto else ""
-        raise ValueError(f"{who}({name}={value!r}): expected {either}a number of processes, an integer >= 1.")
-
-
-def check_shard(shard: Any, data: Any, *, who: str) -> None:
-    """Raise unless ``shard`` is a flag, or a number of ranks that divides the data-parallel ones, if those are known."""
-    if isinstance(shard, bool):
-        return
-    if not isinstance(shard, int) or shard < 2:
-        kind = ValueError if isinstance(shard, int) else TypeError
-        raise kind(
-            f"{who}(shard={shard!r}): expected True (all data-parallel ranks share one copy of the parameters), False (each"
-            " has its own), or the number of ranks that share one, an integer >= 2."
-        )
-    if isinstance(data, int) and data % shard:
+def check_shard(shard: bool | int, data: Any, *, who: str) -> None:
+    """Raise ``ValueError`` unless a number of ranks that share a copy divides the data-parallel ranks, if they are known."""
+    if not isinstance(shard, bool) and isinstance(data, int) and data % shard:
         raise ValueError(
-            f"{who}(shard={shard}): {shard} ranks that share one copy of the parameters do not divide the {data}"
-            f" data-parallel ranks; expected one of {[k for k in range(2, data + 1) if data % k == 0]}, or True or False."
+            f"{who}(shard={shard}): groups of {shard} ranks do not divide the {data} data-parallel ranks. Set shard to one of"
+            f" {[k for k in range(2, data + 1) if data % k == 0]}, True or False."
         )
 
 

@@ -33,7 +33,7 @@ def schedule_name(schedule: str, *, who: str) -> str:
     for name in SCHEDULES:
         if schedule.lower() == name.lower():
             return name
-    raise ValueError(f"{who}(schedule={schedule!r}): no such schedule; expected one of {', '.join(SCHEDULES)}.")
+    raise ValueError(f"{who}(schedule={schedule!r}): there is no such schedule. Use one of {', '.join(SCHEDULES)}.")
 
 
 def stage_ranks(schedule: str, num_ranks: int, num_stages: int) -> list[int]:

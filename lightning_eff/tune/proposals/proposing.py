@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_eff._core._lightning.extras import missing
 from lightning_eff._core.search_space import Choice, Integer, Range, SearchSpace
 from lightning_eff.tune.config import Choices
 from lightning_eff.tune.inspection.probing import usual
@@ -80,9 +81,7 @@ def require_extra() -> Any:
     try:
         import optuna
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"{error.name} is not installed; a search needs it. Run: pip install 'lightning-eff[tune]'", name=error.name
-        ) from None
+        raise ModuleNotFoundError(missing("lightning-eff tune", str(error.name), "tune"), name=error.name) from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

@@ -7,14 +7,14 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from lightning_eff._core._lightning.extras import missing
+
 
 def needed(who: str) -> None:
     """Raise ``ImportError`` if kornia is not installed, without importing it, which takes a second."""
     there = sys.modules["kornia"] is not None if "kornia" in sys.modules else importlib.util.find_spec("kornia")
     if not there:
-        raise ImportError(
-            f"{who} needs kornia, which is not installed. Install it: pip install 'lightning-eff[augmentation]'."
-        )
+        raise ImportError(missing(who, "kornia", "augmentation"))
 
 
 @cache

@@ -30,8 +30,8 @@ class Policy(Augmentation):
     """
 
     constraints: ClassVar[str] = (
-        "needs pip install 'lightning-eff[augmentation]', automatic optimization, images (B, C, H, W) of a known range of"
-        " values and labels of whole images"
+        "needs kornia (the extra `augmentation`), automatic optimization, images (B, C, H, W) with a known range of values,"
+        " and one label per image"
     )
     order: ClassVar[int] = -1  # before boxes are erased
     saved: ClassVar[tuple[str, ...]] = (*Augmentation.saved, "clipped")

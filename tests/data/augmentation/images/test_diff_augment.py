@@ -27,7 +27,9 @@ CASES = {
         neutral=lambda: eff.DiffAugment(policy=[]),
         model="vit",
         refuses={
-            **dict.fromkeys(("gpt2", "llama", "bert"), r"not on exactly one floating-point tensor of images \(B, C, H, W\)"),
+            **dict.fromkeys(
+                ("gpt2", "llama", "bert"), r"not on exactly one floating-point tensor of images \(B, C, H, W\)"
+            ),
             **dict.fromkeys(("tiny_gpt", "padded", "translator"), _NO_SUBMODULE),
         },
         lost=(classifier, "classifier", _NO_SUBMODULE),

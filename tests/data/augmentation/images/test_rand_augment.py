@@ -231,7 +231,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_without_kornia_setup_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kornia", None)
-    with pytest.raises(ImportError, match=r"RandAugment needs kornia.*pip install 'lightning-eff\[augmentation\]'"):
+    with pytest.raises(ImportError, match=r"RandAugment: the package kornia is not installed.*\.\[augmentation\]"):
         train(Own(F.cross_entropy), eff.RandAugment(**_RANGE))
     train(Own(F.cross_entropy), eff.RandAugment(num_operations=0))
 
