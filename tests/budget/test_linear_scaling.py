@@ -188,7 +188,7 @@ def test_two_processes(once: Once) -> None:
     found = two_processes(once)["linear"]
     assert found["reports"] == [{"batch": 18, "rate_factor": 3.0}] * 2 and found["alike"]
     assert len(found["refused"]) == 2 and "found a DataLoader without batch_size" in found["refused"][0]
-    assert "got batches of 4 here, and on another rank" in found["refused"][1]
+    assert "found batches of 4 on this rank, and" in found["refused"][1]
 
 
 # -- a search, a comparison, a YAML, and bad input

@@ -519,7 +519,7 @@ def test_optimizer_groups_listed_by_name() -> None:
 def test_a_run_that_never_trained_leaves_the_plain_module() -> None:
     net = build("classifier")
     before, required = {path: id(m) for path, m in net.named_modules()}, [p.requires_grad for p in net.parameters()]
-    with pytest.raises(ValueError, match="stage 0 asks for 9 blocks"):  # once the module is changed
+    with pytest.raises(ValueError, match="stage 0 needs 9 blocks"):  # once the module is changed
         train(net, "classifier", LowRankAdapter(), eff.ProgressiveStacking(stages=[(0.0, 9)]))
     trainer(LowRankAdapter(), limit_val_batches=1).validate(net, loader("classifier"), verbose=False)
     assert {path: id(m) for path, m in net.named_modules()} == before and not applied(net)

@@ -142,7 +142,7 @@ def test_blocks_that_are_compiled_are_told_by_their_paths() -> None:
     (stack,) = stacks_of(net, None)
     check_stack(net, stack)
     net.net[2].conv.compile()
-    with pytest.raises(ValueError, match=r"'net\.2\.conv' is compiled already"):
+    with pytest.raises(ValueError, match=r"'net\.2\.conv' is already compiled"):
         check_stack(net, stack)
 
 

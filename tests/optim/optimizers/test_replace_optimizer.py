@@ -685,7 +685,7 @@ class _AnewEachStep(FourGroups):
         (
             _AnewEachStep,
             lambda: ReplaceOptimizer(Muon),
-            "module's LBFGS, keeps .* parameters and evaluates the loss again",
+            "module's LBFGS keeps .* parameters and evaluates the loss again",
         ),
         (_AnewEachStep, lambda: ReplaceOptimizer(group_lr={"head": 0.1}), "LBFGS keeps .* parameters='all'"),
         (_Two, lambda: ReplaceOptimizer(Muon), r"returned 2 optimizers \(\['AdamW', 'SGD'\]\)\. Return one optimizer"),
