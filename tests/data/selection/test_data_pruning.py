@@ -358,7 +358,7 @@ def test_a_run_that_ends_before_it_prunes_is_told() -> None:
 
 def test_without_scikit_learn_it_is_said_as_the_fit_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"needs scikit-learn .*lightning-eff\[select\]"):
+    with pytest.raises(ImportError, match=r"package scikit-learn is not installed.*\.\[select\]"):
         run(DataPruning("prototypes"), max_steps=9)
 
 
