@@ -354,7 +354,7 @@ Layers = Annotated[str | Sequence[str], Either(Text("a dotted path, a pattern"),
 
 
 def _text(bound: float) -> str:
-    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _plain(value: Any) -> Any:
