@@ -149,7 +149,9 @@ class ScheduleFree(AveragedWeights):
     paper: ClassVar[str] = "Defazio et al. 2024, arXiv:2405.15682"
     constraints: ClassVar[str] = "pip install 'lightning-eff[schedulefree]'; one optimizer, which needs gradients alone"
     needs: ClassVar[Need] = Need.WHOLE
-    refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank steps whole parameters of its own
+    refuses: ClassVar[Reasons] = {
+        Part.PIPELINE: "runs that resume there were found to differ from those that never stopped"
+    }
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
