@@ -71,7 +71,6 @@ IN_PIPELINE: dict[str, Settings] = {
         "DataPruning",
         "ImportanceSampling",
         "Mixup",
-        "ScheduleFree",
         "SequencePacking",
         "StochasticDepth",
     )

@@ -161,7 +161,9 @@ class ScheduleFree(AveragedWeights):
     paper: ClassVar[str] = "Defazio et al. 2024, arXiv:2405.15682"
     constraints: ClassVar[str] = "needs the package schedulefree, and one optimizer without a closure"
     needs: ClassVar[Need] = Need.WHOLE
-    refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank steps whole parameters of its own
+    refuses: ClassVar[Reasons] = {
+        Part.PIPELINE: "runs that resume there were found to differ from those that never stopped"
+    }
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
