@@ -41,7 +41,7 @@ _CLASSES: dict[str, type[OneBitOptimizer]] = {
 
 def _pointless(profile: RunProfile) -> str | None:
     if profile.accelerator == "cpu":
-        return "DeepSpeed needs GPUs"
+        return "it needs GPUs"
     return needs_processes(profile)
 
 

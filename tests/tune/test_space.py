@@ -40,7 +40,7 @@ def space(own: tuple[Own, ...] = (RATE,), **more: Any) -> Space:
 def test_techniques_are_in_it_by_what_they_say_of_themselves() -> None:
     found = space()
     assert {"SequenceLengthWarmup", "ProgressiveStacking", "ReplaceOptimizer"} <= set(found.techniques)
-    assert found.left_out["ProgressiveResizing"] == "samples are no images"
+    assert found.left_out["ProgressiveResizing"] == "samples are not images"
     assert found.left_out["LocalSGD"] == "there is one process"
     assert "another model" in found.left_out["NgramEmbedding"]
     assert not set(found.techniques) & set(found.left_out)
