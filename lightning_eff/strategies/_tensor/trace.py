@@ -93,7 +93,7 @@ def own_arithmetic(root: nn.Module) -> Iterator[None]:
         (module, forward)
         for module in root.modules()
         if (forward := module.__dict__.get("forward")) is not None
-        and type(forward).__module__.startswith("lightning_eff.precision.")
+        and type(getattr(forward, "func", forward)).__module__.startswith("lightning_eff.precision.")
     ]
     for module, _ in swapped:
         del module.__dict__["forward"]
