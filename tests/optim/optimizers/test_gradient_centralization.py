@@ -20,7 +20,7 @@ CASES = {
         active=lambda: GradientCentralization(),
         neutral=lambda: GradientCentralization(strength=0.0),
         outside_surveys=True,
-        lost=(no_map, "classifier", "the optimizers of Scaled step no weight of a linear map or a convolution"),
+        lost=(no_map, "classifier", "no optimizer of Scaled has the weight of a linear layer or a convolution"),
     )
 }
 

@@ -27,7 +27,7 @@ CASES = {
     "KFAC": Case(
         active=lambda: KFAC(every=2, inverse_every=4),
         neutral=lambda: KFAC(every=0),
-        lost=(no_map, "classifier", "the optimizers of Scaled step no weight of a linear map or a convolution"),
+        lost=(no_map, "classifier", "no optimizer of Scaled has the weight of an nn.Linear"),
     )
 }
 
