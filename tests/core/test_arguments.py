@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_eff._core._arguments.batch import BatchKeys
 from lightning_eff._core._arguments.declared import aliases_of, arguments_of, declared
 from lightning_eff._core._arguments.kinds import (
     Alias,
-    BatchKeys,
     Count,
     Each,
     Either,

@@ -280,30 +280,6 @@ class Names(Kind):
 
 
 @dataclass(frozen=True, repr=False)
-class BatchKeys(Kind):
-    """A list of names or positions of tensors in a batch.
-
-    Attributes:
-        hint: an example, as a sentence, for the message.
-    """
-
-    hint: str = field(default="For example ['pixel_values'] or [0].", repr=False)
-
-    @property
-    @override
-    def expected(self) -> str:
-        return "a list of names or positions in the batch"
-
-    @override
-    def __call__(self, value: Any) -> list[str | int]:
-        if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-            raise ValueError
-        if any(isinstance(key, bool) or not isinstance(key, str | numbers.Integral) for key in value):
-            raise ValueError
-        return [key if isinstance(key, str) else int(key) for key in value]
-
-
-@dataclass(frozen=True, repr=False)
 class Text(Kind):
     """A string that is not empty.
 

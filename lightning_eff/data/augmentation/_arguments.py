@@ -1,50 +1,14 @@
 """Arguments that augmentations share, and the runs in which an augmentation cannot help."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Annotated, Any
 
 from typing_extensions import override
 
+from lightning_eff._core._arguments.batch import BatchKeys, TokenIds
 from lightning_eff._core._arguments.kinds import Alias, Count, Fraction, Kind, Number
 from lightning_eff._core.search_space import RunProfile
-
-
-@dataclass(frozen=True, repr=False)
-class BatchKeys(Kind):
-    """A list of names or positions of tensors in a batch."""
-
-    hint: str = field(default="For example ['pixel_values'] or [0].", repr=False)
-
-    @property
-    @override
-    def expected(self) -> str:
-        return "a list of names or positions in the batch"
-
-    @override
-    def __call__(self, value: Any) -> list[str | int]:
-        if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-            raise ValueError
-        if any(isinstance(key, bool) or not isinstance(key, str | Integral) for key in value):
-            raise ValueError
-        return [key if isinstance(key, str) else int(key) for key in value]
-
-
-@dataclass(frozen=True, repr=False)
-class TokenIds(Kind):
-    """A list of token ids, which may be empty."""
-
-    @property
-    @override
-    def expected(self) -> str:
-        return "a list of token ids, each an integer >= 0"
-
-    @override
-    def __call__(self, value: Any) -> list[int]:
-        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-            raise ValueError
-        return [Count(at_least=0)(token) for token in value]
 
 
 @dataclass(frozen=True, repr=False)

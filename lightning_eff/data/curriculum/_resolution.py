@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.batch import BatchKeys
 from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._images.images import Side, resize
 from lightning_eff._core._images.positions import Seen
@@ -18,10 +19,9 @@ from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Technique
-from lightning_eff.data._keys import Keys
 from lightning_eff.data.curriculum._sizes import SizesUsed
 
-ImageKeys = Annotated[Sequence[str | int] | None, Keys("['pixel_values'] or [0]")]
+ImageKeys = Annotated[Sequence[str | int] | None, BatchKeys()]
 Scale = Annotated[float, Fraction(above=0)]
 
 

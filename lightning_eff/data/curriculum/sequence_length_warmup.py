@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.batch import BatchKeys
 from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
@@ -17,7 +18,6 @@ from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Su
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
-from lightning_eff.data._keys import Keys
 from lightning_eff.data.curriculum._sizes import SizesUsed
 
 WHO = "SequenceLengthWarmup"
@@ -145,7 +145,9 @@ class SequenceLengthWarmup(Technique):
         until: Annotated[float, Fraction(), Alias("duration")] = 0.3,
         multiple_of: Annotated[int, Count(), Alias("step_size")] = 8,
         mode: Literal["reshape", "truncate"] = "reshape",
-        keys: Annotated[list[str | int] | None, Keys("['input_ids', 'labels'] or [0, 1]")] = None,
+        keys: Annotated[
+            list[str | int] | None, BatchKeys(hint="For example ['input_ids', 'labels'] or [0, 1].")
+        ] = None,
     ) -> None:
         if start % multiple_of:
             below = start - start % multiple_of

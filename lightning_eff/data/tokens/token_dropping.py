@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import BatchKeys, Count, Fraction, Layers
+from lightning_eff._core._arguments.batch import BatchKeys
+from lightning_eff._core._arguments.kinds import Count, Fraction, Layers
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core._targets.window import Targets

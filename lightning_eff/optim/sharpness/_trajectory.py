@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import BatchKeys, Fraction, Number
+from lightning_eff._core._arguments.batch import BatchKeys
+from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core._targets.window import Targets

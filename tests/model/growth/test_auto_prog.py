@@ -433,7 +433,7 @@ def test_a_checkpoint_of_plain_training_is_not_gone_on_from(tmp_path: Path) -> N
         ({"half_life": 0}, "half_life=0"),
         ({"inputs": "text"}, "inputs='text'.*'sequences'"),
         ({"multiple_of": 0}, "multiple_of=0"),
-        ({"keys": "pixels"}, "keys='pixels'.: expected a list of names or positions of tensors, or None"),
+        ({"keys": "pixels"}, "keys='pixels'.: expected a list of names or positions in the batch, or None"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], told: str) -> None:

@@ -430,7 +430,7 @@ class Shuffled(Bypassed):
         ({"length": "all"}, r"length='all'\): expected pairs .*, or None"),
         ({"noise": -1}, "noise=-1"),
         ({"mode": "pool"}, "expected 'reshape'"),
-        ({"keys": "ids"}, "keys='ids'.: expected a list of names or positions of tensors, or None"),
+        ({"keys": "ids"}, "keys='ids'.: expected a list of names or positions in the batch, or None"),
         ({"ffn": [["one"]]}, "at least two names"),
     ],
 )

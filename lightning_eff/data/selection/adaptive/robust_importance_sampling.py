@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._arguments.batch import BatchKeys
 from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
@@ -17,7 +18,6 @@ from lightning_eff._core._samples.technique import Epoch, SampleChooser
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.data._keys import Keys
 from lightning_eff.data.selection._choosing import others
 from lightning_eff.data.selection._weighing import draw
 from lightning_eff.data.selection.adaptive._advance import Advance
@@ -114,7 +114,7 @@ class RobustImportanceSampling(SampleChooser):
         refits: Annotated[int, Count()] = 4,
         adapt: bool = True,
         smoothing: Annotated[float, Fraction(below=1)] = 0.9,
-        labels: Annotated[Sequence[str | int] | None, Keys("['labels']", empty=True)] = None,
+        labels: Annotated[Sequence[str | int] | None, BatchKeys(empty=True, hint="For example ['labels'].")] = None,
     ) -> None:
         self.uniform, self.refits, self.adapt, self.smoothing = uniform, refits, adapt, smoothing
         self.labels = labels

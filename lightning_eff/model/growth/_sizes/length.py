@@ -1,39 +1,15 @@
 """Sequences of a fraction of their full length, from batches of any structure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from typing_extensions import override
-
-from lightning_eff._core._arguments.kinds import Kind
+from lightning_eff._core._arguments.batch import BatchKeys
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._tokens.sequences import find_sequences, shorten
 from lightning_eff._core.session import Session
 
-
-@dataclass(frozen=True, repr=False)
-class TensorNames(Kind):
-    """Names or positions of tensors in a batch; kept as a list."""
-
-    hint = "Example: ['input_ids', 'labels'] or [0, 1]."
-
-    @property
-    @override
-    def expected(self) -> str:
-        return "a list of names or positions of tensors"
-
-    @override
-    def __call__(self, value: Any) -> list[str | int]:
-        if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-            raise ValueError
-        if any(isinstance(key, bool) or not isinstance(key, str | int) for key in value):
-            raise ValueError
-        return list(value)
-
-
 #: The tensors of a batch that are images or sequences.
-Keys = Annotated[list[str | int], TensorNames()]
+Keys = Annotated[list[str | int], BatchKeys(hint="For example ['input_ids', 'labels'] or [0, 1].")]
 
 
 class Length:
