@@ -19,6 +19,7 @@ from lightning_eff._core._arguments.kinds import (
     Either,
     Fraction,
     Function,
+    Layers,
     Names,
     Number,
     OneOf,
@@ -141,6 +142,16 @@ def test_values_are_kept_as_plain_python(argument: str, value: Any, kept: Any) -
     found = Plain(**{argument: value}).settings[argument]
     assert found == kept
     assert type(found) is type(kept)
+
+
+@pytest.mark.parametrize("value", ["", "block_*", "model.layers", ["a", "b"]])
+def test_layers_are_paths_or_patterns(value: Any) -> None:
+    """The empty path is the module's own, where it is a sequence of blocks itself."""
+    (kind,) = Layers.__metadata__  # pyright: ignore[reportAttributeAccessIssue]
+    assert kind(value) == value
+    for other in ([], [""], 3):
+        with pytest.raises(ValueError):
+            kind(other)
 
 
 def test_sequences_are_kept_as_tuples() -> None:

@@ -281,14 +281,16 @@ class Names(Kind):
 
 @dataclass(frozen=True, repr=False)
 class Text(Kind):
-    """A string that is not empty.
+    """A string.
 
     Attributes:
         of: what it says, for the message: ``a dotted path of a submodule``.
+        empty: whether the empty string is accepted.
         hint: an example, as a sentence, for the message.
     """
 
     of: str = "a string"
+    empty: bool = False
     hint: str = field(default="", repr=False)
 
     @property
@@ -298,7 +300,7 @@ class Text(Kind):
 
     @override
     def __call__(self, value: Any) -> str:
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str) or not (value or self.empty):
             raise ValueError
         return value
 
@@ -325,8 +327,10 @@ class Function(Kind):
         return value
 
 
-#: the blocks that a technique acts on; None, where it is accepted, finds them
-Layers = Annotated[str | Sequence[str], Either(Text("a dotted path, a pattern"), Names("dotted paths", empty=False))]
+#: the blocks that a technique acts on; None, where it is accepted, finds them, and "" is the module's own sequence of blocks
+Layers = Annotated[
+    str | Sequence[str], Either(Text("a dotted path, a pattern", empty=True), Names("dotted paths", empty=False))
+]
 
 
 def _text(bound: float) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._arguments.declared import refusal
 from lightning_eff._core._arguments.kinds import Layers
 from lightning_eff._core._branches.probing import aside, attempts
 from lightning_eff._core._branches.side_by_side import side_by_side
@@ -124,6 +125,8 @@ class VisualPromptTuning(Adapter):
         also: Also = (),
         save: Save = "adapter",
     ) -> None:
+        if layers == "":
+            raise refusal(type(self), "layers", layers, "a dotted path, a pattern or a list of dotted paths, or None")
         self.length, self.deep, self.layers = length, deep, layers
         if not deep:
             self.conflicts = {**type(self).conflicts, **SHALLOW}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
