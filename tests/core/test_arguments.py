@@ -182,6 +182,20 @@ class Inheriting(Declaring):
     pass
 
 
+class HandingOn(Plain):
+    """A class of a user's own."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+
+def test_a_subclass_that_hands_arguments_on_has_its_bases_messages() -> None:
+    with pytest.raises(
+        ValueError, match=r"HandingOn\(keep=2\): expected a number .*: the fraction of each .* default is 0\.5"
+    ):
+        HandingOn(keep=2)
+
+
 def test_techniques_are_checked_without_asking() -> None:
     for cls in (Declaring, Inheriting):
         with pytest.raises(ValueError, match=rf"{cls.__name__}\(keep=2\): expected a number in \[0, 1\]"):

@@ -93,7 +93,7 @@ def renamed(owner: str, own_names: Mapping[str, str], kwargs: Mapping[str, Any])
 
 def refusal(cls: type, name: str, value: Any, expected: str, hint: str = "") -> ValueError:
     """The error for an argument that cannot be used: ``Name(argument=value): expected ... The default is ...``."""
-    default = inspect.signature(cls).parameters[name].default
+    default = _default(cls, name)
     meaning = "" if expected.startswith("a function") else meaning_of(cls, name)
     known = "" if default in (inspect.Parameter.empty, None) or hint else f" The default is {default!r}."
     quoted = " Write it without quotes." if isinstance(value, str) and "number" in expected and _numeric(value) else ""
@@ -105,8 +105,11 @@ def refusal(cls: type, name: str, value: Any, expected: str, hint: str = "") -> 
 
 
 def meaning_of(cls: type, name: str) -> str:
-    """What an argument is, from the class's docstring: the first sentence of its entry, without the range behind it."""
-    doc = inspect.getdoc(cls) or ""
+    """What an argument is, from the class's docstring: the first sentence of its entry, without the range behind it.
+
+    A subclass that does not document it has that of its base.
+    """
+    doc = "\n\n".join(inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__)
     found = re.search(rf"^ +{re.escape(name)}: (.+?)(?:\.\s|\.$|;|\n\n|\n +\w+: |\n\w+:\n|\Z)", doc, re.S | re.M)
     text = " ".join(found[1].replace("``", "").split()).rstrip(".") if found else ""
     return re.sub(r",? (?:in [(\[]-?\d\S*, \S+[)\]]|(?:[<>]=?|at least|from) -?\d[\d.e-]*(?: on)?)$", "", text)
@@ -141,6 +144,15 @@ def _taken(owner: type, name: str, argument: Argument, value: Any, signature: in
     except (ValueError, TypeError):
         expected = argument.kind.expected + (", or None" if argument.optional else "")
         raise refusal(owner, name, value, expected, getattr(argument.kind, "hint", "")) from None
+
+
+def _default(cls: type, name: str) -> Any:
+    """The default of an argument where it is declared: a subclass may only hand it on."""
+    for base in cls.__mro__:
+        parameter = inspect.signature(vars(base)["__init__"]).parameters.get(name) if "__init__" in vars(base) else None
+        if parameter is not None:
+            return parameter.default
+    return inspect.Parameter.empty
 
 
 def _numeric(text: str) -> bool:
