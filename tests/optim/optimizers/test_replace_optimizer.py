@@ -652,7 +652,7 @@ def test_the_recipes_in_yaml_run(
         small += [f"--trainer.logger.init_args.save_dir={tmp_path}"]
     cli.main(["fit", "--config", str(path), *_SHORT, *small])
     out = capsys.readouterr().out
-    assert "tensors (6,144 weights) stepped by Muon" in out
+    assert "tensors (6,144 weights) trained by Muon" in out
 
 
 # -- bad input
