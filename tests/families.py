@@ -125,7 +125,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             "TokenMerging": _NOT_MERGED,
             "PartialTokenTraining": _NO_TUBES,
             "GatedPositionalAttention": _NO_PATCHES,
-            "ChannelsLast": "has no convolution that could profit",
+            "ChannelsLast": "has no nn.Conv2d or nn.Conv3d",
             "DiffAugment": "not on exactly one floating-point tensor of images",
             **_NOT_SMALLER,
             **dict.fromkeys(
