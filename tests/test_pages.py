@@ -70,13 +70,13 @@ def test_every_block_is_of_a_kind_that_is_tried() -> None:
 
 
 class Shortened:
-    """Stands in for ``lightning.Trainer``: trainers of these settings, of a few steps on a CPU, and keeps them."""
+    """Stands in for ``lightning.Trainer``: makes trainers with these settings and few steps on the device of the tests."""
 
     def __init__(self) -> None:
         self.made: list[pl.Trainer] = []
 
     def __call__(self, **given: Any) -> pl.Trainer:
-        self.made.append(models.trainer(**{**given, "max_steps": 4}))
+        self.made.append(models.trainer(**{**given, "max_steps": 4, "accelerator": models.accelerator()}))
         return self.made[-1]
 
     def fit(self) -> int:
