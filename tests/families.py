@@ -217,7 +217,7 @@ def attention_of(name: str, kind: str) -> dict[str, str]:
     if kind == "speech":
         return dict.fromkeys(_INSIDE, "has hooks")
     if name in ("t5", "swin"):
-        found = dict.fromkeys(("Performer", "Reformer", *_INSIDE[1:]), "says more than which keys are padding")
+        found = dict.fromkeys(("Performer", "Reformer", *_INSIDE[1:]), "contains more than padding and causality")
     elif kind in ("causal", "seq2seq"):
         found = dict.fromkeys(_INSIDE[1:], "it is causal")
     elif kind == "masked":

@@ -278,7 +278,9 @@ def test_hooks_that_would_be_on_the_first_blocks_alone_are_refused(how: str) -> 
     net: Any = made(Records)
     net.how = how
     listed = r"\[0, 1\]" if how == "index" else r"\[1\]"
-    with pytest.raises(ValueError, match=rf"A step registered hooks on the blocks {listed} of 'blocks'.*2 run now; blocks"):
+    with pytest.raises(
+        ValueError, match=rf"A step registered hooks on the blocks {listed} of 'blocks'.*2 run now; blocks"
+    ):
         losses(net, BUILDS["stacking"]())
     assert all(type(m) in (nn.ModuleList, *map(type, Walks().modules())) for m in net.blocks.modules())
 

@@ -219,7 +219,7 @@ def test_it_acts_in_evaluation_and_the_module_is_as_it_was_afterwards() -> None:
 
 def test_what_cannot_be_replaced_is_refused() -> None:
     for kind, why in (
-        ("module with weights", r"attention weights are asked for.*need_weights=False"),
+        ("module with weights", r"it returns attention weights.*need_weights=False"),
         ("by hand", r"found no attention call in training_step that can be replaced \(2 times as a softmax of scores"),
     ):
         net = Net(kind)
