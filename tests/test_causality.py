@@ -157,7 +157,7 @@ REFUSALS = (
     "but its projections are for",
     "holds no nn.Conv",
     "holds no encoder-decoder",
-    "means none of the",
+    "matches none of the",
     "were not seen to be run on tokens",
     "fewer than the",
     "so none is masked",

@@ -128,7 +128,7 @@ class Graphs:
 
 @pytest.mark.parametrize("batch", [Graphs(X), (Graphs(X), Y), {"graph": [Graphs(X)], "y": Y}])
 def test_samples_are_not_taken_out_of_an_object_that_keeps_its_tensors(batch: Any) -> None:
-    with pytest.raises(ValueError, match="Got a batch with an object of class Graphs, out of which samples cannot be"):
+    with pytest.raises(ValueError, match="Got a batch with an object of class Graphs, from which samples cannot be"):
         select(batch, INDEX, 5)
     with pytest.raises(ValueError, match=r"got a batch with an object of class Graphs, .* Collate samples into these"):
         check_indexed(batch, 5)

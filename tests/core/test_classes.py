@@ -254,7 +254,7 @@ def test_the_look_at_a_manual_step_leaves_no_trace(monkeypatch: pytest.MonkeyPat
 def test_a_manual_step_that_fails_without_updates_is_told_of() -> None:
     net = Manual(lambda m: isinstance(m, nn.Linear))
     net.fails_without_steps = True
-    with pytest.warns(UserWarning, match="whether Manual asks for the class of a replaced layer could not be checked"):
+    with pytest.warns(UserWarning, match="could not check whether Manual tests the class of a replaced layer"):
         trainer(only_layers(), max_steps=4).fit(net, DataLoader(data(), 4))
 
 

@@ -108,7 +108,9 @@ def test_what_cannot_be_told_must_be_named() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) + 1
 
-    with pytest.raises(ValueError, match=r"the head 0 \(4 to 3\) cannot be replaced: a subclass of nn.Linear with a"):
+    with pytest.raises(
+        ValueError, match=r"the head 0 \(4 to 3\) cannot be replaced: a subclass of nn.Linear with its own"
+    ):
         eff.apply(nn.Sequential(Own(4, 3)), LogitSoftcap(names=["0"]))
 
 

@@ -450,7 +450,7 @@ def test_export_is_refused_in_words_but_for_one_token() -> None:
         assert type(plain.embed) is nn.Embedding and list(plain.state_dict()) == list(build("tiny_gpt").state_dict())
         torch.testing.assert_close(plain(ids), one(ids), rtol=0, atol=1e-6)
     with pytest.raises(
-        ValueError, match="What NgramEmbedding learnt at token folds into its weight, which head uses too"
+        ValueError, match="What NgramEmbedding learnt at token folds into its weight, but head uses this tensor too"
     ):
         eff.export(grown(build("gpt"), n=1))
 
