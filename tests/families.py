@@ -181,7 +181,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name in ("mamba", "squeezebert"):
         begun["EarlyBird"] = "found no units to prune"
     if name == "mamba":
-        begun["VeRA"] = "uses .*dt_proj.base_layer.weight itself .* and does not call"
+        begun["VeRA"] = "uses .*dt_proj.base_layer.weight directly .* and does not call"
     if kind != "image":
         begun["VisualPromptTuning"] = _NOT_OF_IMAGES
     if kind == "seq2seq":

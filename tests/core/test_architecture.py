@@ -29,7 +29,7 @@ EXAMPLES = {
         active=lambda: ScalarNorm(),
         neutral=lambda: ScalarNorm(),
         architecture=True,
-        stays="ScalarNorm exchanged LayerNorm at .*: one number takes the place",
+        stays="ScalarNorm replaced LayerNorm at .*: one number takes the place",
     ),
 }
 
@@ -171,7 +171,7 @@ def test_new_parameters_are_like_those_that_are_there() -> None:
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16} and torch.get_default_dtype() is torch.float32
     on_meta = eff.apply(build("classifier").to("meta"), LowRankAdapter())
     assert all(p.is_meta for p in on_meta.parameters())
-    with pytest.raises(ValueError, match=r"blocks.0.0.weight lies nowhere \(meta device\); expected whole weights"):
+    with pytest.raises(ValueError, match=r"blocks.0.0.weight is on the meta device; expected whole weights"):
         eff.export(on_meta)
 
 
@@ -265,7 +265,7 @@ def test_what_is_no_architecture_is_refused_in_words() -> None:
         eff.apply(net)
     with pytest.raises(TypeError, match="got LowRankAdapter; expected a module"):
         eff.apply(LowRankAdapter(), net)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"lightning_eff.export: got dict; expected a module"):
+    with pytest.raises(TypeError, match=r"lightning_eff.export: got dict; expected an nn.Module"):
         eff.export({})  # pyright: ignore[reportArgumentType]
 
 
@@ -276,7 +276,7 @@ def test_what_does_not_fold_says_why() -> None:
     net = build("tiny_gpt")
     train(net, "tiny_gpt", ScalarNorm(), LowRankAdapter())
     message = (
-        r"TinyGPT cannot be made plain. ScalarNorm exchanged LayerNorm at blocks.0.norm1, .* and others: one number takes the"
+        r"TinyGPT cannot be made plain. ScalarNorm replaced LayerNorm at blocks.0.norm1, .* and others: one number takes the"
         r" place of two vectors. Keep the module as it is, and build it by lightning_eff.apply\(plain"
     )
     with pytest.raises(ValueError, match=message):
@@ -359,7 +359,7 @@ def test_a_forward_that_uses_weights_itself_is_told(how: str) -> None:
     net = Direct()
     net.how = how
     with pytest.raises(
-        ValueError, match=r"Direct uses head.1.weight itself \(.*\) and does not call head.1.* no effect"
+        ValueError, match=r"Direct uses head.1.weight directly \(.*\) and does not call head.1.* no effect"
     ):
         train(net, "classifier", LowRankAdapter())
     assert "forward" not in net.head[1].__dict__
@@ -384,7 +384,7 @@ def test_a_plain_module_held_in_a_list_is_told() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layers[0](self.norm(self.blocks(x)))
 
-    with pytest.raises(ValueError, match=r"Held uses head.1.weight itself \(linear\)"):
+    with pytest.raises(ValueError, match=r"Held uses head.1.weight directly \(linear\)"):
         train(Held(), "classifier", LowRankAdapter())
 
 

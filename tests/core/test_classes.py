@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], bool], Callable[[], Any], dict[st
         lambda m: type(m) is nn.Linear,
         lambda: eff.LoRA(2, names=["layers.*"]),
         {},
-        r"LoRA: Asking computes something else when layers.0 is a LoRALinear in place of Linear",
+        r"LoRA: Asking computes something else when layers.0 is a LoRALinear instead of a Linear",
     ),
     "exact class, another shape": (
         lambda m: type(m) is nn.Linear,
@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], bool], Callable[[], Any], dict[st
         lambda m: isinstance(m, nn.LayerNorm),
         lambda: eff.RMSNormalization(),
         {"norm": True},
-        r"RMSNormalization: Asking computes something else when layers.1 is a RMSNorm in place of LayerNorm",
+        r"RMSNormalization: Asking computes something else when layers.1 is a RMSNorm instead of a LayerNorm",
     ),
 }
 

@@ -384,7 +384,10 @@ class Backwards(Net):
         (lambda: of(ByExponentials), "block 0 .* cannot merge tokens: its attention is neither .*attn_implementation"),
         (lambda: of(OwnMask), "block 0 .* cannot merge tokens: with sizes it computes something else"),
         (lambda: of(TwoHalves), "block 0 .* cannot merge tokens: with sizes it computes something else"),
-        (lambda: of(Convolution), "block 0 .* cannot be given fewer of its tokens: its output goes by where tokens"),
+        (
+            lambda: of(Convolution),
+            "block 0 .* cannot be given fewer of its tokens: its output depends on token positions",
+        ),
         (lambda: of(Checkpoints), "block 0 .* cannot merge tokens: its own code checkpoints its attention"),
         (lambda: of(ChecksReentrantly), "block 0 .* cannot merge tokens: its own code checkpoints its attention"),
         (shared, "holds the same block several times"),

@@ -206,7 +206,7 @@ def test_a_checkpoint_is_kilobytes_and_loads_beside_the_base(tmp_path: Path) -> 
     assert not unexpected and not any(".adapter." in name for name in missing)
     x = make_batch("tiny_gpt")["input_ids"]
     assert torch.equal(other.eval()(x), net.eval()(x))
-    with pytest.raises(ValueError, match=f"HoulsbyAdapters exchanged Linear at blocks.0.mlp.2.*{STAYS}"):
+    with pytest.raises(ValueError, match=f"HoulsbyAdapters replaced Linear at blocks.0.mlp.2.*{STAYS}"):
         eff.export(net)
 
 

@@ -23,7 +23,7 @@ CASES = {
         active=lambda: LogitSoftcap(2.0),
         neutral=lambda: LogitSoftcap(math.inf),
         architecture=True,
-        stays="LogitSoftcap exchanged Linear at head: a plain head has no cap",
+        stays="LogitSoftcap replaced Linear at head: a plain head has no cap",
         outside_surveys=True,
         on_classifier=lambda: LogitSoftcap(2.0, names=["head.1"]),
         lost=(no_map, "classifier", "Scaled has no linear layer that could be a head"),

@@ -26,7 +26,7 @@ CASES = {
         active=lambda: QKNorm(),
         neutral=lambda: QKNorm(names=[]),
         architecture=True,
-        stays="QKNorm exchanged Linear at .*: queries and keys are normalised",
+        stays="QKNorm replaced Linear at .*: queries and keys are normalised",
         outside_surveys=True,
         refuses={"classifier": "found no attention in TinyClassifier, because"},
         lost=(classifier, "classifier", "found no attention in TinyClassifier, because"),

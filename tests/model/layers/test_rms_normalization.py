@@ -22,7 +22,7 @@ CASES = {
         active=lambda: RMSNormalization(),
         neutral=lambda: RMSNormalization(names=[]),
         architecture=True,
-        stays="RMSNormalization exchanged LayerNorm at .*: a LayerNorm subtracts the mean",
+        stays="RMSNormalization replaced LayerNorm at .*: a LayerNorm subtracts the mean",
         refuses=dict.fromkeys(("llama", "classifier"), "has no LayerNorm to act on"),
         lost=(classifier, "classifier", r"TinyClassifier has no LayerNorm to act on; .*1 BatchNorm1d"),
     )

@@ -25,7 +25,7 @@ CASES = {
         active=lambda: SwapActivation("relu2"),
         neutral=lambda: SwapActivation("relu2", names=[]),
         architecture=True,
-        stays="SwapActivation exchanged GELU at .*: it computes another function",
+        stays="SwapActivation replaced GELU at .*: it computes another function",
         on_classifier=lambda: SwapActivation("relu2", names=["blocks.*.1"]),
         lost=(no_map, "classifier", "Scaled has no activation module to act on"),
     )
