@@ -152,7 +152,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name == "gemma2":
         refused = {**(refused or {}), "LogitSoftcap": "caps its logits at 30.0 already"}
     at_ends = ("ZeroProjections", "ReZero", "SkipInit", "LayerScale", "Fixup") if name == "gemma2" else ()
-    norms = dict.fromkeys(at_ends, "ends in a norm behind .*, or one to which 1 is added")
+    norms = dict.fromkeys(at_ends, "ends in a norm after .*, or one to which 1 is added")
     if kind in ("image", "speech"):
         fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
     begun: dict[str, str] = {}

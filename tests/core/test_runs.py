@@ -181,7 +181,7 @@ def test_a_part_of_a_block_that_does_not_run_is_told_by_its_path() -> None:
     stack.freeze_inactive()
     with (
         stack.view(training=True),
-        pytest.raises(ValueError, match=r"net\.4\.conv was called .* first 2 of 'net\[1:5\]'"),
+        pytest.raises(ValueError, match=r"net\.4\.conv was called .* first 2 blocks of 'net\[1:5\]'"),
     ):
         net.net[4].conv(torch.randn(1, 8, 8, 8))  # pyright: ignore[reportCallIssue]
 

@@ -143,8 +143,8 @@ def test_a_group_of_its_own_rate_follows_what_is_written(place: str, relative: b
 @pytest.mark.parametrize("relative", [False, True])
 def test_one_group_for_all_parameters_follows_too_and_says_how(relative: bool) -> None:
     seen = Rates()
-    means = "multiples of those that stood there" if relative else "the module's own"
-    with pytest.warns(UserWarning, match=f"are taken for {means}, and every group keeps its proportion"):
+    means = "multiples of the previous ones" if relative else "the module's own"
+    with pytest.warns(UserWarning, match=f"are interpreted as {means}, and every group keeps its proportion"):
         run(Hand("on_train_batch_start", relative=relative), seen, ReplaceOptimizer(torch.optim.SGD, "all", lr=2.0))
     assert [rate for (rate,) in seen.seen] == pytest.approx([2.0 * scale(step) for step in range(STEPS)])
 
@@ -201,7 +201,7 @@ def test_the_averages_own_rate_holds_from_its_start() -> None:
     assert [rate for (rate,) in seen.seen] == pytest.approx([LR * scale(step) for step in range(4)] + [0.25 * LR] * 4)
 
 
-@pytest.mark.filterwarnings("ignore:Learning rates that are written into")
+@pytest.mark.filterwarnings("ignore:Learning rates written into")
 def test_schedule_free_keeps_its_factor() -> None:
     seen = Rates()
     run(Hand("on_train_batch_start"), ScheduleFree(lr_factor=3.0), seen)
@@ -215,7 +215,7 @@ MAKES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Learning rates that are written into")
+@pytest.mark.filterwarnings("ignore:Learning rates written into")
 @pytest.mark.parametrize("place", ["optimizer_step", "on_before_optimizer_step", "lr_scheduler_step"])
 @pytest.mark.parametrize("name", sorted(MAKES))
 def test_a_resumed_run_goes_on_as_the_undisturbed_one(name: str, place: str, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_group_alone_tells_a_warm_up_from_a_decay(ratio: float, length: int) -
         assert understood([Share(0, ratio)], [ratio], {0: factor * ratio}).rates == {0: pytest.approx(factor)}
 
 
-@pytest.mark.filterwarnings("ignore:Learning rates that are written into")
+@pytest.mark.filterwarnings("ignore:Learning rates written into")
 @pytest.mark.parametrize("writes", ["both", "second", "zip"])
 @pytest.mark.parametrize("replaced", ["blocks.*.weight", "blocks.*"])
 def test_param_groups_are_counted_as_the_module_made_them(replaced: str, writes: str) -> None:
@@ -293,5 +293,5 @@ def test_what_stays_as_written_is_told() -> None:
         def write(self, step: int) -> None:
             self.optimizers().param_groups[1]["lr"] = 0.3 / (1 + step)  # type: ignore[union-attr]
 
-    with pytest.warns(UserWarning, match=r"by hand into optimizer.param_groups\[1\], in no proportion"):
+    with pytest.warns(UserWarning, match=r"by hand into optimizer.param_groups\[1\], not in proportion"):
         run(Second("on_train_batch_start"), ReplaceOptimizer(group_lr={"head": HEAD}))

@@ -76,7 +76,7 @@ class Feeding:
         self._last, self.met = None, set()
 
     def seen(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Record that block ``index`` ran. Only its first call counts, because in a recurrence all calls feed all later ones."""
+        """Record that block ``index`` ran. Only its first call counts: in a recurrence all calls feed all later ones."""
         if index in self.met:
             return
         self.met.add(index)
@@ -98,7 +98,7 @@ class Feeding:
 
 
 def fed(given: list[Tensor], before: list[Tensor], made: list[Tensor]) -> bool | None:
-    """Return whether a block with inputs ``given`` is fed by one with inputs ``before`` and outputs ``made``; None if unknown."""
+    """Return whether a block with inputs ``given`` is fed by one with inputs ``before`` and outputs ``made``, or None."""
     if not given or not made:
         return None
     nodes = nodes_of(made)

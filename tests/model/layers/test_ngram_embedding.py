@@ -328,7 +328,8 @@ class TwoTables(nn.Module):
 
 def test_which_embedding_is_meant_is_found_or_asked() -> None:
     with pytest.raises(
-        ValueError, match=r"cannot be told: TwoTables has source \(50 x 8\), target \(60 x 8\), position"
+        ValueError,
+        match=r"the token embedding is ambiguous: TwoTables has source \(50 x 8\), target \(60 x 8\), position",
     ):
         eff.apply(TwoTables(), NgramEmbedding())
     with pytest.raises(ValueError, match=r"no nn.Embedding is named 'sauce'"):
