@@ -54,12 +54,12 @@ class Draws:
             self._states[position] = state
 
     def saved(self, before: int | None = None) -> list[Any]:
-        """The states of the fetches, or of those before a position, for a checkpoint."""
+        """Return the states of the fetches, or of those before a position, for a checkpoint."""
         return [[at, state] for at, state in sorted(self._states.items()) if before is None or at < before]
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two random states are equal."""
+    """Return whether two random states are equal."""
     return torch.equal(a["torch"], b["torch"]) and _alike(a["python"], b["python"]) and _alike(a["numpy"], b["numpy"])
 
 
