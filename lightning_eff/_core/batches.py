@@ -60,9 +60,8 @@ def num_samples(batch: Any) -> int:
     sizes = [tensor.shape[0] for _, tensor in found if tensor.ndim > 0]
     if not sizes:
         raise ValueError(
-            f"Got a batch of type {type(batch).__name__} with no tensor in it that has a batch dimension; expected a"
-            " tensor, or a dict, tuple, list or dataclass of tensors whose dimension 0 counts the samples. Collate the"
-            " batch into tensors."
+            f"Got a batch of type {type(batch).__name__} without a tensor that has a batch dimension; expected tensors with"
+            " samples in dimension 0, alone or in a dict, tuple, list or dataclass. Collate the batch into tensors."
         )
     counts = Counter(sizes)
     most = max(dict.fromkeys(sizes), key=lambda size: counts[size])
@@ -101,8 +100,8 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
             return value[at] if value.ndim > 0 and value.shape[0] == size else value
         if isinstance(value, PackedSequence):
             raise ValueError(
-                "Got a batch with a PackedSequence, whose samples lie interleaved; expected padded tensors, dimension 0"
-                " of which counts the samples. Pack them in training_step."
+                "Got a batch with a PackedSequence, whose samples are interleaved; expected padded tensors with samples in"
+                " dimension 0. Pack them in training_step."
             )
         if isinstance(value, Mapping):
             picked = {key: pick(item) for key, item in value.items()}
@@ -134,7 +133,7 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
 def keeps_tensors(value: Any) -> bool:
     """Return whether ``value`` hides tensors from :func:`tensors`, as a batch of graphs does.
 
-    Such an object has tensors in its attributes, or a ``to`` method, by which Lightning moves it to a device.
+    Such an object has tensors in its attributes, or a ``to`` method with which Lightning moves it to a device.
     """
     own = getattr(value, "__dict__", {}).values()
     return (
@@ -144,7 +143,7 @@ def keeps_tensors(value: Any) -> bool:
     )
 
 
-def kept(batch: Any) -> Any:
+def first_opaque(batch: Any) -> Any:
     """Return the first object in the batch for which :func:`keeps_tensors` holds, or None."""
     items: Any = ()
     if isinstance(batch, Mapping):
@@ -155,7 +154,7 @@ def kept(batch: Any) -> Any:
         items = [getattr(batch, f.name) for f in fields(batch)]
     elif keeps_tensors(batch):
         return batch
-    return next((found for item in items if (found := kept(item)) is not None), None)
+    return next((found for item in items if (found := first_opaque(item)) is not None), None)
 
 
 def _closed(value: Any) -> str:
@@ -167,7 +166,7 @@ def _closed(value: Any) -> str:
 
 def check_indexed(batch: Any, size: int) -> None:
     """Raise ``ValueError`` unless samples can be selected: at least half of the batch's tensors have ``size`` rows."""
-    if (closed := kept(batch)) is not None:
+    if (closed := first_opaque(batch)) is not None:
         raise ValueError(f"g{_closed(closed)}")
     leading = [t.shape[0] for _, t in tensors(batch) if t.ndim > 0 and t.shape[0] > 1]
     if 2 * sum(n == size for n in leading) < len(leading):
@@ -211,8 +210,8 @@ def _joined(parts: list[Any], sizes: list[int], path: str) -> Any:
         return first if same else _differ(path)
     if isinstance(first, PackedSequence):
         raise ValueError(
-            "Got a batch with a PackedSequence, whose samples lie interleaved; expected padded tensors, dimension 0"
-            " of which counts the samples. Pack them in training_step."
+            "Got a batch with a PackedSequence, whose samples are interleaved; expected padded tensors with samples in"
+            " dimension 0. Pack them in training_step."
         )
     if isinstance(first, Mapping):
         if any(part.keys() != first.keys() for part in parts):

@@ -62,12 +62,7 @@ class BlockStack:
     """
 
     def __init__(self, found: Candidate, root: nn.Module | None = None) -> None:
-        """Wrap a found stack.
-
-        Args:
-            found: the candidate stack.
-            root: the module around it, whose own caches of its blocks are kept consistent; None if there is none.
-        """
+        """Wrap a found stack; ``root`` is the module around it, whose own caches of its blocks are kept consistent."""
         self.path = found.path
         self.container, self.by_name = found.container, found.by_name
         self.holder = found.blocks[-1] if found.by_name else found.container  # contains the blocks and little else
@@ -267,8 +262,8 @@ class BlockStack:
         if not hooked or hooked[-1] != self._active - 1:
             return None
         return ValueError(
-            f"A step registered hooks on the blocks {hooked} of {self}, of which {self._active} run now; blocks that run"
-            " later would have no hooks. Register them in __init__, setup or on_fit_start, or in a loop over the blocks"
+            f"A step registered hooks on the blocks {hooked} of {self}, where {self._active} run now; blocks that run later"
+            " would have no hooks. Register them in __init__, setup or on_fit_start, or in a loop over the blocks"
             " (for block in blocks)."
         )
 

@@ -169,7 +169,7 @@ class _LossMode(TorchFunctionMode):
         return self.on_loss(func, arguments)
 
     def on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
-        raise AssertionError("subclasses decide what a loss call returns")
+        raise AssertionError("subclasses implement on_loss")
 
 
 class ObserveLosses(_LossMode):

@@ -18,7 +18,7 @@ from lightning_eff._core._needs.parts import Parts
 from lightning_eff._core._optim.external_rates import look
 from lightning_eff._core._resume.resuming import Resume
 from lightning_eff._core._run._muting.idle_hooks import silence
-from lightning_eff._core._run.checks import check_optimizers, check_run, tell_of_trials
+from lightning_eff._core._run.checks import check_optimizers, check_run, log_trials
 from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.metrics import CurrentMetrics, reported
 from lightning_eff._core._run.processes import wrap_again
@@ -224,7 +224,7 @@ class Session(Stacks, Parts):
             if not self.working or self.asleep or self._evaluating() or not (args and self.loaders.started):
                 if self.working and self.asleep and not self._slept:
                     self._slept = True
-                    tell_of_trials(self.working)
+                    log_trials(self.working)
                 return original(*args, **kwargs)
             self.end_step()
             self._show(self._scope, training=True)

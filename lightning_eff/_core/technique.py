@@ -175,7 +175,7 @@ class Technique(Callback):
         """Called when another technique changed which blocks the network has, or overwrote weights."""
 
     def detach(self, session: Session) -> None:
-        """Called when the run ends, also after an error. ``_core`` undoes what it was asked for itself."""
+        """Called when the run ends, also after an error. ``_core`` undoes its own changes."""
 
     def report(self) -> "dict[str, float | int | Tensor]":
         """Return quantities for the logger, by the last part of their name ``eff/<technique>/<quantity>``."""

@@ -20,7 +20,7 @@ from lightning_eff import (
     ScheduleFree,
     StochasticWeightAveraging,
 )
-from lightning_eff._core._optim.external_rates import Share, understood
+from lightning_eff._core._optim.external_rates import Share, interpret
 from tests.models import flat, trainer
 
 LR, HEAD, STEPS = 0.1, 0.5, 8
@@ -235,7 +235,7 @@ def test_what_a_written_value_means() -> None:
     shares = [Share(0, 1.0), Share(0, 20.0)]
 
     def meant(known: list[float], now: dict[int, float]) -> dict[int, float]:
-        return understood(shares, known, now).rates
+        return interpret(shares, known, now).rates
 
     assert meant([1e-3, 2e-2], {0: 5e-4, 1: 5e-4}) == {0: 5e-4}
     assert meant([1e-3, 2e-2], {0: 5e-4, 1: 1e-2}) == {0: pytest.approx(5e-4)}
@@ -244,9 +244,9 @@ def test_what_a_written_value_means() -> None:
     assert meant([0.0, 0.0], {0: 1e-4, 1: 1e-4}) == {0: 1e-4}
     assert meant([1e-3, 2e-2], {0: 2e-4}) == {0: pytest.approx(2e-4)}  # the module knows one group alone
     assert meant([1e-3, 2e-2], {1: 3e-2}) == {}  # who writes the second knows both
-    assert understood(shares, [1e-3, 2e-2], {1: 3e-2}).left == (1,)
+    assert interpret(shares, [1e-3, 2e-2], {1: 3e-2}).left == (1,)
     # a group that follows nothing tells nothing
-    assert understood([None, *shares], [1.0, 1e-3, 2e-2], {0: 0.5, 1: 5e-4, 2: 5e-4}).rates == {0: 5e-4}
+    assert interpret([None, *shares], [1.0, 1e-3, 2e-2], {0: 0.5, 1: 5e-4, 2: 5e-4}).rates == {0: 5e-4}
 
 
 @pytest.mark.parametrize("ratio", [20.0, 3.0, 0.3, 0.03])
@@ -254,11 +254,11 @@ def test_what_a_written_value_means() -> None:
 def test_a_group_alone_tells_a_warm_up_from_a_decay(ratio: float, length: int) -> None:
     stands, absolute = ratio, False
     for step in range(length):
-        meant = understood([Share(0, ratio)], [stands], {0: (step + 1) / length}, absolute)
+        meant = interpret([Share(0, ratio)], [stands], {0: (step + 1) / length}, absolute)
         assert meant.absolute and meant.rates == {0: (step + 1) / length}
         stands, absolute = ratio * meant.rates[0], meant.absolute
     for factor in (0.99, 0.5, 0.97):
-        assert understood([Share(0, ratio)], [ratio], {0: factor * ratio}).rates == {0: pytest.approx(factor)}
+        assert interpret([Share(0, ratio)], [ratio], {0: factor * ratio}).rates == {0: pytest.approx(factor)}
 
 
 @pytest.mark.filterwarnings("ignore:Learning rates written into")

@@ -18,8 +18,8 @@ from lightning_eff._core._architecture.watch import BypassWatch
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core._optim.combined import CombinedOptimizer
-from lightning_eff._core._optim.no_weight_decay import exempt
-from lightning_eff._core._optim.removed_parameters import forget
+from lightning_eff._core._optim.no_weight_decay import exempt_from_decay
+from lightning_eff._core._optim.removed_parameters import remove_parameters
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
@@ -154,8 +154,8 @@ def _adopting(module: LightningModule) -> Callable[..., Any]:
             _check_each_trains(module, optimizers, without)
         for optimizer in optimizers:
             if not isinstance(optimizer, CombinedOptimizer):
-                exempt(optimizer, schedulers_of(configured), list[Tensor](new))
-            forget(optimizer, without)
+                exempt_from_decay(optimizer, schedulers_of(configured), list[Tensor](new))
+            remove_parameters(optimizer, without)
         return configured
 
     configure_optimizers.__wrapped__ = inspect.unwrap(original)

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture import run
 from lightning_eff._core._architecture.record import APPLIED, Applied, applied, names
 from lightning_eff._core._architecture.surgeon import Surgeon
-from lightning_eff._core._architecture.twins import Twin, aside, find_twins, tell
+from lightning_eff._core._architecture.twins import Twin, find_twins, hidden, log_changes
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
@@ -66,7 +66,7 @@ class Architecture(Technique):
                     f"{type(self).__name__} has an argument {name!r} but no attribute of that name, which checkpoints record."
                     " Set it in __init__, or override settings()."
                 )
-            found[name] = plain(getattr(self, name))
+            found[name] = to_plain(getattr(self, name))
         return found
 
     # -- in a run
@@ -104,14 +104,14 @@ class Architecture(Technique):
         return {key: value for key, value in super().__getstate__().items() if key != "_run"}
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return ``value`` as plain containers, numbers and strings, comparable after a checkpoint; other objects as names."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in (sorted(value, key=repr) if isinstance(value, set | frozenset) else value)]
+        return [to_plain(item) for item in (sorted(value, key=repr) if isinstance(value, set | frozenset) else value)]
     name = getattr(value, "__qualname__", None)
     return f"{value.__module__}.{name}" if name else type(value).__qualname__
 
@@ -159,7 +159,7 @@ def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, 
         twins = find_twins(module) if any(type(t).__name__ not in done for t in ordered) else []
         for twin in twins:
             twin.note(module)
-        with aside(twins):
+        with hidden(twins):
             for technique in ordered:
                 name = type(technique).__name__
                 record = Applied(name, technique.settings(), int(technique.change_at))
@@ -182,7 +182,7 @@ def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, 
                 records.append(record)
         changed.twins = twins
         followed = [twin for twin in twins if twin.follow()]
-        tell(followed, ", ".join(record.technique for record in records))
+        log_changes(followed, ", ".join(record.technique for record in records))
         if records:
             module.__dict__[APPLIED] = [*(before or []), *records]
     except BaseException:

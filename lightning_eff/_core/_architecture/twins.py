@@ -142,7 +142,7 @@ def find_twins(root: nn.Module) -> list[Twin]:
 
 
 @contextmanager
-def aside(twins: list[Twin]) -> Iterator[None]:
+def hidden(twins: list[Twin]) -> Iterator[None]:
     """Hide the copies from code that walks the module tree, but not from code that uses them by attribute."""
     held = [(twin.parent, dict(twin.parent._modules)) for twin in twins]
     for twin in twins:
@@ -161,7 +161,7 @@ def aside(twins: list[Twin]) -> Iterator[None]:
             parent._modules.update({key: child for key, child in now.items() if key not in children})
 
 
-def tell(twins: list[Twin], who: str) -> None:
+def log_changes(twins: list[Twin], who: str) -> None:
     """Log which copies were changed."""
     for twin in twins:
         rank_zero_info(

@@ -56,7 +56,7 @@ class Call:
 
     def may_see(self) -> Tensor | None:
         """Return which keys each query may see: bool, broadcasts to (B, H, L, S); None if it may see all."""
-        seen = None if self.mask is None else shown(self.mask)
+        seen = None if self.mask is None else visible(self.mask)
         if not self.causal:
             return seen
         below = triangle(self.query.shape[-2], self.key.shape[-2], self.query.device)
@@ -99,7 +99,7 @@ def triangle(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
 
 
-def shown(mask: Tensor) -> Tensor:
+def visible(mask: Tensor) -> Tensor:
     """Return where a mask, of bool or of added numbers, shows a key."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
@@ -167,8 +167,8 @@ def keys_alone(call: Call, who: str) -> tuple[Tensor | None, bool]:
     queries, keys = call.query.shape[-2], call.key.shape[-2]
     if mask.shape[-2] == 1 or bool((mask == mask[..., :1, :]).all()):
         return mask[..., 0, :].expand(*mask.shape[:2], keys), call.causal
-    seen = shown(mask).expand(*mask.shape[:2], queries, keys)
-    numbers = mask.dtype != torch.bool and bool((mask.masked_fill(~shown(mask), 0) != 0).any())
+    seen = visible(mask).expand(*mask.shape[:2], queries, keys)
+    numbers = mask.dtype != torch.bool and bool((mask.masked_fill(~visible(mask), 0) != 0).any())
     if queries == keys and not numbers and not call.causal:
         there = seen.any(-2)
         expected = there[..., None, :] & triangle(queries, keys, mask.device)

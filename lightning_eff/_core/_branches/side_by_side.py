@@ -1,6 +1,6 @@
 """Find lists, and modules of similar names, that are not stacks, because their blocks run in parallel, as heads or experts do.
 
-This runs before the first batch, in passes over generated inputs. The first training step verifies what remains open.
+Before the first batch it runs the module on generated inputs. The first training step verifies what remains open.
 """
 
 from collections.abc import Iterator, Sequence

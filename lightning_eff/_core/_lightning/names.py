@@ -178,8 +178,8 @@ _JOINING: list[Any] = []
 def of_both(cls: C) -> C:
     """Make ``cls``, a subclass of a Lightning class, also a subclass of the other package's class.
 
-    That package's Trainer and command line then accept it. It still inherits behaviour from the first package, unless
-    :func:`adapt` changes that.
+    The other package's Trainer and command line then accept it. It still inherits behaviour from the first package, unless
+    :func:`adapt` changes this.
     """
     _JOINING.append(cls)
     if len(_JOINING) == 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._optim.external_rates import Known, Share, Telling, settle, understood, watch
+from lightning_eff._core._optim.external_rates import Known, Share, Telling, interpret, settle, watch
 
 _OF_PARAMETERS = ("params", "param_names")
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -166,7 +166,7 @@ class CombinedOptimizer(Optimizer):
                 " group whose learning rate in configure_optimizers is 0, so the group's own one is overwritten. Give the"
                 " optimizer in configure_optimizers its highest learning rate, such as lr=1e-3."
             )
-        meant = understood(shares, self._known.rates, now, self._absolute)
+        meant = interpret(shares, self._known.rates, now, self._absolute)
         if now:
             self._telling.say(meant)
         found, self._absolute = meant.rates, meant.absolute

@@ -187,7 +187,7 @@ class Telling:
             rank_zero_warn(f"{what} To avoid this, return a scheduler from configure_optimizers instead.")
 
 
-def understood(
+def interpret(
     shares: Sequence[Share | None], known: Sequence[float | None], now: Mapping[int, float], absolute: bool = False
 ) -> Meant:
     """Interpret the learning rates ``now`` that other code has written.

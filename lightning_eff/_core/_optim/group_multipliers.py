@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_eff._core._optim.combined import set_rate
-from lightning_eff._core._optim.external_rates import Known, Share, Telling, settle, understood, watch, watches
+from lightning_eff._core._optim.external_rates import Known, Share, Telling, interpret, settle, watch, watches
 from lightning_eff._core._optim.scheduled import all_in
 
 
@@ -36,7 +36,7 @@ class Multiples:
         if not now:
             return
         if not scheduled(self.optimizer, self.schedulers, now):
-            meant = understood(self.shares[: len(groups)], self._known.rates, now, self.absolute)
+            meant = interpret(self.shares[: len(groups)], self._known.rates, now, self.absolute)
             self._telling.say(meant)
             found, self.absolute = meant.rates, meant.absolute
             for group, share in zip(groups, self.shares, strict=False):
@@ -55,7 +55,7 @@ def scheduled(optimizer: Optimizer, schedulers: Iterable[Any], now: Mapping[int,
     return False
 
 
-def follow(optimizer: Optimizer, schedulers: list[Any], at: int, ratio: float) -> None:
+def follow_group(optimizer: Optimizer, schedulers: list[Any], at: int, ratio: float) -> None:
     """Make the last group of ``optimizer``, which is new, follow group ``at`` with ``ratio`` times its learning rate."""
     found = next((one for one in watches(optimizer) if isinstance(one, Multiples)), None)
     if found is None:

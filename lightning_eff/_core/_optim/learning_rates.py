@@ -32,7 +32,7 @@ class Rates:
         self._made: list[list[float | None]] = []
 
     def take_over(self, session: Session, text: str) -> None:
-        """Disable the module's schedulers when they are created, and log ``text`` "in the place of the module's ..."."""
+        """Disable the module's schedulers when they are created, and log ``text`` "instead of the module's ..."."""
         configure = session.module.configure_optimizers
 
         def configure_optimizers() -> Any:
@@ -45,7 +45,7 @@ class Rates:
             if schedulers:
                 put_to_rest(schedulers)
                 names = ", ".join(type(scheduler).__name__ for scheduler in schedulers)
-                rank_zero_info(f"{text} in the place of the module's {names}")
+                rank_zero_info(f"{text} instead of the module's {names}")
             return configured
 
         session.patches.set(session.module, "configure_optimizers", configure_optimizers)

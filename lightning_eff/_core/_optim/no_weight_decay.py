@@ -5,14 +5,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_eff._core._optim.group_multipliers import follow
+from lightning_eff._core._optim.group_multipliers import follow_group
 from lightning_eff._core._optim.scheduled import all_in
 
 #: Attributes of torch's schedulers with one entry per group.
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
-def exempt(optimizer: Optimizer, schedulers: list[Any], parameters: list[Tensor]) -> list[Tensor]:
+def exempt_from_decay(optimizer: Optimizer, schedulers: list[Any], parameters: list[Tensor]) -> list[Tensor]:
     """Move those of ``parameters`` that decay to groups without weight decay, with otherwise the same settings.
 
     An existing group with the same settings except the decay gets them. Otherwise a new group is appended, and the schedulers'
@@ -74,4 +74,4 @@ def add_group(optimizer: Optimizer, schedulers: list[Any], at: int, group: dict[
                 values = vars(one).get(name)
                 if isinstance(values, list | tuple) and len(values) == count:
                     vars(one)[name] = [*values, values[at]]
-    follow(optimizer, schedulers, at, ratio)
+    follow_group(optimizer, schedulers, at, ratio)

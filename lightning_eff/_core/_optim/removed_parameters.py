@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from lightning_eff._core._optim.combined import CombinedOptimizer, group_without
 
 
-def forget(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+def remove_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
     """Remove ``parameters`` from the groups of ``optimizer``, keeping empty groups for schedulers.
 
     An optimizer with state is not changed, because it may have prepared state for its parameters.

@@ -22,9 +22,9 @@ from lightning_eff._core._resume.position import (
     IN_VALIDATION,
     VALIDATION_END,
     VALIDATION_EPOCH_END,
-    among,
-    only,
+    calling_only,
     reads,
+    with_state_keys,
 )
 
 
@@ -158,7 +158,7 @@ class ResumedFit:
             pending = [c for c in pending if not self._wants_more(c.on_train_batch_end, 2)]
             own = own and not self._wants_more(module.on_train_batch_end, 0)
             args = (None, None, self._saved["batch_idx"])
-        with only(trainer, BATCH_END, pending, module=own):
+        with calling_only(trainer, BATCH_END, pending, module=own):
             call._call_callback_hooks(trainer, BATCH_END, *args)
             call._call_lightning_module_hook(trainer, BATCH_END, *args)
 
@@ -194,10 +194,10 @@ class ResumedFit:
         trainer.training = True
 
     def _pending(self) -> list[Any]:
-        return among(self._trainer.callbacks, self._saved["pending"])
+        return with_state_keys(self._trainer.callbacks, self._saved["pending"])
 
     def _only(self, hook: str) -> Any:
-        return only(self._trainer, hook, self._pending(), module=self._saved["module"])
+        return calling_only(self._trainer, hook, self._pending(), module=self._saved["module"])
 
 
 def restarts_exactly(saved: dict[str, Any] | None) -> bool:

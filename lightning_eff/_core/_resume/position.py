@@ -98,7 +98,7 @@ def keys(callbacks: Sequence[Any]) -> list[str]:
     return [callback.state_key for callback in callbacks]
 
 
-def among(callbacks: Sequence[Any], wanted: Sequence[str]) -> list[Any]:
+def with_state_keys(callbacks: Sequence[Any], wanted: Sequence[str]) -> list[Any]:
     """Return those of ``callbacks`` with the state keys ``wanted``; of several with one key, the last ones."""
     left = Counter(wanted)
     found: list[Any] = []
@@ -110,7 +110,7 @@ def among(callbacks: Sequence[Any], wanted: Sequence[str]) -> list[Any]:
 
 
 @contextmanager
-def only(trainer: Trainer, hook: str, callbacks: Sequence[Any], *, module: bool) -> Iterator[None]:
+def calling_only(trainer: Trainer, hook: str, callbacks: Sequence[Any], *, module: bool) -> Iterator[None]:
     """Make Lightning call ``hook`` only on ``callbacks``, and on the module if ``module``."""
     patches = Patches()
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]

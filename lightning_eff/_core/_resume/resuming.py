@@ -23,7 +23,7 @@ from lightning_eff._core._resume.position import (
     reads,
 )
 from lightning_eff._core._run.loading import TrainLoaders
-from lightning_eff._core._run.processes import Saved, layout, replica, tell_other_replicas, wrap_again
+from lightning_eff._core._run.processes import Saved, layout, log_other_replicas, replica, wrap_again
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import ends_batch, mend_loops, open_gradients, take_up
 
@@ -201,7 +201,7 @@ class Resume:
         predecessor = self._predecessor(state)
         rank = predecessor.rank
         if rank is None:
-            tell_other_replicas(predecessor.replicas, replica(self._trainer)[1])
+            log_other_replicas(predecessor.replicas, replica(self._trainer)[1])
             return
         self.state = state
         self._rng = state["rng"][rank]

@@ -43,7 +43,7 @@ def check_run(trainer: Trainer, module: LightningModule, techniques: Sequence[Ne
             if cls.__name__ in technique.conflicts:
                 raise ValueError(
                     f"{who}: the precision plugin {cls.__name__} cannot train together with it:"
-                    f" {technique.conflicts[cls.__name__]}. Take one of them out."
+                    f" {technique.conflicts[cls.__name__]}. Remove one of them."
                 )
         if technique.needs_automatic_optimization and not module.automatic_optimization:
             raise ValueError(
@@ -91,10 +91,10 @@ def _check_pair(first: Needing, second: Needing) -> None:
     if a == b:
         reason = "the same technique twice would act twice on the same thing"
     if reason:
-        raise ValueError(f"{a} and {b} cannot train together: {reason}. Take one of them out.")
+        raise ValueError(f"{a} and {b} cannot train together: {reason}. Remove one of them.")
 
 
-def tell_of_trials(techniques: Sequence[Needing]) -> None:
+def log_trials(techniques: Sequence[Needing]) -> None:
     """Log that Lightning's tuner tries steps without these techniques."""
     names = ", ".join(type(technique).__name__ for technique in techniques)
     rank_zero_info(

@@ -71,7 +71,7 @@ def _described(trainer: Trainer) -> str:
     return str(getattr(trainer.strategy, "layout", ""))
 
 
-def tell_other_replicas(before: int, now: int) -> None:
+def log_other_replicas(before: int, now: int) -> None:
     """Log that a run of ``now`` replicas resumes from a checkpoint of ``before``."""
     rank_zero_info(
         f"The run that saved this checkpoint divided its samples over {before} processes, and this run divides them over"

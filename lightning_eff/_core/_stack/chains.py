@@ -45,7 +45,7 @@ def comes_of(later: Iterable[Tensor], nodes: set[Node]) -> bool:
     return False
 
 
-def share(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     """Return whether a tensor of ``some`` uses the memory of one of ``others``."""
     there = {address for t in others if (address := _address(t)) is not None}
     return any(_address(t) in there for t in some)
@@ -102,9 +102,9 @@ def fed(given: list[Tensor], before: list[Tensor], made: list[Tensor]) -> bool |
     if not given or not made:
         return None
     nodes = nodes_of(made)
-    if comes_of(given, nodes) or share(given, made):
+    if comes_of(given, nodes) or share_memory(given, made):
         return True
-    if share(given[:1], before[:1]):  # both read the same tensor, which the first did not change
+    if share_memory(given[:1], before[:1]):  # both read the same tensor, which the first did not change
         return False
     if nodes and any(t.grad_fn is not None for t in given):
         return False

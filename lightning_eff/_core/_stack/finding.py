@@ -145,8 +145,8 @@ def find_stages(module: nn.Module, layers: Layers, *, who: str, without: Apart =
     if len(best) > 1:
         every = listed([c for found in of_class.values() for c in found])
         raise ValueError(
-            f"{who}: blocks of the classes {', '.join(cls.__name__ for cls in best)} are equally many in"
-            f" {type(module).__name__}. Say which ones by layers=, a path or several. Candidates: {every}."
+            f"{who}: {type(module).__name__} has equally many blocks of the classes"
+            f" {', '.join(cls.__name__ for cls in best)}. Set layers= to one or several paths. Candidates: {every}."
         )
     return of_class[best[0]]
 
@@ -281,7 +281,7 @@ def _only_longest(found: Sequence[Candidate], what: str, *, who: str, ties: Apar
             )
         equal = listed(best)
         raise ValueError(
-            f"{who}: {len(best)} {what} are equally long: {equal}. Say which one by layers=, e.g."
+            f"{who}: {len(best)} {what} are equally long: {equal}. Choose one by layers=, such as"
             f" layers={best[0].path!r}. All candidates: {listed(found)}."
         )
     return found[0]

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from lightning_eff._core._stack.chains import Node, share
+from lightning_eff._core._stack.chains import Node, share_memory
 
 
 def _named(text: str) -> frozenset[str]:
@@ -49,7 +49,7 @@ def adds_to(entered: Tensor, left: Tensor) -> bool | None:
     Returns:
         None if the graph does not show it: without gradients, or after an operation with an unknown derivative.
     """
-    if left is entered or share([left], [entered]):
+    if left is entered or share_memory([left], [entered]):
         return True
     if left.grad_fn is None:
         return None

@@ -231,8 +231,8 @@ class Verifying:
         index = self._read_beside(output)
         if index is not None:
             return (
-                f"{who}: the loss uses more of what block {index} of {self._found} returns than its first tensor, and a"
-                f" skipped block has none of that. {self._way_out(who)}"
+                f"{who}: the loss uses more outputs of block {index} of {self._found} than its first tensor, which a"
+                f" skipped block does not compute. {self._way_out(who)}"
             )
         return None
 
@@ -292,7 +292,7 @@ class Verifying:
         chains = [c for c, feeding, adds in self._others if feeding.verdict and (all(adds) or not self.adds)]
         if not chains:
             return f"Remove {who}."
-        return f"Name another stack, e.g. layers={chains[0].path!r}, or remove {who}. Stacks: {listed(chains)}."
+        return f"Name another stack, such as layers={chains[0].path!r}, or remove {who}. Stacks: {listed(chains)}."
 
 
 def _parent(found: Candidate) -> str:

@@ -179,7 +179,7 @@ def rolled(labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     return {path: y.roll(most, 0) for path, y in labels.items()} if most and moved(most) else None
 
 
-def moves(run: Callable[[bool], Tensor | None]) -> bool | None:
+def depends_on_labels(run: Callable[[bool], Tensor | None]) -> bool | None:
     """Return whether a loss changes with labels while its targets stay; None if unknown.
 
     Args:

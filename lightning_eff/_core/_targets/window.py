@@ -13,10 +13,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_eff._core._targets.calls import Change, TargetCall
-from lightning_eff._core._targets.leaks import Leaks, Level, leaked, moves, rolled
+from lightning_eff._core._targets.leaks import Leaks, Level, depends_on_labels, leaked, rolled
 from lightning_eff._core._targets.passing import Window
 from lightning_eff._core._targets.seen import none_seen, not_of_them
-from lightning_eff._core.batches import kept, lies_at, map_tensors, num_samples, tensors
+from lightning_eff._core.batches import first_opaque, lies_at, map_tensors, num_samples, tensors
 from lightning_eff._core.losses import LossNotVisible, loss_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
@@ -115,8 +115,8 @@ class Targets:
         missing = [path for path in self._paths if path not in named]
         if missing:
             raise ValueError(
-                f"{self.who}: the batch {step.batch_idx} has no labels at {missing}, where the first one had them;"
-                f" it holds {', '.join(named) or 'no tensors'}. Let the loader make all batches alike."
+                f"{self.who}: batch {step.batch_idx} has no labels at {missing}, unlike the first batch;"
+                f" it holds {', '.join(named) or 'no tensors'}. Give all batches the same structure in the loader."
             )
         if self._doubtful and step.global_step > self._looked_at and step.global_step.bit_count() == 1:
             self._look_again(step, batch)
@@ -230,7 +230,7 @@ class Targets:
                 )
             return chosen
         if not found:
-            raise LossNotVisible(f"{self.who}: {none_seen(elsewhere, [], step.module, kept(batch))}")
+            raise LossNotVisible(f"{self.who}: {none_seen(elsewhere, [], step.module, first_opaque(batch))}")
         if len(found) == 1:
             return list(found)
         classes = [path for path, calls in found.items() if all(call.of_classes for call in calls)]
@@ -309,7 +309,7 @@ class Targets:
             beside = {path: [y] for path, y in labels.items()} if moved else {}
             return loss_of(self._forward_only(step, other if moved else batch, held, beside=beside)[1])
 
-        return moves(run)
+        return depends_on_labels(run)
 
     def _forward_only(
         self,

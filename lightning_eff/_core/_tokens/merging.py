@@ -18,7 +18,7 @@ from lightning_eff._core.steps import Step
 Merge = Callable[[Tensor], tuple[Tensor, int] | None]
 
 
-def merged(hidden: Tensor, sizes: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def merged_tokens(hidden: Tensor, sizes: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return ``x_g = sum_j s_j x_j / sum_j s_j`` over the tokens j of each group g, and the groups' sizes ``sum_j s_j``.
 
     Args:
@@ -60,7 +60,7 @@ class Held:
         """Return the block's input for a hidden state that the module passes."""
         if self.groups is None or self.weights is None:
             return hidden
-        return merged(hidden, self.weights, self.groups, self.given.shape[1])[0]
+        return merged_tokens(hidden, self.weights, self.groups, self.given.shape[1])[0]
 
 
 class MergingTokens(Tokens):
@@ -123,7 +123,7 @@ class MergingTokens(Tokens):
         if rest or self._seen != self._order * max(passes, 1):
             raise ValueError(
                 f"{self.who}: training_step calls the blocks {self._seen} of {self.stack}, in this order; expected each of"
-                f" {self._order} once in a pass, by block(x), since tokens are merged from block to block. {_OUT}"
+                f" {self._order} once per pass, by block(x), because tokens are merged from block to block. {_OUT}"
             )
         self._then(step, batch)
 
@@ -183,7 +183,7 @@ class MergingTokens(Tokens):
             else:
                 groups, count = found
                 weights = torch.ones_like(mark) if before.sizes is None else before.sizes
-                less, sizes = merged(hidden, weights, groups, count)
+                less, sizes = merged_tokens(hidden, weights, groups, count)
                 held = Held(mark, _mark(less), sizes, groups.gather(1, before.places), groups, weights)
         self._passes[-1][index] = held
         self._before = held, None

@@ -300,7 +300,7 @@ class Tokens:
             raise ValueError(
                 f"{self.who}: got a choice of the shape {tuple(place.shape)} for {size} samples of {tokens} tokens; expected"
                 f" {f'({size}, k)' if self.per_sample else '(k,)'} with k in 1 .. {tokens}"
-                f"{'' if self.per_sample else ', since Tokens was made with per_sample=False'}."
+                f"{'' if self.per_sample else ', because Tokens has per_sample=False'}."
             )
 
     def _plan(self, fewer: "Fewer", call: Call) -> Plan:

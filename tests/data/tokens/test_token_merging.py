@@ -392,7 +392,7 @@ class Backwards(Net):
         (lambda: of(ChecksReentrantly), "block 0 .* cannot merge tokens: its own code checkpoints its attention"),
         (shared, "holds the same block several times"),
         (compiled, "block 0 .* cannot merge tokens: it is compiled"),
-        (Backwards, r"calls the blocks \[2, 1, 0\] of .* in this order; expected each of \[0, 1, 2\] once in a pass"),
+        (Backwards, r"calls the blocks \[2, 1, 0\] of .* in this order; expected each of \[0, 1, 2\] once per pass"),
         (lambda: Net(1), "gets 17 tokens per image, 1 of them not patches, but merging needs two or more blocks"),
     ],
 )
