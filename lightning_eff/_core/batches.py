@@ -121,7 +121,7 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
         if is_dataclass(value) and not isinstance(value, type):
             other = copy.copy(value)
             for f in fields(value):
-                object.__setattr__(other, f.name, pick(getattr(value, f.name)))  # works for frozen dataclasses
+                object.__setattr__(other, f.name, pick(getattr(value, f.name)))  # also if frozen
             return other
         if keeps_tensors(value):
             raise ValueError(f"G{_closed(value)}")
@@ -229,9 +229,7 @@ def _joined(parts: list[Any], sizes: list[int], path: str) -> Any:
         other = copy.copy(first)
         for f in fields(first):
             values = [getattr(part, f.name) for part in parts]
-            object.__setattr__(
-                other, f.name, _joined(values, sizes, f"{path}.{f.name}")
-            )  # works for frozen dataclasses
+            object.__setattr__(other, f.name, _joined(values, sizes, f"{path}.{f.name}"))  # also if frozen
         return other
     return first if all(part == first for part in parts) else _differ(path)
 

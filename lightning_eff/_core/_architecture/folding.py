@@ -53,9 +53,8 @@ def export(module: M) -> M:
     if not isinstance(module, nn.Module):
         raise TypeError(f"lightning_eff.export: got {type(module).__name__}; expected an nn.Module.")
     _check(module)
-    holder = nn.Sequential(
-        copy.deepcopy(module)
-    )  # so that the root, as a part of a larger module, may be a replacement
+    # in a container, because the root may be a replacement too, as a part of a larger module
+    holder = nn.Sequential(copy.deepcopy(module))
     standing = {path: swap for path, _, _, m in _places(holder) if (swap := swap_of(m)) and not isinstance(m, Foldable)}
     if standing:
         raise ValueError(f"lightning_eff.export: {type(module).__name__} cannot be made plain. {_reasons(standing)}")

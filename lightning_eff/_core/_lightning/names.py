@@ -135,9 +135,8 @@ class _Adapted(ABCMeta):
         own = next(c for c in found if not isinstance(c, _Adapted))
         package = next(c.__dict__["_package"] for c in found if "_package" in c.__dict__)
         first = [c if (other := _named(c, package)) is None else other for c in own.__mro__]
-        left_out = {
-            c for c in found if _renamed(c.__module__, package) not in (None, c.__module__)
-        }  # super() would reach them
+        # super() would reach these classes of the other package
+        left_out = {c for c in found if _renamed(c.__module__, package) not in (None, c.__module__)}
         order = dict.fromkeys([*(c for c in found if isinstance(c, _Adapted)), *first, *found])
         return [*(c for c in order if c is not object and c not in left_out), object]
 

@@ -112,10 +112,8 @@ class _Nothing:
 def _watch(iterator: Any, made: MadeBatches) -> None:
     if not hasattr(type(iterator), "_next_data"):
         return
-    itself, next_data = (
-        weakref.ref(iterator),
-        type(iterator)._next_data,
-    )  # no cycle: workers end with the last reference
+    # a weak reference, so that workers end with the last reference
+    itself, next_data = weakref.ref(iterator), type(iterator)._next_data
 
     def noted() -> Any:
         iterator = itself()

@@ -258,9 +258,8 @@ class Targets:
             for handle in handles:
                 handle.remove()
         leak, listed = leaks.of(loss_of(output)), ", ".join(path or "in the batch" for path in paths)
-        read = (
-            self.alone == "loss" and leak.entry and leaks.fed
-        )  # a loss term of the network itself, such as a router's
+        # a loss term of the network itself, such as a router's
+        read = self.alone == "loss" and leak.entry and leaks.fed
         if leak.level is Level.VALUE and not read:
             raise LossNotVisible(leaked(self.who, listed, leak.name))
         if self.alone == "step" and not leaks.entered:

@@ -79,11 +79,7 @@ def _of_hugging_face(root: nn.Module, every: dict[str, nn.Embedding]) -> dict[st
             continue
         try:
             one = tell()
-        except (
-            NotImplementedError,
-            AttributeError,
-            TypeError,
-        ):  # it has none, or takes arguments: no convention of theirs
+        except (NotImplementedError, AttributeError, TypeError):  # a method of that name outside of the convention
             continue
         inside |= {id(part) for part in m.modules()}
         said.add(id(one))

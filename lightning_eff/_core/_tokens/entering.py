@@ -37,9 +37,8 @@ class EnteringTokens(Tokens):
     def _put_on(self, step: Step) -> None:
         running = self._running()
         self._entered, self._last = min(running, default=-1), max(running, default=-1)
-        self._held: dict[
-            int, tuple[Tensor, int, int]
-        ] = {}  # by the samples: the places, of how many tokens, along which dim
+        # by number of samples: the kept places, the number of all tokens, and their dimension
+        self._held: dict[int, tuple[Tensor, int, int]] = {}
         super()._put_on(step)
 
     @override

@@ -236,7 +236,7 @@ class MergingTokens(Tokens):
         elif plan.dim != 1:
             reason = f"its hidden state has the shape {tuple(hidden_of(*call).shape)}; expected (B, T, D)"
         elif beside:
-            reason = f"it is handed {', '.join(beside)}, and merged tokens have no place, mask or table of their own"
+            reason = f"its arguments include {', '.join(beside)}, and merged tokens have no position, mask or table"
         else:
             reason = refuted(fewer.block, call, self.session.generator(self.who, "sizes", fewer.index))
         if reason is not None:

@@ -117,9 +117,8 @@ class Tokens:
         self.alike = alike
         self.also = also
         self._stack: BlockStack | None = None
-        self._plans: dict[
-            tuple[int, _Key], tuple[int, Plan]
-        ] = {}  # by block and kinds of inputs; and how long they were
+        # the length and the plan by block and kinds of inputs
+        self._plans: dict[tuple[int, _Key], tuple[int, Plan]] = {}
         self._checked = False
         self._looking = False
         self._ran = False
@@ -245,9 +244,8 @@ class Tokens:
     def _put_on(self, step: Step) -> None:
         self._patches = Patches()
         for index, block in self._running().items():
-            name = (
-                self._attribute if block._compiled_call_impl is None else "_compiled_call_impl"
-            )  # around the compiled
+            # a compiled block is wrapped outside of its compiled call
+            name = self._attribute if block._compiled_call_impl is None else "_compiled_call_impl"
             plain = getattr(block, name)
             if isinstance(plain := unwrapped(plain), Fewer):
                 self._take_off()

@@ -177,7 +177,7 @@ def test_what_may_be_a_table_of_something_else_is_told() -> None:
     assert find_table(plain, (8, 12), seen_by(plain), who=WHO) is None
     two = Tokens()
     two.rows, two.columns = (nn.Parameter(torch.randn(1, 25, 12)) for _ in range(2))
-    with pytest.raises(ValueError, match=r"rows \(for 4 x 6 patches\), columns .*expected one table.*take who out"):
+    with pytest.raises(ValueError, match=r"rows \(for 4 x 6 patches\), columns .*expected one table.*remove who"):
         find_table(two, (8, 12), seen_by(two), who=WHO)
     long = Tokens()
     long.positions = nn.Parameter(torch.randn(1, 100, 12))  # of which a module may take the first so many

@@ -31,7 +31,7 @@ CASES = {
         model="vit",
         refuses={
             "tiny_gpt": "block 0 of .* cannot merge tokens: its attention is causal",
-            **dict.fromkeys(("gpt2", "llama"), "block 0 of .* cannot merge tokens: it is handed .*position_"),
+            **dict.fromkeys(("gpt2", "llama"), "block 0 of .* cannot merge tokens: its arguments include .*position_"),
             "bert": "found no images in the batch",
         },
         lost=(classifier, "classifier", r"has the shape \(4, 8\); expected \(B, T, D\)"),
@@ -411,7 +411,7 @@ def test_arguments_out_of_their_range(r: Any) -> None:
 
 
 def test_tables_and_checkpoints_of_transformers_are_refused_and_compiled_blocks_conflict() -> None:
-    with pytest.raises(ValueError, match=r"cannot merge tokens: it is handed .*position_embeddings\.0"):
+    with pytest.raises(ValueError, match=r"cannot merge tokens: its arguments include .*position_embeddings\.0"):
         gradients(module("llama"), TokenMerging(), batch=make_batch("llama"))
     net = hugging_face()
     for m in net.modules():
