@@ -251,7 +251,7 @@ _WITHOUT_BIASES += " mixtral olmoe qwen3_moe t5"
 # No map that the pattern of QuantizedBase's case means.
 _NO_MLP = "mpt mixtral olmoe qwen3_moe biogpt opt rwkv albert squeezebert bart mbart marian pegasus m2m_100 t5 wav2vec2"
 _NO_MLP += " hubert unispeech"
-_NO_NAMED = "means none of the .* linear layers"
+_NO_NAMED = "(means|matches) none of the .* linear layers"
 # Norms of their own.
 _RMS = "llama mistral qwen2 qwen3 gemma gemma2 phi3 olmo olmo2 cohere granite glm4 helium nemotron smollm3 mamba t5"
 _RMS += " ernie4_5 exaone4 arcee seed_oss mixtral olmoe qwen3_moe"

@@ -158,6 +158,7 @@ REFUSALS = (
     "holds no nn.Conv",
     "holds no encoder-decoder",
     "matches none of the",
+    "means none of the",
     "were not seen to be run on tokens",
     "fewer than the",
     "so none is masked",

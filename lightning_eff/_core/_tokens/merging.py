@@ -99,7 +99,7 @@ class MergingTokens(Tokens):
         stack = super().find(layers)
         if len({id(block) for block in stack.blocks}) < len(stack):
             raise ValueError(
-                f"{self.who}: {stack} contains the same block several times; expected different ones, because tokens are merged"
+                f"{self.who}: {stack} holds the same block several times; expected different ones, because tokens are merged"
                 f" between them. {_OUT}"
             )
         return stack

@@ -258,7 +258,7 @@ class Windowed(Net):
             batches(4),
             r"fails with images of 8 x 8 pixels instead of 16 x 16.*global pooling",
         ),
-        (Windowed, batches(4), r"12 x 12 pixels.*windows of 8 pixels do not fit.*Raise multiple_of"),
+        (Windowed, batches(4), r"12 x 12 pixels.*windows of 8 pixels do not fit.*Increase multiple_of"),
         (Cut, batches(4), r"position \(1, 64, 12\) may hold the positions of patches"),
         (Net, batches(4, side=4), r"images of 4 x 4 pixels would never be smaller, in multiples of 4 x 4"),
         (Net, [(torch.zeros(3, 16, 16, 1), torch.arange(3))], "has its channels last"),

@@ -101,7 +101,7 @@ def test_what_cannot_be_told_must_be_named() -> None:
     ):
         eff.apply(copy.deepcopy(mlp), LogitSoftcap())
     assert isinstance(eff.apply(copy.deepcopy(mlp), LogitSoftcap(names=["2"]))[2], CappedLinear)
-    with pytest.raises(ValueError, match=r"it means none of the 17 linear layers of TinyGPT; .*Nearest: head"):
+    with pytest.raises(ValueError, match=r"it matches none of the 17 linear layers of TinyGPT; .*Nearest: head"):
         eff.apply(TinyGPT(), LogitSoftcap(names=["haed"]))
 
     class Own(nn.Linear):

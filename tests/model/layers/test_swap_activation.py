@@ -276,7 +276,7 @@ def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> N
 
 
 def test_a_name_that_means_none_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"it means none of the 4 activations of HuggingFace; .*Nearest: .*mlp.act"):
+    with pytest.raises(ValueError, match=r"it matches none of the 4 activations of HuggingFace; .*Nearest: .*mlp.act"):
         eff.apply(families.module("gpt2"), SwapActivation("relu", names=["mlp.atc"]))
 
 
