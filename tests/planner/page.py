@@ -155,9 +155,9 @@ lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
 ```
 
 It prints the ten fastest layouts, shows where the time and memory of the first one go, and explains why the others are
-slower. `--timeline` draws a step. `--json` prints everything. `--out plan.yaml` writes the first layout as a config:
-strategy, techniques, precision, processes, accumulation and batch size. Pass it after your recipe, which keeps its own
-callbacks:
+slower. Layouts with the same predicted time share a row, which shows the one with the least memory. `--timeline` draws a
+step. `--json` prints everything. `--out plan.yaml` writes the first layout as a config: strategy, techniques, precision,
+processes, accumulation and batch size. Pass it after your recipe, which keeps its own callbacks:
 
 ```bash
 lightning-eff fit --config recipe.yaml --config plan.yaml
