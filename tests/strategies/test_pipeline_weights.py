@@ -258,7 +258,7 @@ def test_the_number_of_micro_batches_does_not_matter(parts: int) -> None:
 
 def test_a_loss_that_is_the_same_for_all_samples_is_refused() -> None:
     """Which of two rules holds cannot be told."""
-    with pytest.raises(ValueError, match=r"cannot be told.*microbatch_weight="):
+    with pytest.raises(ValueError, match=r"cannot be found.*microbatch_weight="):
         learnt(lambda logits, batch: logits.sum() * 0 + (batch["labels"] == 7).sum() * 0.0)
 
 
