@@ -150,5 +150,5 @@ class OwnClipping(Precision):
 
 
 def test_a_precision_plugin_that_clips_by_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"OwnClipping has its own clip_grad_by_norm"):
+    with pytest.raises(ValueError, match=r"OwnClipping overrides clip_grad_by_norm"):
         looked_through(TinyGPT(), SHARDS, plugins=[OwnClipping()])

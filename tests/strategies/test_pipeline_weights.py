@@ -232,7 +232,7 @@ def test_the_rule_that_is_found_gives_the_loss_of_later_batches(
     "loss", [labelled_and_by_sample, contrastive, by_class, masked_by_chance], ids=lambda loss: loss.__name__
 )
 def test_what_no_rule_fits_is_refused(loss: Callable[..., Tensor], first: Callable[[], dict[str, Tensor]]) -> None:
-    with pytest.raises(ValueError, match=r"test: two micro-batches .* together\. .*microbatch_weight=.*GPipe.*"):
+    with pytest.raises(ValueError, match=r"test: two micro-batches .* together, but .*microbatch_weight=.*GPipe.*"):
         learnt(loss, first(), zero_head=loss is labelled_and_by_sample)
 
 

@@ -99,9 +99,7 @@ def heads_of(module: nn.Module) -> tuple[int, int] | None:
         query = _count(source, _QUERY)
         if query is not None:
             keys = _count(source, _KEYS) or query
-            if (
-                source is module and keys == query and named
-            ):  # the count of key-value heads may be in the configuration only
+            if source is module and keys == query and named:  # the configuration can have the key-value heads
                 config = getattr(module, "config", None)
                 keys = next((n for a in _KEYS if type(n := getattr(config, a, None)) is int and n > 0), query)
             return query, min(keys, query)

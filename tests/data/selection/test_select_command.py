@@ -102,7 +102,7 @@ def test_a_texts_length_and_fingerprint_are_those_of_the_data_set(
         (["prun"], "got 'prun'; expected dsir or prune"),
         (["dsir", "--raw", "gone.txt", "--target", "x", "--keep", "1", "--out", "a.json"], "gone.txt: no such file"),
         (["dsir", "--raw", "gone.txt", "--target", "x", "--keep", "1", "--out", "a.csv"], "ends in .json or .npz"),
-        (["dsir", "--raw", "pyproject.toml", "--target", "pyproject.toml", "--keep", "1.5", "--out", "a.json"], "a fraction in"),
+        (["dsir", "--raw", "pyproject.toml", "--target", "pyproject.toml", "--keep", "1.5", "--out", "a.json"], "a fraction"),
         (["prune", "--config", "gone.yaml", "--keep", "0.5", "--out", "a.json"], "no such file"),
         (["prune", "--config", "gone.yaml", "--keep", "5", "--out", "a.json"], r"--keep 5: expected a fraction"),
         (["prune", "--config", "gone.yaml", "--keep", "0.5", "--out", "a.json", "--scre", "el2n"], "Did you mean '--score'"),
