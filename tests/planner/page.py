@@ -172,7 +172,7 @@ lightning-eff fit --config recipe.yaml --config plan.yaml
    where they apply. It skips combinations that raise an error at setup. `--without`, `--only` and `--exact` narrow the
    search.
 3. **Memory.** It adds up weights, gathered weights, gradients, optimizer state, activations and buffers of each rank.
-4. **Time.** It simulates the layouts that fit, operation by operation. A lower bound for each layout tells when to stop, so
+4. **Time.** It simulates the layouts that fit, operation by operation. A lower bound for each layout decides when to stop, so
    the ten layouts are the ten fastest under this model.
 
 ## Limits

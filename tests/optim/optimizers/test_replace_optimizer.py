@@ -699,7 +699,7 @@ class _AnewEachStep(FourGroups):
         (
             FourGroups,
             lambda: ReplaceOptimizer(torch.optim.Muon, "all"),
-            r"Muon does not accept .*shapes \(\(|Muon does not take",
+            r"Muon does not accept .*shapes \[\(16,\)",
         ),
         (FourGroups, lambda: ReplaceOptimizer(_Forgets), "_Forgets has 1 parameters but was given 8, without"),
         (FourGroups, lambda: ReplaceOptimizer(lambda params: 3), r"returned int\. Return a torch.optim.Optimizer"),

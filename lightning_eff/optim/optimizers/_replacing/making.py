@@ -145,7 +145,7 @@ def made(make: Making, groups: list[dict[str, Any]], module: nn.Module) -> Optim
         raise ValueError(
             f"ReplaceOptimizer: {who} does not accept these parameters, {len(groups)} groups"
             f"{f' with their own {keys}' if keys else ''} of tensors of shapes {shapes[:5]}{' ...' if len(shapes) > 5 else ''}:"
-            f" {error} Choose other parameters with parameters=, or another optimizer."
+            f" {str(error).rstrip('.')}. Choose other parameters with parameters=, or another optimizer."
         ) from error
     who = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
