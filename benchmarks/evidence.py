@@ -24,8 +24,8 @@ in that file, and adds the results of further ``--seeds``.
 ``search_settings_<task>.json``. It uses seeds that no evaluation uses.
 
 ``ladder`` runs the baseline at other budgets with the committed step costs, and adds the results to ``ladder_<task>.json``. The
-value of every arm is computed from them. ``ladder --of`` runs a stack of ``--set goal`` instead, with that bench's step costs. With
-``--budget``, ``run --set goal`` and ``ladder`` write to a file with the budget in its name.
+value of every arm is computed from them. ``ladder --of`` runs a stack of ``--set goal`` instead, with that bench's step costs.
+With ``--budget``, ``run --set goal`` and ``ladder`` write to a file with the budget in its name.
 
 ``page`` runs nothing. It writes ``docs/evidence.md``, ``docs/evidence/`` and their pictures.
 """
