@@ -1,10 +1,10 @@
-"""Does it pay to augment, where few images are seen many times? Each augmentation beside none, for as long.
+"""Measure the gain of augmentations with few images seen many times, compared with none for the same time.
 
     python benchmarks/augmentation.py run [--seeds 3] [--rounds 3]
     python benchmarks/augmentation.py page
 
-Two tasks, in ``benchmarks/augmented``: scikit-learn's digits as they are, and 512 rings of 64 x 64 pixels; each is seen
-some dozens of times. How it is measured stands in ``benchmarks/study.py``.
+``benchmarks/augmented`` has two tasks: scikit-learn's digits without changes, and 512 rings of 64 x 64 pixels. Each image is
+seen dozens of times. ``benchmarks/study.py`` explains the method.
 """
 
 import sys
@@ -33,9 +33,9 @@ ARMS = (
 SUBJECT = Subject(
     name="augmentation",
     title="Augmenting few images that are seen many times",
-    words="A ViT of 2 blocks of width 32 on scikit-learn's 1,297 training digits as they are, and one of 3 blocks of width 48"
-    " on 512 rings of 64 x 64 pixels, without noise. Augmentations have their papers' settings. What"
-    " turns an image may change a ring's label, which is a direction; that is left as it is.",
+    words="The tasks are a ViT with 2 blocks of width 32 on scikit-learn's 1,297 training digits, and one with 3 blocks of"
+    " width 48 on 512 rings of 64 x 64 pixels, both without noise. Augmentations have their papers' settings. A rotation can"
+    " change the label of a ring, which is a direction. The study does not correct this.",
     folder=ROOT / "benchmarks" / "augmented",
     tasks={"digits": "Digits", "rings": "Rings"},
     arms=ARMS,

@@ -1,4 +1,4 @@
-"""What every technique gains on the reference tasks: run the benches, and write the pages of evidence from their results.
+"""Measure the gain of every technique on the reference tasks, and write the pages of evidence from the results.
 
     python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal|further] [--jobs 2]
         [--only NAME ...] [--seeds 4,5] [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
@@ -7,19 +7,27 @@
         [--budget 300rs]
     python benchmarks/evidence.py page
 
-``run`` holds every recipe of a task, with the controls that its techniques name, against the task's baseline, and copies
-the results to ``benchmarks/results/bench_<task>.json``; interrupted, it goes on where it was. ``--set weights`` does so for
-what moves the weights (optimizers, schedules, averages), for ``weights_<task>.json``, and ``--set compute`` for what costs
-a step less or has more for it, alone, with its controls and joined, for ``compute_<task>.json``. ``--only`` runs some of a
-set, beside those that are there; with ``--reference`` and the committed file, at the prices that their techniques have
-there, and further ``--seeds`` of theirs are kept beside the first. ``search`` runs the recipes of single techniques and other
-settings of them, in ``benchmarks/<task>/settings``, on seeds that no evaluation uses, for ``search_settings_<task>.json``;
-``run --set settings`` holds what won there against the baseline. With ``--set further`` the two do so for single techniques
-without a recipe, of ``benchmarks/further.yaml``. ``ladder`` runs the baseline at other budgets, at the prices of the committed
-results, for ``ladder_<task>.json``, beside those that are there; every arm's worth is told from them.
-``run --set goal`` is of what reaches the baseline's final loss in the least time; ``ladder --of`` runs one of these in the
-baseline's place, at the prices of that bench. With a budget of its own each of the two writes to a file named by it.
-``page`` makes no runs: it writes ``docs/evidence.md``, ``docs/evidence/`` and their pictures.
+``run`` compares every recipe of a task, and the controls of its techniques, with the task's baseline. It copies the results to
+``benchmarks/results/bench_<task>.json``, and continues after an interruption. Other sets have other files:
+
+- ``--set weights``: optimizers, schedules and averages, in ``weights_<task>.json``.
+- ``--set compute``: techniques that change the step cost, alone, with their controls, and combined, in
+  ``compute_<task>.json``.
+- ``--set settings``: the winners of ``search``.
+- ``--set further``: single techniques without a recipe, from ``benchmarks/further.yaml``.
+- ``--set goal``: the fastest stacks to the baseline's final loss.
+
+``--only`` runs a part of a set, and keeps the other results. With ``--reference`` and the committed file it uses the step costs
+in that file, and adds the results of further ``--seeds``.
+
+``search`` runs recipes of single techniques and other settings of them, from ``benchmarks/<task>/settings``, for
+``search_settings_<task>.json``. It uses seeds that no evaluation uses.
+
+``ladder`` runs the baseline at other budgets with the committed step costs, and adds the results to ``ladder_<task>.json``. The
+value of every arm is computed from them. ``ladder --of`` runs a stack of ``--set goal`` instead, with that bench's step costs.
+With ``--budget``, ``run --set goal`` and ``ladder`` write to a file with the budget in its name.
+
+``page`` runs nothing. It writes ``docs/evidence.md``, ``docs/evidence/`` and their pictures.
 """
 
 import argparse

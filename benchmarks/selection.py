@@ -1,10 +1,10 @@
-"""Does it pay to choose samples where labels are wrong, or data redundant? Each method beside a random choice of as many.
+"""Measure the gain of choosing samples with wrong labels or redundant data, compared with random choices.
 
     python benchmarks/selection.py run [--seeds 3] [--rounds 3]
     python benchmarks/selection.py page
 
-Two tasks, in ``benchmarks/spoilt``: noisy digits of which one training label in five is wrong, and noisy digits half of whose
-training set is copies of 32 images. How it is measured stands in ``benchmarks/study.py``.
+``benchmarks/spoilt`` has two tasks with noisy digits. In one, one training label in five is wrong. In the other, half of the
+training set is copies of 32 images. ``benchmarks/study.py`` explains the method.
 """
 
 import sys
@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.study import BASELINE, Subject, main  # noqa: E402
 
 HALF, DATA = "random_half", "random_data"
-#: Each recipe's random control; the baseline where as many samples are trained on.
+#: Each recipe's random control, or the baseline if it trains on the same number of samples.
 CONTROLS = {
     "selective_backprop": HALF,
     "ordered_sgd": HALF,
@@ -31,13 +31,13 @@ CONTROLS = {
 SUBJECT = Subject(
     name="selection",
     title="Choosing samples where labels are wrong, or data redundant",
-    words="A ViT of 2 blocks of width 32 on scikit-learn's digits, shifted and under noise, 256 a batch; validation is clean."
-    " Each method trains on half of a batch (`auto_assist` on as many as it picks, `data_pruning` on half of the data set from"
-    " the eleventh epoch on) and stands beside a random choice of as many, which costs no score; `robust_importance_sampling`"
-    " draws whole batches, so the baseline is its control. The batch size is not tuned, and where `random_half` is faster than"
-    " the baseline, smaller batches are. An epoch is of five steps, in which `robust_importance_sampling` learns its"
-    " probabilities four times: that makes its steps nearly twice as dear as the baseline's. The models of `rho_loss` are"
-    " counted.",
+    words="The task is a ViT with 2 blocks of width 32 on scikit-learn's digits, shifted and with noise, in batches of 256."
+    " Validation data is clean. Each method trains on half of a batch. `auto_assist` decides the number itself, and"
+    " `data_pruning` trains on half of the data set from the eleventh epoch on. The control is a random choice of the same"
+    " number, which needs no scores. `robust_importance_sampling` draws whole batches, so the baseline is its control. The"
+    " batch size is not tuned. If `random_half` is faster than the baseline, so are smaller batches. An epoch has five steps,"
+    " in which `robust_importance_sampling` learns its probabilities four times, so its step cost is nearly twice the"
+    " baseline's. The training of `rho_loss`'s models counts.",
     folder=ROOT / "benchmarks" / "spoilt",
     tasks={
         "wrong": "One training label in five is wrong",

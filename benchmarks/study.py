@@ -237,16 +237,16 @@ def told(found: Interval | None) -> str:
 
 
 def verdict(found: Interval | None) -> str:
-    """What an interval says."""
+    """Return the verdict of an interval."""
     if found is None:
         return "not enough runs"
     if found.low > 1:
         return "faster"
-    return "slower" if found.high < 1 else "no difference shown"
+    return "slower" if found.high < 1 else "no measurable difference"
 
 
 def accuracy(runs: list[dict[str, Any]], arm: str) -> Interval | None:
-    """By how many points of a hundred an arm ends above the baseline, over the seeds of both."""
+    """Return how many percentage points an arm ends above the baseline, over the seeds of both."""
     ends = {
         name: {run["seed"]: run["points"][-1]["val_accuracy"] for run in runs if run["arm"] == name}
         for name in (arm, BASELINE)
@@ -255,7 +255,7 @@ def accuracy(runs: list[dict[str, Any]], arm: str) -> Interval | None:
 
 
 def row(runs: list[dict[str, Any]], arm: str, control: str) -> str:
-    """The line of an arm in a task's table."""
+    """Return the line of an arm in a task's table."""
     own = [run for run in runs if run["arm"] == arm]
     finals = [run["points"][-1] for run in own]
     losses = [point["val_loss"] for point in finals]
@@ -281,7 +281,7 @@ def row(runs: list[dict[str, Any]], arm: str, control: str) -> str:
 
 
 def page(subject: Subject, kept: dict[str, Any]) -> str:
-    """``benchmarks/<name>.md``."""
+    """Return the text of ``benchmarks/<name>.md``."""
     settings, machine = kept["settings"], kept["machine"]
     budgets = ", ".join(f"{settings['budgets'][task]:g} on *{title}*" for task, title in subject.tasks.items())
     parts = [
@@ -290,12 +290,13 @@ def page(subject: Subject, kept: dict[str, Any]) -> str:
         f"Written by `python benchmarks/{subject.name}.py page` from [{subject.name}.json](results/{subject.name}.json)."
         f" {subject.words}",
         "",
-        f"Processor seconds of each run, on one thread: {budgets}; steps by {settings['rounds']} rehearsals of each arm in"
-        " turns. All that a method does in training is counted. Settings are not tuned, but for the baseline's learning rate,"
-        " which all arms have. Ratios are of the seconds that the one needs for the final loss of the other, above 1 is"
-        f" faster, with 95 % intervals over seeds; with {kept['seeds']} seeds these are wide. *Time* is until the baseline's"
-        " final loss, and *gain* in points of accuracy at the end. Verdicts are of these small and short runs."
-        f" {machine.get('cpu', machine)}, torch {machine.get('torch', '?')}, a machine that was busy with other work.",
+        f"Each run has a budget of processor seconds on one thread: {budgets}. {settings['rounds']} rehearsals of each arm, in"
+        " turns, decide the number of steps. Everything that a method does in training counts. Only the baseline's learning"
+        " rate is tuned, and all arms use it. A ratio compares the seconds until the worse of the two final losses; above 1 is"
+        f" faster. It has a 95 % interval over seeds, which is wide with {kept['seeds']} seeds. *Time* is the time to the"
+        " baseline's final loss, and *gain* the difference in accuracy at the end, in percentage points. The verdicts are those"
+        f" of small and short runs, on {machine.get('cpu', machine)} with torch {machine.get('torch', '?')}, while the machine"
+        " was busy with other work.",
         "",
     ]
     arms = (BASELINE, *subject.arms)
@@ -307,10 +308,13 @@ def page(subject: Subject, kept: dict[str, Any]) -> str:
             ordered = sorted(results["tuning"], key=float)
             rates = ", ".join(f"{rate}: {results['tuning'][rate]['val_loss']:.3f}" for rate in ordered)
             best = min(ordered, key=lambda rate: results["tuning"][rate]["val_loss"])
-            edge = ", at the edge of what was tried" if best in (ordered[0], ordered[-1]) else ""
-            parts += [f"Validation loss of the baseline by learning rate, on seed 0: {rates}. Taken: {best}{edge}.", ""]
+            edge = ", at the edge of the grid" if best in (ordered[0], ordered[-1]) else ""
+            parts += [
+                f"Validation loss of the baseline by learning rate, on seed 0: {rates}. All arms use {best}{edge}.",
+                "",
+            ]
         if len(runs) < planned:
-            parts += [f"**Not complete**: {len(runs)} of {planned} runs were made.", ""]
+            parts += [f"**Incomplete**: {len(runs)} of {planned} runs exist.", ""]
         if not runs:
             continue
         parts += [
@@ -331,8 +335,8 @@ def main(subject: Subject, doc: str | None) -> None:
     """``run`` and ``page``."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    runner = commands.add_parser("run", help="tune, train and write the page; goes on where it was")
-    runner.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
+    runner = commands.add_parser("run", help="tune, train and write the page; continues after an interruption")
+    runner.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     runner.add_argument("--rounds", type=int, default=3, help="rehearsals of each arm (default: 3)")
     commands.add_parser("page", help=f"write benchmarks/{subject.name}.md")
     options = parser.parse_args()

@@ -1,10 +1,12 @@
-"""Triton kernels, each beside the plain PyTorch reference that defines what it computes.
+"""Triton kernels, each with a plain PyTorch reference that defines its result.
 
-One module for each: the reference, the choice between the ways that compute it, and an autograd Function where it has a
-backward. Its Triton kernels and their launchers stand in a private module of the same name, which alone imports triton and is
-itself imported where a kernel is launched, so that everything imports, and works on a CPU, where triton is not installed.
-Tests and benchmarks compare the ways. The folder is imported as ``lightning_eff.kernels`` (``kernels`` at the top level is
-another well-known package's name), and its modules import torch and triton alone.
+Each public module has the reference, the choice between implementations, and an autograd Function if there is a backward
+pass. A private module of the same name has the Triton kernels and their launchers. Only it imports triton, and it is
+imported when a kernel is launched. So everything imports, and runs on a CPU, without triton. Tests and benchmarks compare
+the implementations.
+
+The folder is imported as ``lightning_eff.kernels``, because another well-known package is called ``kernels``. Its modules
+import only torch and triton.
 """
 
 __all__: list[str] = []

@@ -18,15 +18,15 @@ NUM_WARPS = 4
 
 @triton.jit
 def from_bits(bits):
-    """float32 of bfloat16's bits."""
+    """Convert bits of bfloat16 to float32."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def adamw_kernel(p, g, m, v, keep, size, b1, b2, root, eps, num, seed, HALF: tl.constexpr, TILES: tl.constexpr):
-    """``p``, ``m``, ``v`` (num,) as int16 bits, in place; ``g`` likewise if HALF, else float32.
+    """Update ``p``, ``m`` and ``v`` (num,), int16 bits, in place; ``g`` has bits too if HALF, else float32.
 
-    ``keep`` is 1 - lr wd, ``size`` lr / (1 - b1^t), ``root`` sqrt(1 - b2^t).
+    ``keep`` is 1 - lr wd, ``size`` is lr / (1 - b1^t), ``root`` is sqrt(1 - b2^t).
     """
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     index = element_index(tile)
@@ -60,7 +60,7 @@ def adamw_(
     *,
     tiles: int = TILES,
 ) -> None:
-    """One step on contiguous tensors."""
+    """Do one step on contiguous tensors."""
     if not p.numel():
         return
     bits = g.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""One-bit masks as Triton kernels: one pass over memory each way."""
+"""Triton kernels to pack and unpack one-bit masks, each with one read and one write."""
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -16,7 +16,7 @@ NUM_WARPS = 4
 
 @triton.jit
 def element_index(byte, num):
-    """Index of the eight elements of each byte, shape (8, BLOCK); ``num`` and above where there is none."""
+    """Return the indices of each byte's eight elements, shape (8, BLOCK); padding has indices from ``num`` on."""
     k = tl.arange(0, 8)[:, None]
     length = num // 8
     index = tl.where(byte[None, :] < length, k * length + byte[None, :], 8 * length + k)
@@ -25,7 +25,7 @@ def element_index(byte, num):
 
 @triton.jit(do_not_specialize=["num"])
 def pack_kernel(mask, out, num, BLOCK: tl.constexpr):
-    """``mask`` (num,) of bytes 0 and 1 into ``out`` (ceil(num / 8),)."""
+    """Pack ``mask`` (num,), bytes 0 and 1, into ``out`` (ceil(num / 8),)."""
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     index = element_index(byte, num)
     bit = tl.load(mask + index, mask=index < num, other=0).to(tl.int32)

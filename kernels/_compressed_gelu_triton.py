@@ -36,7 +36,7 @@ def forward_kernel(
     STOCHASTIC: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ):
-    """``y = gelu(x)``, both (num,), and the codes, scales and minima of its derivative."""
+    """Compute ``y = gelu(x)``, both (num,), and the codes, scales and minima of its derivative."""
     group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     index = tile_index(group, GROUP, BITS)
     inside = index < num
@@ -64,7 +64,7 @@ def forward_kernel(
 def backward_kernel(
     g, codes, scale, minimum, dx, num, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_GROUPS: tl.constexpr
 ):
-    """``dx = g y'``, all (num,)."""
+    """Compute ``dx = g y'``, all (num,)."""
     group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     there = group * GROUP < num
     byte = tl.load(codes + byte_index(group, GROUP, BITS), mask=there[None, :, None], other=0)
@@ -79,7 +79,7 @@ def backward_kernel(
 def forward(
     x: Tensor, approximate: str, bits: int, group_size: int, seed: int | None, *, block: int = BLOCK
 ) -> tuple[Tensor, Packed]:
-    """``gelu(x)`` and its compressed derivative."""
+    """Return ``gelu(x)`` and its compressed derivative."""
     x = x.contiguous()
     y, packed = torch.empty_like(x), buffers(x.numel(), bits, group_size, x.device)
     over_groups(
@@ -97,7 +97,7 @@ def forward(
 
 
 def backward(g: Tensor, packed: Packed, *, block: int = BLOCK) -> Tensor:
-    """``dx``, of the shape of ``g`` and the dtype of ``x``."""
+    """Return ``dx`` with the shape of ``g`` and the dtype of ``x``."""
     dx = torch.empty(packed.shape, dtype=packed.dtype, device=g.device)
     held = packed.codes, packed.scale, packed.minimum
     over_groups(

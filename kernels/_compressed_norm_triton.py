@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm with a compressed normalised output as Triton kernels, one row of ``D`` elements at a time.
 
-``D`` is a multiple of GROUP, so a group never crosses rows. A row is a tile of K = D / GROUP groups (filled up to a power
-of two), as in the group quantisation's kernels, and group ``k`` of row ``r`` has number ``r K + k``.
+``D`` is a multiple of GROUP, so a group never crosses rows. A row is a tile of K = D / GROUP groups, padded to a power of
+two, as in the kernels for group quantisation. Group ``k`` of row ``r`` has the number ``r K + k``.
 """
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
@@ -20,7 +20,7 @@ from lightning_eff.kernels.group_quantization import Packed
 
 @triton.jit
 def total(value):
-    """The sum of a tile."""
+    """Return the sum of a tile."""
     return tl.sum(tl.sum(tl.sum(tl.sum(value, axis=0), axis=0), axis=0), axis=0)
 
 
@@ -45,7 +45,7 @@ def forward_kernel(
     BITS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """One row a program: ``y`` (rows, D), ``reciprocal`` (rows,), and the codes, scales and minima of ``n``."""
+    """Compute one row per program: ``y`` (rows, D), ``reciprocal`` (rows,), and the codes, scales and minima of ``n``."""
     D: tl.constexpr = K * GROUP
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, K2)
@@ -92,7 +92,7 @@ def backward_kernel(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """``dx`` (rows, D), and this program's share of ``dw`` and ``db``, each (programs, D); every so many rows."""
+    """Compute ``dx`` (rows, D) and each program's partial sums ``dw`` and ``db`` (programs, D), over strided rows."""
     D: tl.constexpr = K * GROUP
     k = tl.arange(0, K2)
     there = k < K
@@ -126,7 +126,7 @@ def backward_kernel(
 
 
 def num_warps(size: int) -> int:
-    """Warps for a row of ``size`` elements: 16 elements for each thread."""
+    """Return the warps for a row of ``size`` elements, with 16 elements per thread."""
     return min(max(triton.next_power_of_2(size) // 512, 1), 16)
 
 
@@ -140,7 +140,7 @@ def forward(
     group_size: int,
     seed: int | None,
 ) -> tuple[Tensor, Packed, Tensor]:
-    """``y``, the compressed ``n`` and ``r`` (..., 1) of ``x`` (..., D); ``D`` a multiple of ``group_size``."""
+    """Return ``y``, the compressed ``n`` and ``r`` (..., 1) of ``x`` (..., D); ``group_size`` divides ``D``."""
     x = x.contiguous()
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
     y, size = torch.empty_like(x), x.shape[-1]
@@ -172,7 +172,7 @@ def forward(
 def backward(
     g: Tensor, packed: Packed, r: Tensor, weight: Tensor | None, bias: Tensor | None, centre: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``dx`` of the dtype of ``g``, ``dw`` and ``db`` of those of ``weight`` and ``bias``."""
+    """Return ``dx`` in the dtype of ``g``, and ``dw`` and ``db`` in those of ``weight`` and ``bias``."""
     g = g.contiguous()
     weight = None if weight is None else weight.contiguous()
     dx, size = torch.empty_like(g), g.shape[-1]

@@ -1,10 +1,10 @@
-"""Casts to float8 as Triton kernels: tiles of 128 x 128, or whole rows, from one read where that is enough.
+"""Triton kernels for casts to float8, in tiles of 128 x 128 or whole rows, with one read where possible.
 
-Magnitudes are compared as the bits of ``|x|``: as integers they order as the numbers do, with infinity and then NaN on
-top, so that a maximum keeps NaN, and an atomic one gives the same bits in any order.
+Magnitudes are compared as the bits of ``|x|``. As integers the bits have the same order as the numbers, with infinity and
+then NaN at the top. So a maximum keeps NaN, and an atomic maximum does not depend on the order.
 
-Devices from compute capability 8.9 on convert to float8 in one instruction for two numbers; elsewhere, and in Triton's
-interpreter, which is wrong there, the same rounding is done on bits, in some ten instructions a number.
+Devices with compute capability 8.9 or later convert two numbers to float8 in one instruction. Other devices round on the
+bits, in about ten instructions per number. So does Triton's interpreter, whose conversion is wrong.
 """
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
@@ -20,35 +20,35 @@ from lightning_eff.kernels import _launch
 from lightning_eff.kernels.fp8_cast import BLOCK, By, Codes, Pair
 
 NATIVE = (8, 9)  # compute capability of the first devices that convert to E4M3
-MULTIPLE = 16  # of sizes: 16 bytes are read and written at once; single bytes would need an address each, and spill
-NUM_WARPS = 8  # of a tile: 64 elements a thread
-BLOCK_WARPS = 16  # where a tile has one scale, which all of its threads wait for
-LONGEST_ROW = 16384  # elements that a program holds in registers, 32 a thread
+MULTIPLE = 16  # of sizes: 16 bytes are read and written at once; single bytes would each need an address, and spill
+NUM_WARPS = 8  # of a tile: 64 elements per thread
+BLOCK_WARPS = 16  # if a tile has one scale, for which all of its threads wait
+LONGEST_ROW = 16384  # elements that a program holds in registers, 32 per thread
 TENSOR, ROWS, GROUPS, BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
 def magnitude(x):
-    """The bits of ``|x|``, int32, of float32 ``x``."""
+    """Return the bits of ``|x|``, int32, for float32 ``x``."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_of(amax, E5M2: tl.constexpr):
-    """``max / amax``, float32, of an amax by its bits; below 2^-100 it counts as 2^-100."""
+    """Return ``max / amax``, float32, from the bits of amax; an amax below 2^-100 counts as 2^-100."""
     amax = tl.maximum(amax, (127 - 100) << 23).to(tl.float32, bitcast=True)
     return tl.div_rn(tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32), amax)
 
 
 @triton.jit
 def inverse_of(scale):
-    """``1 / scale``, rounded once."""
+    """Return ``1 / scale``, rounded once."""
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
 @triton.jit
 def encode(y, E5M2: tl.constexpr, NATIVE: tl.constexpr):
-    """The float8 codes, uint8, of float32 ``y``: to nearest, ties to even, saturating; NaN stays NaN."""
+    """Return the float8 codes, uint8, of float32 ``y``, rounded to nearest even and saturated; NaN stays NaN."""
     MANTISSA: tl.constexpr = 2 if E5M2 else 3
     BIAS: tl.constexpr = 15 if E5M2 else 7
     LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
@@ -72,10 +72,10 @@ def encode(y, E5M2: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def apart(code, NATIVE: tl.constexpr):
-    """The codes in registers of their own.
+    """Return the codes in separate registers.
 
-    Where the same registers are stored as they are and go through shared memory to be transposed, what Triton 3.6 makes of
-    codes that the device's instruction gave is wrong: of float32 tiles about two in five transposed codes (on an H100).
+    Triton 3.6 is wrong if the same registers, from the device's instruction, are both stored and transposed in shared
+    memory. About two in five transposed codes of float32 tiles were wrong on an H100.
     """
     if NATIVE:
         code = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [code], dtype=tl.uint8, is_pure=False, pack=4)
@@ -84,13 +84,13 @@ def apart(code, NATIVE: tl.constexpr):
 
 @triton.jit
 def within(stride, BLOCK: tl.constexpr):
-    """Offsets in a tile from its first element, int32, where the rows of the matrix are ``stride`` long."""
+    """Return the offsets in a tile from its first element, int32, for a matrix with rows of ``stride`` elements."""
     return tl.arange(0, BLOCK)[:, None] * stride + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
 def tile(x, num_rows, num_columns, BLOCK: tl.constexpr):
-    """This program's tile of ``x`` in float32, with zeros outside, and the indices of its rows and columns, int64."""
+    """Return this program's tile of ``x`` in float32, padded with zeros, and its row and column indices, int64."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -104,8 +104,11 @@ def tile(x, num_rows, num_columns, BLOCK: tl.constexpr):
 def amax_kernel(
     x, amax, turned_amax, peak, num_rows, num_columns, PEAK: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Bits of amax of ``x``: of all to ``amax`` (1,); for SCALES = ROWS of each row to ``amax`` and of each column to
-    ``turned_amax``. They start at zero. PEAK: do nothing where ``peak`` is known, that is, not negative."""
+    """Write the bits of the amax of ``x`` to ``amax`` (1,), which starts at zero.
+
+    With SCALES = ROWS, write each row's to ``amax`` and each column's to ``turned_amax``. With PEAK, do nothing if ``peak``
+    is known, that is, not negative.
+    """
     known = False
     if PEAK:
         known = tl.load(peak) >= 0
@@ -142,11 +145,11 @@ def tile_kernel(
     NATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``x`` (R, K) of any float type into ``codes`` (R, K) if BY_ROW and ``turned`` (K, R) if BY_COLUMN, and inverses.
+    """Cast ``x`` (R, K) of any float type to ``codes`` (R, K) if BY_ROW and ``turned`` (K, R) if BY_COLUMN.
 
-    SCALES says what has a scale of its own; ROWS take the bits of amax from ``amax`` and ``turned_amax``. TENSOR takes
-    ``scale`` if GIVEN; else the amax is ``peak`` if PEAK and it is not negative, else ``amax``, and ``scale`` is written.
-    With PEAK the amax of now goes to ``seen``.
+    SCALES sets the unit that has one scale. ROWS reads the bits of amax from ``amax`` and ``turned_amax``. TENSOR uses
+    ``scale`` if GIVEN. Otherwise the amax is ``peak`` if PEAK and it is not negative, else ``amax``, and the kernel writes
+    ``scale``. With PEAK it writes the present amax to ``seen``.
     """
     value, row, column = tile(x, num_rows, num_columns, BLOCK)
     in_row, in_column = row < num_rows, column < num_columns
@@ -212,7 +215,7 @@ def rows_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """``x`` (R, K) of any float type into ``codes`` (R, K) and ``inverse`` (R,), BLOCK_ROWS whole rows a program."""
+    """Cast ``x`` (R, K) of any float type to ``codes`` (R, K) and ``inverse`` (R,), BLOCK_ROWS whole rows per program."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -224,7 +227,7 @@ def rows_kernel(
 
 
 def rows_of(num_columns: int) -> tuple[int, int, int]:
-    """Rows and columns of a program of ``rows_kernel``, and its warps: 8192 elements, or one row if it is longer."""
+    """Return the rows, columns and warps of a program of ``rows_kernel``: 8192 elements, or one longer row."""
     columns = triton.next_power_of_2(num_columns)
     rows = max(8192 // columns, 1)
     return rows, columns, max(rows * columns // 1024, 4)
@@ -244,18 +247,18 @@ def cast(
 ) -> Pair:
     """Cast ``x``, contiguous float32, bfloat16 or float16; see :func:`.fp8_cast.cast`.
 
-    Unless rows are cast alone, sizes that are no multiples of 16 are padded with zeros, which is a pass more.
+    Sizes that are not multiples of 16 are padded with zeros in an additional pass, except if only rows are cast.
 
     Args:
         x: (R, K).
         dtype: of the codes.
-        by: what has a scale of its own.
-        rows: give (R, K).
-        columns: give (K, R).
+        by: the unit that has one scale.
+        rows: return (R, K).
+        columns: return (K, R).
         scale: float32, (), or None.
         peak: float32, (), or None.
-        native: convert by the device's instruction; None where there is one.
-        longest_row: up to which K rows are held in registers.
+        native: use the device's instruction; None uses it if there is one.
+        longest_row: largest K whose rows stay in registers.
     """
     (r, k), device = x.shape, x.device
     if native is None:
@@ -284,12 +287,12 @@ def cast(
         turned_shapes = {"tensor": (), "rows": (width, 1), "groups": (width, across), "blocks": (along, across)}
         inverse = floats(*shapes[by])
         turned_inverse = inverse if by == "tensor" else floats(*turned_shapes[by])
-        # the amax of all, or of each row, and of each column; the last one is of what is seen in passing
+        # the amax of all or of each row, that of each column, and the present amax
         amax = torch.zeros(height + width + 1 if by == "rows" else 2, dtype=torch.int32, device=device)
         turned_amax, seen = amax[height:], amax[-1:]
         given = scale is not None
         scale = scale if scale is not None else floats()
-        known = scale if peak is None else peak  # a pointer that is not read will do
+        known = scale if peak is None else peak  # the kernel does not read an unused pointer
         grid = (across, along)
         tiling = {"BLOCK": BLOCK, "num_warps": BLOCK_WARPS if by == "blocks" else NUM_WARPS}
         if by == "rows" or (by == "tensor" and not given):

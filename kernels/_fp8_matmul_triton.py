@@ -1,14 +1,14 @@
-"""The blockwise-scaled float8 product as a Triton kernel: a dot for each 128 of the contraction, scaled into float32 sums.
+"""A Triton kernel for float8 products with blockwise scales: one dot per 128 of the contraction, added in float32.
 
-The dot of a block starts from zero, so that tensor cores never sum more than 128 products in their own precision; its
-result is multiplied by the scales and added in registers, as in DeepSeek-V3 (section 3.3.2). Where one operand has blocks
-of 128 x 128, a tile of it has one scale, which halves the multiplications for each number of the result. Inverse scales
-are multiplied with each other first: what is below 2^-100 in the result may lose bits by that, and no other number.
+The dot of a block starts from zero, so tensor cores never sum more than 128 products in their own precision. The kernel
+multiplies the result by the scales and adds it in registers, as in DeepSeek-V3 (section 3.3.2). If one operand has blocks of
+128 x 128, its tile has one scale, which halves the multiplications per result. The kernel multiplies the inverse scales
+first. Only results below 2^-100 can lose bits by that.
 
-Configurations are two, chosen by the count of registers and not by timing. For sm_90, where ``b`` has a scale for each
-1 x 128, tiles of 128 x 128 take 253 to 255 registers of 255; so they serve where ``b`` has blocks (179 to 185) and ``a``
-more than 64 rows to fill them, and 64 x 128 elsewhere (163 to 210). Neither side of a tile may be longer than a block.
-K is padded with zeros to a multiple of 16 where it is none.
+There are two configurations, chosen by their registers and not by timing (sm_90 has 255). Tiles of 128 x 128 take 253 to 255
+if ``b`` has a scale per 1 x 128, and 179 to 185 if it has blocks. So they are used if ``b`` has blocks and ``a`` has more
+than 64 rows. Otherwise tiles have 64 x 128 (163 to 210 registers). A side of a tile cannot be longer than a block. K is
+padded with zeros to a multiple of 16.
 """
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
@@ -26,8 +26,8 @@ from lightning_eff.kernels.fp8_cast import Codes
 LARGE = (128, 128, 8, 3)  # rows of a, rows of b, warps, stages of loads in flight
 SMALL = (64, 128, 4, 3)
 MULTIPLE = 16  # of K: 16 bytes are read at once
-LEAST = 90  # the first architecture whose float8 products it is compiled for, sm_90
-SUPER = 8  # tiles of a whose programs run side by side, and read the same b
+LEAST = 90  # the first supported architecture, sm_90
+SUPER = 8  # tiles of a whose programs run together and read the same b
 
 
 @triton.jit
@@ -47,8 +47,10 @@ def matmul_kernel(
     BLOCK_N: tl.constexpr,
     SUPER: tl.constexpr,
 ):
-    """``a`` (M, K) and ``b`` (N, K) of float8 into ``y`` (M, N) of any float type; inverse scales are float32,
-    (M or N, K / 128), or for A_BLOCKS or B_BLOCKS (M / 128 or N / 128, K / 128)."""
+    """Multiply ``a`` (M, K) and ``b`` (N, K), float8, into ``y`` (M, N) of any float type.
+
+    Inverse scales are float32 with shape (M or N, K / 128). With A_BLOCKS or B_BLOCKS it is (M / 128 or N / 128, K / 128).
+    """
     across, along = tl.cdiv(N, BLOCK_N), tl.cdiv(K, 128)
     width = SUPER * across
     first = tl.program_id(0) // width * SUPER
@@ -58,7 +60,7 @@ def matmul_kernel(
     first_m, first_n = tile_m.to(tl.int64) * BLOCK_M, tile_n.to(tl.int64) * BLOCK_N
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)  # offsets within a tile are 32 bits wide, to save registers
     rows, columns = (M - first_m).to(tl.int32), (N - first_n).to(tl.int32)
-    # beyond the last row it is read again, and what comes of it is not written: loads need no mask
+    # rows beyond the last one read it again, and their results are not written, so loads need no mask
     row, column = tl.minimum(m, rows - 1), tl.minimum(n, columns - 1)
     k = tl.arange(0, 128)
     a_at = a + first_m * K + row[:, None] * K + k[None, :]
@@ -90,7 +92,7 @@ def matmul_kernel(
 
 
 def matmul(a: Codes, b: Codes, y: Tensor, *, configuration: tuple[int, int, int, int] | None = None) -> None:
-    """``a b^T`` into ``y`` (M, N), float32, bfloat16 or float16; see :func:`.fp8_matmul.matmul`."""
+    """Write ``a b^T`` to ``y`` (M, N), float32, bfloat16 or float16; see :func:`.fp8_matmul.matmul`."""
     (m, k), n = a.codes.shape, b.codes.shape[0]
     block_m, block_n, num_warps, num_stages = configuration or (SMALL if m <= 64 or b.inverse.shape[0] == n else LARGE)
     left, right = a.codes, b.codes

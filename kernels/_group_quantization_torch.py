@@ -1,32 +1,35 @@
-"""Group quantisation in plain torch operations, arranged to stay in a core's cache: what runs where CUDA is not.
+"""Group quantisation in plain torch operations that stay in a core's cache, for devices other than CUDA.
 
-The tensor is worked through in pieces of ``PIECE`` elements, with buffers that each thread allocates once, so that of
-the dozen passes only the first reads memory and only the last writes it. Fewer elements would fit a nearer cache, but
-then the cost of calling torch shows: with 65 536 both ways together take 1.4 times as long. Every operation is one
-that torch vectorises: a conversion of float32 to uint8, a comparison into booleans and an ``aminmax`` are not.
+The code works through the tensor in pieces of ``PIECE`` elements. Each thread allocates its buffers once. So of about a dozen
+passes only the first reads memory, and only the last writes it. Smaller pieces fit a nearer cache, but then the cost of
+calling torch dominates: with 65 536 elements, both directions together take 1.4 times as long. The code uses only operations
+that torch vectorises. It does not vectorise float32 to uint8, comparisons into booleans, or ``aminmax``.
 
-Three ways at 4 bits with stochastic rounding, nanoseconds of CPU time for each element, quantising + back (medians of 5
-rounds by ``benchmarks/kernels_cpu.py``; 2^21 elements, one thread of an AMD EPYC of 2023 with AVX-512, a machine with
-other load, torch 2.13, Python 3.11):
+The table compares three implementations at 4 bits with stochastic rounding. It shows nanoseconds of CPU time per element to
+quantise and to dequantise, as medians of 5 rounds by ``benchmarks/kernels_cpu.py``. It used 2^21 elements and one thread of an
+AMD EPYC of 2023 with AVX-512, on a machine with other load, with torch 2.13 and Python 3.11.
 
-    plain operations on the whole tensor, a fresh random number for each element       12.4 + 2.4
-    fbgemm's row-wise 8-bit operators, fresh dither before (4 bits lack float32 scales)   5.0 + 0.3
-    this                                                                                 1.2 + 0.6
+    plain operations on the whole tensor, a new random number per element                12.4 + 2.4
 
-A step of a GPT-2 (4 layers of 256, 4 x 256 tokens) that so compresses every float tensor saved for backward took 1.17
-(1.11 to 1.19) times the exact step's CPU time.
+    fbgemm's row-wise 8-bit operators after new dither (4 bits lack float32 scales)       5.0 + 0.3
 
-**Noise.** Drawing a fresh random number for each element costs more than everything else together. Instead a table of
-``PERIOD`` numbers is made once: a random permutation of the midpoints ``(k + 1/2) / PERIOD``. Element ``i`` of a tensor
-reads ``u_i = table[(i + offset(seed)) mod PERIOD]``. Hence:
+    this                                                                                  1.2 + 0.6
 
-- over the offsets, ``u_i`` takes every value of the table equally often: rounding is unbiased for each element (within
-  ``1 / PERIOD`` of a step, and 2^-12 of a step where it is nearer than that to the code below), and codes are a
-  function of seed and index alone;
-- two elements of one tensor share their number only where their indices differ by a multiple of ``PERIOD``. It is a
-  prime, so two rows of a matrix that share a column never do, unless there are more than ``PERIOD`` rows: the sums
-  over samples and tokens that gradients are made of see independent numbers, as far as a permutation's are;
-- the offsets of two seeds are independent draws from ``PERIOD`` values: two calls in ``PERIOD`` are alike.
+A step of a GPT-2 (4 layers of 256, 4 x 256 tokens) that compresses every float tensor saved for backward took 1.17 (1.11 to
+1.19) times the CPU time of the exact step.
+
+**Noise.** A new random number per element costs more than everything else together. The code instead makes a table of
+``PERIOD`` numbers once: a random permutation of the midpoints ``(k + 1/2) / PERIOD``. Element ``i`` of a tensor reads
+``u_i = table[(i + offset(seed)) mod PERIOD]``. This has three consequences:
+
+- Codes depend only on the seed and the index. Over all offsets, ``u_i`` takes every value of the table equally often. So
+  rounding is unbiased for each element, within ``1 / PERIOD`` of a step, or 2^-12 of a step just above a code.
+
+- Two elements of a tensor share their number only if their indices differ by a multiple of ``PERIOD``, which is a prime. Two
+  elements in the same column of a matrix never do, unless it has more than ``PERIOD`` rows. So the sums over samples and
+  tokens in gradients have numbers as independent as those of a permutation.
+
+- The offsets of two seeds are independent draws from ``PERIOD`` values, so two calls agree with probability 1 / ``PERIOD``.
 """
 
 import threading
@@ -38,20 +41,20 @@ from lightning_eff.kernels._seeds import spread
 
 PERIOD = 131_071  # 2^17 - 1, a prime
 PIECE = 262_144  # elements that one thread works on at a time
-MAX_THREADS = 4  # a piece grows with the number of threads up to here; more threads than that do not help
+MAX_THREADS = 4  # a piece grows with the number of threads up to this one; more threads do not help
 SEED = 20_211  # of the table
-# Below 1 by so much that the largest code cannot be rounded up to 2^bits: clamping then needs no pass of its own.
+# Slightly below 1, so that the largest code cannot be rounded up to 2^bits and clamping needs no extra pass.
 LARGEST = 1 - 2**-12
-# A range below this counts as this. The codes of such a group are too small, and it decodes within 1e-36.
+# The least range of a group. Smaller ranges get codes that are too small, and decode within 1e-36.
 SMALLEST_RANGE = 1e-36
-MAX_PLANS = 64  # kept by a thread; a training has a few shapes
+MAX_PLANS = 64  # cached per thread; a training run has few shapes
 
 _tables: dict[tuple[torch.device, bool], Tensor] = {}
 _thread = threading.local()
 
 
 def noise(device: torch.device, *, stochastic: bool) -> Tensor:
-    """The table of ``u``, float32 of shape (PERIOD + MAX_THREADS * PIECE,), continued periodically; or 1/2 throughout."""
+    """Return the periodic table of ``u``, float32 of shape (PERIOD + MAX_THREADS * PIECE,); or 1/2 everywhere."""
     if (device, stochastic) not in _tables:
         with torch.inference_mode(False):
             table = torch.full((PERIOD,), 0.5, dtype=torch.float32)
@@ -64,20 +67,20 @@ def noise(device: torch.device, *, stochastic: bool) -> Tensor:
 
 
 def offset(seed: int) -> int:
-    """Where in the table element 0 reads: the seed, spread, modulo PERIOD."""
+    """Return the table index of element 0: the seed, spread over all bits, modulo PERIOD."""
     return spread(seed) % PERIOD
 
 
 class _Plan:
-    """The buffers of one thread for a piece of ``n`` groups, and every view of them that the piece needs.
+    """The buffers of one thread for a piece of ``n`` groups, and their views.
 
     Attributes:
         scaled: float32 (n, group_size).
         inverse: float32 (n, 1).
-        code: uint8 (n, group_size); ``signed`` is the same memory as int8, to which float32 converts fast.
-        short: int16 (n, group_size), on the way to 8 bits.
-        pairs: for each doubling of the width, from ``bits`` to 8: the width; the lower codes and the upper codes, each
-            (n, m, bytes); and both together, (n, m bytes) of twice the width, None at 8 bits, which are the result.
+        code: uint8 (n, group_size). ``signed`` is the same memory as int8, to which float32 converts fast.
+        short: int16 (n, group_size), the intermediate type for 8 bits.
+        pairs: for each doubling of the width from ``bits`` to 8, the width, the lower and the upper codes, each (n, m, bytes),
+            and both together, (n, m bytes) of twice the width. The latter is None at 8 bits, which are the result.
     """
 
     def __init__(self, base: Tensor, n: int, group_size: int, bits: int) -> None:
@@ -99,13 +102,13 @@ class _Plan:
             width *= 2
 
     def pack(self, out: Tensor) -> None:
-        """``code`` into bytes of shape (n, group_size * bits / 8): again and again, two codes become one."""
+        """Pack ``code`` into bytes of shape (n, group_size * bits / 8), by joining two codes into one repeatedly."""
         for width, lower, upper, both in self.pairs:
             into = out.unsqueeze(1) if both is None else both
             torch.add(lower, upper, alpha=1 << width, out=into)
 
     def unpack(self, stored: Tensor) -> None:
-        """The inverse of :meth:`pack`: bytes into nibbles, and so on down to ``bits``."""
+        """Invert :meth:`pack`: split bytes into nibbles, and so on down to ``bits``."""
         for width, lower, upper, both in reversed(self.pairs):
             whole = stored.unsqueeze(1) if both is None else both
             torch.bitwise_and(whole, (1 << width) - 1, out=lower)
@@ -129,12 +132,12 @@ def _plan(device: torch.device, n: int, group_size: int, bits: int) -> _Plan:
 
 
 def rows_of(group_size: int) -> int:
-    """Groups in a piece."""
+    """Return the number of groups in a piece."""
     return PIECE * min(torch.get_num_threads(), MAX_THREADS) // group_size
 
 
 def quantize(x: Tensor, bits: int, group_size: int, seed: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and minima of ``x``, contiguous and of shape (numel,)."""
+    """Return the codes, scales and minima of a contiguous ``x`` of shape (numel,)."""
     num, device = x.numel(), x.device
     whole, rest = divmod(num, group_size)
     num_groups, levels = whole + (rest > 0), 2**bits - 1
@@ -145,7 +148,7 @@ def quantize(x: Tensor, bits: int, group_size: int, seed: int | None) -> tuple[T
     first = 0 if seed is None else offset(seed)
 
     def piece(x: Tensor, at: int, n: int) -> None:
-        """``n`` groups from group ``at`` on, ``x`` of shape (n, group_size)."""
+        """Quantise ``n`` groups from group ``at`` on; ``x`` has shape (n, group_size)."""
         plan = _plan(device, n, group_size, 2 if bits == 3 else bits)
         scaled, low, span = plan.scaled, minimum.narrow(0, at, n), scale.narrow(0, at, n)
         u = table.as_strided((n, group_size), (group_size, 1), (first + at * group_size) % PERIOD)
@@ -181,7 +184,7 @@ def quantize(x: Tensor, bits: int, group_size: int, seed: int | None) -> tuple[T
         piece(x.narrow(0, at * group_size, n * group_size).view(n, group_size), at, n)
     if rest:
         last = x.narrow(0, num - rest, rest)
-        filled = last.amin().expand(1, group_size).clone()  # its own minimum has code 0
+        filled = last.amin().expand(1, group_size).clone()  # the minimum has code 0
         filled[0, :rest] = last
         piece(filled, whole, 1)
     # scale = (max - min) / (2^b - 1)
@@ -189,13 +192,13 @@ def quantize(x: Tensor, bits: int, group_size: int, seed: int | None) -> tuple[T
 
 
 def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, out: Tensor, bits: int, group_size: int) -> None:
-    """Decode into ``out``, contiguous and of shape (numel,)."""
+    """Decode into a contiguous ``out`` of shape (numel,)."""
     num, device = out.numel(), out.device
     whole, rest = divmod(num, group_size)
     codes, scale, minimum = codes.view(-1, group_size * bits // 8), scale.view(-1, 1), minimum.view(-1, 1)
 
     def piece(out: Tensor, at: int, n: int) -> None:
-        """``n`` groups from group ``at`` on, into ``out`` of shape (n, group_size)."""
+        """Decode ``n`` groups from group ``at`` on into ``out`` of shape (n, group_size)."""
         plan = _plan(device, n, group_size, 2 if bits == 3 else bits)
         stored = codes.narrow(0, at, n)
         if bits == 3:

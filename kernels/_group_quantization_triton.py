@@ -1,13 +1,12 @@
-"""Group quantisation as Triton kernels: one pass over memory each way.
+"""Triton kernels for group quantisation, each with one read and one write.
 
-A group of ``GROUP`` elements is held as eight octants of ``C = GROUP / 8`` elements, in tiles of shape
-(values per byte, octants of a value, groups, C). The last dimension is contiguous in memory and, with the groups, is
-what threads are spread over; the first two stay in a thread's registers, so packing moves nothing between threads.
+A group of ``GROUP`` elements has eight octants of ``C = GROUP / 8`` elements, in tiles of shape
+(values per byte, octants of a value, groups, C). Threads divide the groups and the last dimension, which is contiguous in
+memory. The first two dimensions stay in a thread's registers, so packing moves nothing between threads.
 
-Random numbers are Philox-4x32-7 (Salmon et al. 2011): one call with the key ``seed`` and the counter
-``group * C + c`` gives 128 bits, 16 to each octant's element; they repeat after 2^35 elements. By the count of
-instructions, 32 bits for each element in ten rounds would cost more than the memory traffic. ``u = (r + 1/2) / 2^16``
-is uniform within 2^-17 of a step.
+Random numbers are Philox-4x32-7 (Salmon et al. 2011). One call with the key ``seed`` and the counter ``group * C + c`` gives
+128 bits, 16 for each octant's element. They repeat after 2^35 elements. By the number of instructions, 32 bits per element in
+ten rounds would cost more than the memory traffic. ``u = (r + 1/2) / 2^16`` is uniform within 2^-17 of a step.
 """
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
@@ -28,13 +27,13 @@ NUM_WARPS = 4
 
 
 def num_warps(group_size: int) -> int:
-    """Warps of a program: more for a group that is larger than ``BLOCK``, or registers would be spilt."""
+    """Return the warps of a program; groups larger than ``BLOCK`` need more, or registers would spill."""
     return NUM_WARPS * max(group_size // BLOCK, 1)
 
 
 @triton.jit
 def tile_index(group, GROUP: tl.constexpr, BITS: tl.constexpr):
-    """Index of each element, shape (V, 8/V, G, C), for the groups ``group`` of shape (G,)."""
+    """Return each element's index, shape (V, 8/V, G, C), for the groups ``group`` of shape (G,)."""
     V: tl.constexpr = 8 // BITS
     C: tl.constexpr = GROUP // 8
     octant = tl.arange(0, V)[:, None, None, None] * BITS + tl.arange(0, BITS)[None, :, None, None]
@@ -43,7 +42,7 @@ def tile_index(group, GROUP: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def byte_index(group, GROUP: tl.constexpr, BITS: tl.constexpr):
-    """Index of each byte, shape (8/V, G, C)."""
+    """Return each byte's index, shape (8/V, G, C)."""
     C: tl.constexpr = GROUP // 8
     at = tl.arange(0, BITS)[:, None, None] * C + tl.arange(0, C)[None, None, :]
     return group[None, :, None] * (C * BITS) + at
@@ -51,21 +50,21 @@ def byte_index(group, GROUP: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def lower_index(group, GROUP: tl.constexpr):
-    """Index of each byte of the lower two of 3 bits, shape (2, G, C)."""
+    """Return the index of each byte for the lower two of 3 bits, shape (2, G, C)."""
     C: tl.constexpr = GROUP // 8
     return group[None, :, None] * (C * 3) + tl.arange(0, 2)[:, None, None] * C + tl.arange(0, C)[None, None, :]
 
 
 @triton.jit
 def upper_index(group, GROUP: tl.constexpr):
-    """Index of each byte of the upper one of 3 bits, shape (G, C)."""
+    """Return the index of each byte for the upper one of 3 bits, shape (G, C)."""
     C: tl.constexpr = GROUP // 8
     return group[:, None] * (C * 3) + 2 * C + tl.arange(0, C)[None, :]
 
 
 @triton.jit
 def uniform(seed, group, GROUP: tl.constexpr, BITS: tl.constexpr):
-    """``u`` of each element, shape (V, 8/V, G, C): a function of the seed and the element's index."""
+    """Return ``u`` for each element, shape (V, 8/V, G, C), a function of the seed and the element's index."""
     V: tl.constexpr = 8 // BITS
     C: tl.constexpr = GROUP // 8
     counter = (group[:, None] * C + tl.arange(0, C)[None, :]).to(tl.uint32)
@@ -81,7 +80,7 @@ def uniform(seed, group, GROUP: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def encode(value, inside, seed, group, GROUP: tl.constexpr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Bytes (8/V, G, C), scale (G,) and minimum (G,) of float32 values of shape (V, 8/V, G, C)."""
+    """Return bytes (8/V, G, C), scale (G,) and minimum (G,) of float32 values of shape (V, 8/V, G, C)."""
     V: tl.constexpr = 8 // BITS
     code, scale, low = code_of(value, inside, seed, group, GROUP, BITS, 2**BITS - 1, STOCHASTIC)
     byte = tl.sum(code << (tl.arange(0, V) * BITS)[:, None, None, None], axis=0)
@@ -90,7 +89,7 @@ def encode(value, inside, seed, group, GROUP: tl.constexpr, BITS: tl.constexpr, 
 
 @triton.jit
 def encode_three(value, inside, seed, group, GROUP: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """As :func:`encode` with 3 bits, of values of shape (4, 2, G, C): bytes (2, G, C) of the lower two, (G, C) of the upper."""
+    """Encode 3 bits of values (4, 2, G, C) like :func:`encode`: bytes (2, G, C) of the lower two bits, (G, C) of the upper."""
     code, scale, low = code_of(value, inside, seed, group, GROUP, 2, 7, STOCHASTIC)
     lower = tl.sum((code & 3) << (tl.arange(0, 4) * 2)[:, None, None, None], axis=0)
     octant = tl.arange(0, 4)[:, None, None, None] * 2 + tl.arange(0, 2)[None, :, None, None]
@@ -102,7 +101,7 @@ def encode_three(value, inside, seed, group, GROUP: tl.constexpr, STOCHASTIC: tl
 def code_of(
     value, inside, seed, group, GROUP: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr, STOCHASTIC: tl.constexpr
 ):
-    """Codes up to LEVELS, int32, scale (G,) and minimum (G,) of float32 values in the layout of BITS."""
+    """Return codes up to LEVELS, int32, scale (G,) and minimum (G,) of float32 values in the layout of BITS."""
     finite = tl.abs(value) <= 3.4028234663852886e38
     value = tl.where(finite, value, 0.0)
     low = tl.where(inside, value, float("inf"))
@@ -128,7 +127,7 @@ def code_of(
 
 @triton.jit
 def decode(byte, scale, low, BITS: tl.constexpr):
-    """Values (V, 8/V, G, C), float32, of bytes (8/V, G, C), scale (G,) and minimum (G,)."""
+    """Return float32 values (V, 8/V, G, C) of bytes (8/V, G, C), scale (G,) and minimum (G,)."""
     V: tl.constexpr = 8 // BITS
     shift = (tl.arange(0, V) * BITS)[:, None, None, None]
     code = (byte.to(tl.int32)[None, :, :, :] >> shift) & (2**BITS - 1)
@@ -149,7 +148,7 @@ def quantize_kernel(
     STOCHASTIC: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ):
-    """``x`` (num,) of any float type into ``codes``, ``scale`` and ``minimum``; BLOCK_GROUPS groups a program."""
+    """Quantise ``x`` (num,) of any float type into ``codes``, ``scale`` and ``minimum``, BLOCK_GROUPS groups per program."""
     group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     index = tile_index(group, GROUP, 2 if BITS == 3 else BITS)
     inside = index < num
@@ -190,7 +189,7 @@ def dequantize_kernel(
 
 
 def buffers(num: int, bits: int, group_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the codes, scales and minima of ``num`` elements."""
+    """Allocate the codes, scales and minima of ``num`` elements."""
     num_groups = -(-num // group_size)
     codes = torch.empty(num_groups * group_size * bits // 8, dtype=torch.uint8, device=device)
     scale, minimum = (torch.empty(num_groups, dtype=torch.float32, device=device) for _ in range(2))
@@ -203,13 +202,13 @@ def over_groups(
     """Launch ``kernel(*tensors, num, *scalars)`` over the groups of ``num`` elements.
 
     Args:
-        kernel: one that works on BLOCK_GROUPS groups of GROUP elements a program.
+        kernel: works on BLOCK_GROUPS groups of GROUP elements per program.
         tensors: its pointers.
-        num: elements; nothing is launched for none.
-        scalars: its arguments after ``num``.
+        num: number of elements; with 0 nothing is launched.
+        scalars: arguments after ``num``.
         group_size: GROUP.
-        block: elements, or one group, for each program.
-        constants: its other constants.
+        block: elements per program, at least one group.
+        constants: other constants.
     """
     block_groups = max(block // group_size, 1)
     if num:
@@ -228,7 +227,7 @@ def over_groups(
 def quantize(
     x: Tensor, bits: int, group_size: int, seed: int | None, *, block: int = BLOCK
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and minima of a contiguous ``x``; ``block`` elements, or one group, for each program."""
+    """Return the codes, scales and minima of a contiguous ``x``; a program has ``block`` elements or one group."""
     packed = buffers(x.numel(), bits, group_size, x.device)
     over_groups(
         quantize_kernel,

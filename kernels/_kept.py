@@ -1,4 +1,4 @@
-"""A compressed tensor among what an autograd Function keeps for backward."""
+"""Saves compressed tensors in an autograd Function for its backward pass."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from lightning_eff.kernels.group_quantization import Packed
 
 
 def keep(ctx: Any, packed: Packed | Tensor, *others: Tensor | None) -> None:
-    """``ctx.save_for_backward``, from which :func:`kept` returns the same.
+    """Call ``ctx.save_for_backward``; :func:`kept` returns the same tensors.
 
-    Scales and minima are kept as integers of the same bytes: whoever compresses what autograd saves leaves integers
-    alone, and would otherwise compress them once more.
+    Scales and minima are saved as integers of the same bytes. Techniques that compress saved tensors skip integers, so they
+    do not compress these again.
     """
     if isinstance(packed, Packed):
         ctx.layout = packed.shape, packed.dtype, packed.bits, packed.group_size
@@ -24,7 +24,7 @@ def keep(ctx: Any, packed: Packed | Tensor, *others: Tensor | None) -> None:
 
 
 def kept(ctx: Any) -> tuple[Packed | Tensor, *tuple[Tensor | None, ...]]:
-    """What :func:`keep` was given."""
+    """Return the arguments of :func:`keep`."""
     if ctx.layout is None:
         return ctx.saved_tensors
     codes, scale, minimum, *others = ctx.saved_tensors

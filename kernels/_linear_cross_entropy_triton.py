@@ -1,8 +1,8 @@
-"""Cross-entropy of a chunk of logits and its gradient over them, as one Triton kernel.
+"""A Triton kernel for the cross-entropy of a chunk of logits, which writes the gradient over the logits.
 
-A program takes one row, in blocks: once for the maximum and the sum of exponentials, both kept up as it goes, and, where
-the gradient is wanted, once more to write it over the logits. A row is 50 to 500 KB, so the second read is of what the
-cache still holds. All arithmetic is float32, whatever the logits are.
+A program reads one row in blocks, with a running maximum and sum of exponentials. If the gradient is needed, it reads the row
+again and writes the gradient over it. A row has 50 to 500 KB, so the second read comes from the cache. All arithmetic is
+float32.
 """
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_eff.kernels import _launch
 
-BLOCK = 8192  # logits at a time
+BLOCK = 8192  # logits per block
 
 
 @triton.jit(do_not_specialize=["smoothing"])
@@ -33,7 +33,7 @@ def loss_kernel(
     SMOOTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``loss`` (rows,) of ``logits`` (rows, columns), whose rows are ``stride`` apart and become their gradient."""
+    """Compute ``loss`` (rows,) of ``logits`` (rows, columns), whose rows are ``stride`` apart and become their gradient."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(target + row)
     logits += row * stride
@@ -46,7 +46,7 @@ def loss_kernel(
         inside = start + offset < columns
         z = tl.load(logits + start + offset, mask=inside, other=float("-inf")).to(tl.float32)
         largest_now = tl.maximum(largest, tl.max(z, axis=0))
-        # Where all logits so far are -inf, the sum is 0 whatever it is multiplied with
+        # if all logits so far are -inf, the sum is 0 and its factor does not matter
         shift = tl.where(largest_now == float("-inf"), 0.0, largest_now)
         exponentials = exponentials * tl.exp(largest - shift) + tl.exp(z - shift)
         if SMOOTH:
@@ -74,7 +74,7 @@ def loss_kernel(
 
 
 def num_warps(block: int) -> int:
-    """Warps for a block of logits: 16 for each thread."""
+    """Return the warps for a block, with 16 logits per thread."""
     return min(max(block // 512, 1), 16)
 
 
@@ -87,9 +87,9 @@ def loss_and_gradient(
     row_grad: Tensor | None,
     block: int = BLOCK,
 ) -> Tensor:
-    """The loss of each row, float32; where ``gradient``, its gradient is left in ``logits`` (n, V), of stride (any, 1).
+    """Return each row's loss, float32. If ``gradient``, write its gradient to ``logits`` (n, V) of stride (any, 1).
 
-    ``row_grad``: what each row's gradient is multiplied with, float32 (n,); None is 1.
+    ``row_grad``, float32 (n,), multiplies each row's gradient; None means 1.
     """
     n, columns = logits.shape
     loss = torch.empty(n, dtype=torch.float32, device=logits.device)

@@ -1,8 +1,8 @@
-"""LayerNorm and RMSNorm forward and backward as Triton kernels, on tiles of whole rows.
+"""Triton kernels for LayerNorm and RMSNorm, forward and backward, on tiles of whole rows.
 
-A row of ``D`` elements, filled up to ``D2``, a power of two, is held in registers; a tile has several rows where they are
-short, so that no thread is without work. Backward's programs take every so many tiles and keep their share of ``dw`` and
-``db`` in registers, element by element, until the last one.
+A program holds rows of ``D`` elements, padded to a power of two ``D2``, in registers. A tile has several short rows, so that
+every thread has work. In backward each program loops over tiles with a stride. It keeps its partial sums of ``dw`` and
+``db`` in registers, element by element, until the last tile.
 """
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_eff.kernels import _launch
 
-TILE = 2048  # elements, or one row where it has more
+TILE = 2048  # elements, or one longer row
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def forward_kernel(
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """``y`` (rows, D); ``reciprocal`` and, where ``CENTRE``, ``mean`` (rows,)."""
+    """Compute ``y`` (rows, D), ``reciprocal`` (rows,) and, if ``CENTRE``, ``mean`` (rows,)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, D2)
     inside = (row < rows)[:, None] & (column < D)[None, :]
@@ -75,7 +75,7 @@ def backward_kernel(
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """``dx`` (rows, D), and this program's share of ``dw`` and ``db``, each (programs, D); every so many tiles."""
+    """Compute ``dx`` (rows, D) and each program's partial sums ``dw`` and ``db`` (programs, D), over strided tiles."""
     column = tl.arange(0, D2)
     share_w = tl.zeros((ROWS, D2), dtype=tl.float32)
     share_b = tl.zeros((ROWS, D2), dtype=tl.float32)
@@ -91,7 +91,7 @@ def backward_kernel(
         if CENTRE:
             n -= tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
         n *= r
-        # Beyond the row n is not 0 but d is, so products with it are
+        # beyond the row n is not 0, but d is, and so are products with it
         if WEIGHT:
             share_w += d * n
         if BIAS:
@@ -111,10 +111,10 @@ def backward_kernel(
 
 
 def geometry(size: int) -> tuple[int, int, int, int]:
-    """``D2``, rows of a tile, and warps in forward and in backward, for rows of ``size`` elements.
+    """Return ``D2``, the rows of a tile, and the warps in forward and in backward, for rows of ``size`` elements.
 
-    Each thread has 8 elements; in backward, which keeps five values for each of them, 16 from 4096 on, since more threads
-    would have too few registers.
+    Each thread has 8 elements. Backward keeps five values per element, so from 4096 elements on its threads have 16; more
+    threads would have too few registers.
     """
     filled = triton.next_power_of_2(size)
     rows = max(TILE // filled, 1)
@@ -125,7 +125,7 @@ def geometry(size: int) -> tuple[int, int, int, int]:
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """``y``, the mean where ``centre``, and ``r`` (rows,) of contiguous ``x`` (..., D)."""
+    """Return ``y``, the mean if ``centre``, and ``r`` (rows,) of a contiguous ``x`` (..., D)."""
     y, size = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // size
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
@@ -156,7 +156,7 @@ def forward(
 def backward(
     g: Tensor, x: Tensor, mean: Tensor | None, r: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``dx`` of the dtype of ``x``, ``dw`` and ``db`` of those of ``weight`` and ``bias``; ``x`` is contiguous."""
+    """Return ``dx`` in the dtype of a contiguous ``x``, and ``dw`` and ``db`` in those of ``weight`` and ``bias``."""
     g, dx, size = g.contiguous(), torch.empty_like(x), x.shape[-1]
     filled, tile, _, warps = geometry(size)
     programs = min(_launch.num_programs(x.device), triton.cdiv(len(r), tile))

@@ -1,7 +1,7 @@
-"""Stochastic rounding to bfloat16 as a Triton kernel: one read, one write.
+"""A Triton kernel for stochastic rounding to bfloat16, with one read and one write.
 
-Random numbers are Philox-4x32-7: one call gives eight elements 16 bits each. Elements are counted in tiles of ``TILE``,
-whatever a program's block, so that the numbers are functions of seed and index alone.
+Random numbers are Philox-4x32-7: one call gives eight elements 16 bits each. Elements are counted in tiles of ``TILE``, and
+not in a program's blocks, so the numbers depend only on the seed and the index.
 """
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
@@ -21,14 +21,14 @@ NUM_WARPS = 4
 
 @triton.jit
 def element_index(tile):
-    """Index of each element of the tiles ``tile`` (G,), shape (8, G, 128)."""
+    """Return each element's index in the tiles ``tile`` (G,), shape (8, G, 128)."""
     octant = tl.arange(0, 8)[:, None, None]
     return tile.to(tl.int64)[None, :, None] * 1024 + octant * 128 + tl.arange(0, 128)[None, None, :]
 
 
 @triton.jit
 def sixteen_bits(seed, tile):
-    """A number in [0, 2^16) for each element, int32 of shape (8, G, 128)."""
+    """Return a number in [0, 2^16) for each element, int32 of shape (8, G, 128)."""
     counter = (tile[:, None] * 128 + tl.arange(0, 128)[None, :]).to(tl.uint32)
     r0, r1, r2, r3 = tl.randint4x(seed, counter, n_rounds=7)
     octant = tl.arange(0, 8)[:, None, None]
@@ -41,7 +41,7 @@ def sixteen_bits(seed, tile):
 
 @triton.jit
 def round_bits(value, noise):
-    """bfloat16's bits, int16, of float32 ``value``, moved away from zero as ``noise`` in [0, 2^16) says."""
+    """Return the bits of bfloat16, int16, of float32 ``value``; ``noise`` in [0, 2^16) decides whether it rounds up."""
     bits = value.to(tl.int32, bitcast=True)
     finite = tl.abs(value) <= 3.4028234663852886e38
     moved = tl.where(finite, bits + noise, bits)
@@ -51,7 +51,7 @@ def round_bits(value, noise):
 
 @triton.jit(do_not_specialize=["seed"])
 def round_kernel(x, out, num, seed, TILES: tl.constexpr):
-    """``x`` (num,) float32 into ``out`` (num,), the int16 bits of bfloat16."""
+    """Round ``x`` (num,), float32, to ``out`` (num,), the int16 bits of bfloat16."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     index = element_index(tile)
     inside = index < num

@@ -1,19 +1,20 @@
 """AdamW on bfloat16 weights and moments, with every new value rounded stochastically (Loshchilov & Hutter 2019,
 arXiv:1711.05101; rounding: Gupta et al. 2015, arXiv:1502.02551).
 
-In float32, for a weight ``p`` with gradient ``g`` and moments ``m``, ``v``, at step ``t >= 1``:
+For a weight ``p`` with gradient ``g`` and moments ``m`` and ``v``, at step ``t >= 1``, the update in float32 is:
 
     p <- p (1 - lr wd)
     m <- m + (g - m) (1 - b1)
     v <- b2 v + (1 - b2) g^2
+
     p <- p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-and ``p``, ``m`` and ``v`` go back to bfloat16 by :mod:`.stochastic_rounding`, each with random numbers of its own. 14 bytes
-of traffic for each weight, where float32 AdamW takes 28 and a bfloat16 model with a float32 master copy 34.
+Then ``p``, ``m`` and ``v`` are rounded to bfloat16 by :mod:`.stochastic_rounding`, each with different random numbers. This
+moves 14 bytes per weight. Float32 AdamW moves 28, and a bfloat16 model with a float32 master copy 34.
 
-torch's fused AdamW rounds bfloat16 weights to nearest, which loses updates below 2^-9 of a weight; torchao's rounds
-stochastically, but the weight alone, and through torch.compile. On CUDA one kernel does it; elsewhere these are plain torch
-operations.
+torch's fused AdamW rounds bfloat16 weights to nearest, which loses updates below 2^-9 of a weight. torchao's optimizer
+rounds only the weight stochastically, and needs torch.compile. On CUDA this module is one kernel. On other devices it uses
+torch operations.
 """
 
 import math
@@ -38,28 +39,30 @@ def adamw_(
     step: int,
     seed: int,
 ) -> None:
-    """One step, in place on ``p``, ``m`` and ``v`` (see the module's docstring).
+    """Do one step in place on ``p``, ``m`` and ``v`` (see the module's docstring).
 
     Args:
         p: bfloat16, contiguous, of any shape.
-        g: bfloat16 or float32, of the shape of ``p``.
-        m: as ``p``: the first moment.
-        v: as ``p``: the second moment.
+        g: bfloat16 or float32, with the shape of ``p``.
+        m: the first moment, like ``p``.
+        v: the second moment, like ``p``.
         lr: learning rate.
         betas: ``b1`` and ``b2``, in [0, 1).
         eps: > 0.
         weight_decay: ``wd``, decoupled.
-        step: ``t``, counted from 1.
-        seed: in [0, 2^61): another one for each call.
+        step: ``t``, starting at 1.
+        seed: in [0, 2^61), different for each call.
 
     Raises:
-        TypeError: ``p``, ``m`` or ``v`` is not bfloat16.
-        ValueError: a shape that differs, or a tensor that is not contiguous.
-        ImportError: ``p`` on CUDA and triton not installed.
+        TypeError: if ``p``, ``m`` or ``v`` is not bfloat16.
+        ValueError: if a shape differs, or a tensor is not contiguous.
+        ImportError: if ``p`` is on CUDA and triton is not installed.
     """
     for name, tensor in (("p", p), ("m", m), ("v", v)):
         if tensor.dtype != torch.bfloat16:
-            raise TypeError(f"adamw_({name} of {tensor.dtype}): expected bfloat16; torch's own AdamW takes the others.")
+            raise TypeError(
+                f"adamw_({name} of {tensor.dtype}): expected bfloat16. Use torch.optim.AdamW for other types."
+            )
         if tensor.shape != p.shape or not tensor.is_contiguous():
             raise ValueError(f"adamw_({name} of shape {tuple(tensor.shape)}): expected {tuple(p.shape)}, contiguous.")
     if g.shape != p.shape:
@@ -87,7 +90,7 @@ def reference_adamw(
     weight_decay: float,
     step: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The new ``p``, ``m`` and ``v`` in float32, before they are rounded."""
+    """Return the new ``p``, ``m`` and ``v`` in float32 before rounding."""
     b1, b2 = betas
     p, g, m, v = (t.detach().float() for t in (p, g, m, v))
     p = p * (1 - lr * weight_decay)

@@ -1,7 +1,7 @@
-"""Masks in one bit for each element: boolean ones, and float tensors that hold two values, such as dropout masks.
+"""Masks with one bit per element: boolean tensors, and float tensors with two values, such as dropout masks.
 
-With ``L = num_elements // 8``, byte ``b < L`` holds elements ``b, b + L, ..., b + 7 L``, the first in the lowest bit, so
-that packing moves nothing between vector lanes; the up to 7 elements that remain share one byte more.
+With ``L = num_elements // 8``, byte ``b < L`` holds elements ``b, b + L, ..., b + 7 L``, the first in the lowest bit. So
+packing moves nothing between vector lanes. The remaining elements, up to 7, share one more byte.
 """
 
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from lightning_eff.kernels import _launch
 
-SAMPLE = 1024  # elements looked at first: most tensors have more than two values, and show it here
+SAMPLE = 1024  # elements to check first; most tensors have more than two values among these
 PIECE = 262_144  # elements compared at a time on a CPU, so that buffers stay in its cache
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPair:
-    """A float tensor of two values, in compressed form.
+    """A compressed float tensor with two values.
 
     Attributes:
-        codes: uint8 of shape (ceil(num_elements / 8),), as :func:`pack_mask` makes them: where the value is ``high``.
-        low: the lesser value, of shape (1,), of the tensor's dtype.
-        high: the greater value, likewise; equal to ``low`` if the tensor holds one value alone.
-        shape: of the tensor.
+        codes: the packed mask of ``high`` values, uint8 of shape (ceil(num_elements / 8),).
+        low: the lesser value, shape (1,), in the tensor's dtype.
+        high: the greater value, equal to ``low`` if the tensor has only one.
+        shape: shape of the tensor.
     """
 
     codes: Tensor
@@ -33,26 +33,26 @@ class PackedPair:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes and the two values."""
+        """The bytes of the codes and the two values."""
         return self.codes.numel() + 2 * self.low.element_size()
 
 
 def pack_mask(mask: Tensor) -> Tensor:
-    """The bytes of a boolean tensor of any shape and strides, uint8 of shape (ceil(num_elements / 8),).
+    """Pack a boolean tensor of any shape and strides into uint8 of shape (ceil(num_elements / 8),).
 
     Raises:
-        TypeError: ``mask`` is not boolean.
-        ImportError: ``mask`` on CUDA and triton not installed.
+        TypeError: if ``mask`` is not boolean.
+        ImportError: if ``mask`` is on CUDA and triton is not installed.
     """
     if mask.dtype != torch.bool:
-        raise TypeError(f"pack_mask(mask of {mask.dtype}): expected torch.bool; for two float values use pack_pair.")
+        raise TypeError(f"pack_mask(mask of {mask.dtype}): expected torch.bool. For two float values use pack_pair.")
     flat = mask.contiguous().view(-1).view(torch.uint8)
     out = torch.empty(-(-flat.numel() // 8), dtype=torch.uint8, device=mask.device)
     if _launch.uses_triton(out):
         _launch.triton_module("bit_mask").pack(flat, out)
         return out
     length, rest = divmod(flat.numel(), 8)
-    # sum_k 2^k m_k, as pairs of bits, then of nibbles, then of bytes: vectorised, where a sum over eight is not
+    # sum_k 2^k m_k, by joining bits, then pairs, then nibbles; torch vectorises this, but not a sum over eight
     bits = flat[: 8 * length].view(2, 2, 2, length)
     pairs = torch.add(bits[:, :, 0], bits[:, :, 1], alpha=2)
     nibbles = torch.add(pairs[:, 0], pairs[:, 1], alpha=4)
@@ -63,11 +63,11 @@ def pack_mask(mask: Tensor) -> Tensor:
 
 
 def unpack_mask(packed: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """The boolean tensor of ``shape`` whose :func:`pack_mask` is ``packed``; contiguous.
+    """Return the contiguous boolean tensor of ``shape`` that :func:`pack_mask` packs into ``packed``.
 
     Raises:
-        ValueError: ``packed`` has another number of bytes than ``shape`` needs.
-        ImportError: ``packed`` on CUDA and triton not installed.
+        ValueError: if ``packed`` does not have the number of bytes for ``shape``.
+        ImportError: if ``packed`` is on CUDA and triton is not installed.
     """
     num = torch.Size(shape).numel()
     if packed.numel() != -(-num // 8):
@@ -90,7 +90,7 @@ def unpack_mask(packed: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def reference_pack_mask(mask: Tensor) -> Tensor:
-    """What :func:`pack_mask` computes, one element after another."""
+    """Reference for :func:`pack_mask`, one element after another."""
     flat = mask.flatten().tolist()
     length = len(flat) // 8
     out = [0] * -(-len(flat) // 8)
@@ -101,17 +101,17 @@ def reference_pack_mask(mask: Tensor) -> Tensor:
 
 
 def pack_pair(x: Tensor) -> PackedPair | None:
-    """Compress a float tensor that holds at most two different values, exactly; None if it holds more, or a NaN.
+    """Compress a float tensor with at most two values exactly; return None if it has more values or a NaN.
 
-    The first elements are looked at before the rest, so that the answer for other tensors comes soon; on CUDA it still
-    makes the host wait for the device. ``-0.0`` counts as 0.0.
+    The function checks a few elements first, so that it returns quickly for other tensors. On CUDA the host still waits for
+    the device. ``-0.0`` counts as 0.0.
 
     Args:
-        x: floating point, of any shape and strides; at least one element.
+        x: floating point, with any shape and strides and at least one element.
 
     Raises:
-        ValueError: ``x`` is empty.
-        ImportError: ``x`` on CUDA and triton not installed.
+        ValueError: if ``x`` is empty.
+        ImportError: if ``x`` is on CUDA and triton is not installed.
     """
     if not x.numel():
         raise ValueError(f"pack_pair(x of shape {tuple(x.shape)}): expected at least one element.")
@@ -125,11 +125,11 @@ def pack_pair(x: Tensor) -> PackedPair | None:
 
 
 def _above(x: Tensor, low: Tensor, high: Tensor) -> Tensor | None:
-    """``x == high``, or None if an element of ``x`` equals neither ``low`` nor ``high``."""
+    """Return ``x == high``, or None if an element of ``x`` equals neither ``low`` nor ``high``."""
     if _launch.uses_triton(x):
         above = x == high
         return above if bool((above | (x == low)).all()) else None
-    # A comparison into booleans is not vectorised on CPUs, a comparison into floats is: 1.0 and 0.2 ns for each element
+    # on CPUs torch vectorises a comparison into floats (0.2 ns per element), but not into booleans (1.0 ns)
     above = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     equal, either = torch.empty_like(x[:PIECE]), torch.empty_like(above[:PIECE])
     for part, out in zip(x.split(PIECE), above.split(PIECE), strict=True):
@@ -142,7 +142,7 @@ def _above(x: Tensor, low: Tensor, high: Tensor) -> Tensor | None:
 
 
 def unpack_pair(packed: PackedPair) -> Tensor:
-    """The tensor that ``packed`` stands for, contiguous."""
+    """Decompress to a contiguous tensor."""
     mask = unpack_mask(packed.codes, packed.shape)
     if not _launch.uses_triton(mask) and not packed.low and packed.high.isfinite():  # a dropout mask: 0 and 1 / (1 - p)
         return mask.view(torch.uint8).to(packed.high.dtype).mul_(packed.high)

@@ -5,18 +5,20 @@ Forward is exact, in both forms of the paper:
     y = x Phi(x) = x/2 (1 + erf(x / sqrt 2))                                          "none"
     y = x/2 (1 + tanh z),  z = sqrt(2/pi) (x + 0.044715 x^3)                          "tanh"
 
-Backward needs ``dx = g y'(x)`` and nothing else, so what is kept is ``y'``, quantised by group in the same pass:
+Backward needs only ``dx = g y'(x)``, so forward keeps ``y'``, quantised by group in the same pass:
 
     y' = Phi(x) + x exp(-x^2 / 2) / sqrt(2 pi)                                        "none"
+
     y' = (1 + tanh z)/2 + x/2 (1 - tanh^2 z) sqrt(2/pi) (1 + 3 * 0.044715 x^2)        "tanh"
 
-The derivative and not the input, because ``dx`` is linear in it: with stochastic rounding the gradient is unbiased, where
-``y'`` of a rounded ``x`` is not; and because ``y'`` lies in [-0.13, 1.13] whatever ``x`` is, so an outlier costs nothing.
+It keeps the derivative and not the input for two reasons. ``dx`` is linear in ``y'``, so the gradient is unbiased with
+stochastic rounding, while ``y'`` of a rounded ``x`` is biased. And ``y'`` is always in [-0.13, 1.13], so outliers in ``x``
+cost nothing.
 
-The best existing implementations, torch's and Liger's, keep ``x`` in full: 4 or 2 bytes for each element against
-``bits / 8 + 8 / group_size``. They are faster by the passes that compute and pack ``y'``; this one wins where memory is
-what limits the batch. A GELU spelled out in separate operations, such as transformers' ``gelu_new``, keeps several times as
-much, and is slower than either.
+The best existing implementations, by torch and Liger, keep ``x`` in full. They need 4 or 2 bytes per element, and this one
+``bits / 8 + 8 / group_size``. They are faster, since they do not compute and pack ``y'``. Use this one if memory limits the
+batch. A GELU in separate operations, such as transformers' ``gelu_new``, keeps several times as much and is slower than
+either.
 """
 
 import math
@@ -36,22 +38,22 @@ FORMS = ("none", "tanh")
 def compressed_gelu(
     x: Tensor, *, approximate: str = "none", bits: int | None = 8, group_size: int = 256, seed: int | None = None
 ) -> Tensor:
-    """GELU of ``x``, with a compressed derivative kept for backward (see the module's docstring).
+    """Compute the GELU of ``x``, and keep a compressed derivative for backward (see the module's docstring).
 
     Args:
-        x: float32, bfloat16 or float16, of any shape; also float64 where ``bits`` is None.
+        x: float32, bfloat16 or float16, of any shape; float64 too if ``bits`` is None.
         approximate: "none" or "tanh", as in ``torch.nn.functional.gelu``.
-        bits: of a kept element: 1, 2, 4 or 8; None keeps the derivative in the dtype of ``x``.
+        bits: bits per kept element, 1, 2, 4 or 8; None keeps the derivative in the dtype of ``x``.
         group_size: elements that share a range, a power of two from 16 to 8192.
-        seed: of stochastic rounding, another one for each call; None rounds to nearest.
+        seed: seed of stochastic rounding, different for each call; None rounds to nearest.
 
     Returns:
-        As ``torch.nn.functional.gelu``, of the shape and dtype of ``x``. It can be differentiated once.
+        The GELU in the shape and dtype of ``x``. It can be differentiated once.
 
     Raises:
-        ValueError: an argument out of range.
-        TypeError: ``x`` of another dtype.
-        ImportError: ``x`` on CUDA and triton not installed.
+        ValueError: if an argument is out of range.
+        TypeError: if ``x`` has another dtype.
+        ImportError: if ``x`` is on CUDA and triton is not installed.
     """
     if approximate not in FORMS:
         raise ValueError(f"compressed_gelu({approximate=}): expected one of {FORMS}.")
@@ -61,7 +63,7 @@ def compressed_gelu(
 
 
 def reference_gelu(x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensor]:
-    """``y`` and ``y'`` in float64, as in the module's docstring."""
+    """Return ``y`` and ``y'`` in float64, as in the module's docstring."""
     x = x.detach().double()
     if approximate == "none":
         phi = (1 + torch.erf(x / math.sqrt(2))) / 2

@@ -3,22 +3,25 @@
 Over the last dimension, of ``D`` elements (Ba et al. 2016, arXiv:1607.06450; Zhang & Sennrich 2019, arXiv:1910.07467):
 
     n = (x - mean(x)) r,  r = 1 / sqrt(var(x) + eps),   y = w n + b                   LayerNorm
+
     n = x r,              r = 1 / sqrt(mean(x^2) + eps),  y = w n                     RMSNorm
 
-Forward is exact. Backward needs ``n``, quantised by group in the same pass, and one float32 ``r`` for each row:
+Forward is exact. Backward needs ``n``, quantised by group in the same pass, and one float32 ``r`` per row:
 
     dx = r (w g - mean(w g) - n mean(n w g))                                          LayerNorm
+
     dx = r (w g - n mean(n w g))                                                      RMSNorm
+
     dw = sum g n,   db = sum g                                          over all rows
 
-The normalised output and not the input, because both gradients are written in ``n``, which has mean square 1 in every row:
-its error is a fraction of a step of that. From a rounded ``x``, ``x - mean(x)`` would lose its digits wherever the mean is
-large against the deviation. With stochastic rounding ``dw`` is unbiased, and ``dx`` up to the variance of the rounding
-divided by ``D``.
+It keeps the normalised output and not the input, because both gradients depend on ``n``. ``n`` has mean square 1 in every
+row, so its error is a fraction of a step of that range. With a rounded ``x``, ``x - mean(x)`` loses digits if the mean is
+much larger than the standard deviation. With stochastic rounding ``dw`` is unbiased. The bias of ``dx`` is the variance of
+the rounding divided by ``D``.
 
-The best existing implementations, torch's and Liger's, keep ``x`` in full: 4 or 2 bytes for each element against
-``bits / 8 + 8 / group_size``. They are faster by the passes that pack; this one wins where memory is what limits the batch,
-and where ``x`` is not kept alive anyway by another operation's backward (after a residual addition it is not).
+The best existing implementations, by torch and Liger, keep ``x`` in full. They need 4 or 2 bytes per element, and this one
+``bits / 8 + 8 / group_size``. They are faster, since they do not pack. Use this one if memory limits the batch and no other
+operation's backward keeps ``x``. A residual addition does not keep it.
 """
 
 from typing import Any
@@ -44,25 +47,27 @@ def compressed_layer_norm(
     group_size: int = 256,
     seed: int | None = None,
 ) -> Tensor:
-    """LayerNorm over the last dimension, with a compressed normalised output kept (see the module's docstring).
+    """Compute LayerNorm over the last dimension, and keep a compressed ``n`` (see the module's docstring).
+
+    On CUDA one kernel normalises and packs if ``group_size`` divides ``D`` and ``D`` is at most 16384. Otherwise there are two
+    kernels.
 
     Args:
-        x: float32, bfloat16 or float16, of shape (..., D); also float64 where ``bits`` is None.
+        x: float32, bfloat16 or float16, of shape (..., D); float64 too if ``bits`` is None.
         weight: ``w`` of shape (D,), or None for 1.
         bias: ``b`` of shape (D,), or None for 0; needs a ``weight``.
         eps: added to the variance.
-        bits: of a kept element: 1, 2, 4 or 8; None keeps ``n`` in the dtype of ``x``.
-        group_size: elements that share a range, a power of two from 16 to 8192. On CUDA one kernel normalises and
-            packs where it divides ``D`` and ``D`` is at most 16384; otherwise two do.
-        seed: of stochastic rounding, another one for each call; None rounds to nearest.
+        bits: bits per kept element, 1, 2, 4 or 8; None keeps ``n`` in the dtype of ``x``.
+        group_size: elements that share a range, a power of two from 16 to 8192.
+        seed: seed of stochastic rounding, different for each call; None rounds to nearest.
 
     Returns:
-        ``y`` of the shape and dtype of ``x``. It can be differentiated once.
+        ``y`` in the shape and dtype of ``x``. It can be differentiated once.
 
     Raises:
-        ValueError: an argument out of range, or a shape that does not match.
-        TypeError: ``x`` of another dtype.
-        ImportError: ``x`` on CUDA and triton not installed.
+        ValueError: if an argument is out of range, or a shape does not match.
+        TypeError: if ``x`` has another dtype.
+        ImportError: if ``x`` is on CUDA and triton is not installed.
     """
     return _norm(x, weight, bias, eps, True, bits, group_size, seed)
 
@@ -76,14 +81,14 @@ def compressed_rms_norm(
     group_size: int = 256,
     seed: int | None = None,
 ) -> Tensor:
-    """RMSNorm over the last dimension; arguments, result and errors as for :func:`compressed_layer_norm`."""
+    """Compute RMSNorm over the last dimension like :func:`compressed_layer_norm`."""
     return _norm(x, weight, None, eps, False, bits, group_size, seed)
 
 
 def reference_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centre: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``y``, ``n`` and ``r`` (of shape (..., 1)) in float64, as in the module's docstring; ``centre``: LayerNorm."""
+    """Return ``y``, ``n`` and ``r`` (..., 1) in float64, of LayerNorm if ``centre``, else of RMSNorm."""
     x = x.double()
     deviation = x - x.mean(-1, keepdim=True) if centre else x
     r = 1 / torch.sqrt((deviation**2).mean(-1, keepdim=True) + eps)
@@ -109,7 +114,7 @@ def _norm(
         if tensor is not None and tensor.shape != x.shape[-1:]:
             raise ValueError(f"{who}({name} of shape {tuple(tensor.shape)}): expected ({x.shape[-1]},), as x's last.")
     if bias is not None and weight is None:
-        raise ValueError(f"{who}(weight=None, bias=...): expected a weight beside the bias; torch.ones will do.")
+        raise ValueError(f"{who}(weight=None, bias=...): a bias needs a weight. Pass weight=torch.ones({x.shape[-1]}).")
     if bits is not None:
         check(x, bits, group_size, seed, choices=FUSED_BITS)
     return _CompressedNorm.apply(x, weight, bias, eps, centre, bits, group_size, seed)
@@ -166,7 +171,7 @@ class _CompressedNorm(torch.autograd.Function):
         w = None if weight is None else weight.to(r.dtype)
         b = None if bias is None else bias.to(r.dtype)
         if ctx.centre:
-            # With n for its input, mean 0 and r 1, torch's backward gives dx / r
+            # with n as input, mean 0 and r 1, torch's backward returns dx / r
             zero, one = torch.zeros_like(r), torch.ones_like(r)
             wanted = [True, w is not None, b is not None]
             dx, dw, db = torch.ops.aten.native_layer_norm_backward(g, n, size, zero, one, w, b, wanted)

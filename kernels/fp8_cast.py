@@ -1,29 +1,32 @@
-"""float32, bfloat16 or float16 to float8 with scales from amax, and the transposed copy that a backward pass needs.
+"""Casts from float32, bfloat16 or float16 to float8 with scales from amax, with the transpose for a backward pass.
 
-A matrix ``x`` becomes codes ``q`` and inverse scales, with ``max`` the largest number of the format, 448 in E4M3 and 57344
-in E5M2 (Micikevicius et al. 2022, arXiv:2209.05433):
+A matrix ``x`` becomes codes ``q`` and inverse scales. ``max`` is the largest number of the format, 448 in E4M3 and 57344 in
+E5M2 (Micikevicius et al. 2022, arXiv:2209.05433):
 
     s = max / amax(x),    q = round_to_nearest_even(clamp(x s, -max, max)),    x ~ q / s.
 
-Scales are computed in float32, and so is ``x s``. An amax below 2^-100, zero among them, counts as 2^-100, so that scales
-and their inverses are ordinary numbers. Where amax is not finite the scale is 0 or NaN and its inverse infinite or NaN, so
-that every product with it is NaN: an overflow stays visible.
+Scales and ``x s`` are computed in float32. An amax below 2^-100, including zero, counts as 2^-100, so that scales and their
+inverses are normal numbers. If amax is not finite, the scale is 0 or NaN and its inverse infinite or NaN. Every product with
+it is then NaN, so an overflow stays visible.
 
-What one read of ``x`` can give depends on what amax is taken over:
+The number of reads of ``x`` depends on the unit of amax:
 
-    groups, 1 x 128      a tile of 128 x 128 holds whole groups of x and of its transpose: both in one read
-    blocks, 128 x 128    likewise; the transposed codes are the same ones
-    rows                 one read if a row fits in registers (K <= 16384) and the transpose is not asked for; its scales are
-                         those of columns, which no program holds, so that both together take two reads
-    tensor               two reads; one where the scale, or an amax to scale by (``peak``), is known beforehand, and the
-                         amax of now is taken in passing
+    groups, 1 x 128      One read. A tile of 128 x 128 has whole groups of x and of its transpose.
 
-Sizes that are no multiples of 16 cost a copy more, with zeros beside it.
+    blocks, 128 x 128    One read. The transpose has the same codes.
 
-torchao (0.18) computes these casts by torch operations that torch.compile fuses, with Triton kernels for blocks in its
-prototypes; NVIDIA's Transformer Engine has them in CUDA, with transposes. Under torch.compile ours are torch operations
-too, for the compiler to fuse. The kernels are for eager mode, where each torch operation is a pass over memory, and wait
-for no compiler; torchao or Transformer Engine are better where a model is theirs throughout.
+    rows                 One read if a row fits in registers (K <= 16384) and only rows are needed. The transpose has scales
+                         of columns, so both together take two reads.
+
+    tensor               Two reads. One read if the scale, or an amax to scale by (``peak``), is known before. The kernel
+                         then also computes the present amax.
+
+Sizes that are not multiples of 16 need an additional copy, padded with zeros.
+
+torchao (0.18) computes these casts with torch operations that torch.compile fuses, and has prototypes of Triton kernels for
+blocks. NVIDIA's Transformer Engine has CUDA kernels with transposes. Under torch.compile this module uses torch operations
+too. Its kernels are for eager mode, where each torch operation reads and writes memory. If your whole model uses torchao or
+Transformer Engine, use their casts.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -42,11 +45,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Codes(NamedTuple):
-    """A matrix in float8, its contraction last.
+    """A float8 matrix. Its last dimension is the contraction.
 
     Attributes:
         codes: float8, (R, K), contiguous.
-        inverse: float32, what the codes are multiplied by: () for all, (R, 1) for rows, (R, ceil(K / 128)) for groups,
+        inverse: inverse scales, float32. The shape is () for one scale, (R, 1) for rows, (R, ceil(K / 128)) for groups, and
             (ceil(R / 128), ceil(K / 128)) for blocks.
     """
 
@@ -55,14 +58,14 @@ class Codes(NamedTuple):
 
     @property
     def by_row(self) -> Tensor:
-        """The inverse scales of each row, (R, 1) or (R, ceil(K / 128)); () where there is one."""
+        """Return the inverse scales of each row, (R, 1) or (R, ceil(K / 128)), or () for a single scale."""
         rows = self.codes.shape[0]
         if self.inverse.ndim == 0 or self.inverse.shape[0] == rows:
             return self.inverse
         return self.inverse.repeat_interleave(BLOCK, 0)[:rows]
 
     def dequantized(self) -> Tensor:
-        """The numbers that the codes stand for, float32, (R, K)."""
+        """Return the decoded numbers, float32, (R, K)."""
         inverse = self.by_row
         if inverse.ndim < 2 or inverse.shape[1] == 1:
             return self.codes.float() * inverse
@@ -70,13 +73,13 @@ class Codes(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A matrix (R, K) in float8 as its products need it: by rows, and transposed.
+    """A matrix (R, K) in float8 and its transpose, for products over either dimension.
 
     Attributes:
-        rows: of (R, K), or None if it was not asked for.
-        columns: of the transposed matrix (K, R), or None.
-        scale: float32, (): what the matrix was multiplied by, where it has one scale; else None.
-        amax: float32, (): of the matrix, where it has one scale that was not given; else None.
+        rows: codes of the matrix (R, K), or None.
+        columns: codes of the transpose (K, R), or None.
+        scale: the scale of the whole matrix, float32, (), or None.
+        amax: the amax of the whole matrix, float32, (), or None if the scale was given.
     """
 
     rows: Codes | None
@@ -97,32 +100,31 @@ def cast(
 ) -> Pair:
     """Cast a matrix (see the module's docstring).
 
-    Every way computes the same bits, but for the sign of NaN.
+    All implementations compute the same bits, except for the sign of NaN. With ``by="rows"`` or ``"groups"`` the transpose is
+    cast from ``x`` with its own scales. The last group or block of a dimension can be shorter. Numbers too large for a given
+    ``scale`` or ``peak`` saturate.
 
     Args:
-        x: (R, K), of any strides; float32, bfloat16 or float16, and what is neither is converted to float32 first.
+        x: (R, K), with any strides. Types other than float32, bfloat16 and float16 are converted to float32.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        by: what has a scale of its own: "tensor"; "rows" of what is cast, so that the transposed matrix is cast anew, from
-            ``x``; "groups" of 128 along the last dimension of what is cast (likewise); "blocks" of 128 x 128. The last
-            group or block of a dimension may be shorter.
-        rows: give (R, K).
-        columns: give the transposed matrix, (K, R).
-        scale: float32, (); by "tensor": the scale, if it is known. Larger numbers saturate.
-        peak: float32, (); by "tensor": an amax to scale by, negative for none, which is looked at on the device. Larger
-            numbers saturate; where the matrix has one that is not finite, the scale and its inverse are NaN (and codes
-            are anything).
+        by: the unit with one scale: "tensor", "rows", "groups" of 1 x 128, or "blocks" of 128 x 128.
+        rows: return (R, K).
+        columns: return the transpose, (K, R).
+        scale: the known scale for "tensor", float32, ().
+        peak: an amax to scale by for "tensor", float32, (), negative for none. The device reads it. If the matrix has a
+            number that is not finite, the scale and its inverse are NaN, and the codes are undefined.
 
     Raises:
-        TypeError: ``dtype`` is no float8 of these.
-        ValueError: ``x`` is no matrix or empty, ``by`` is none of these, or ``scale`` and ``peak`` do not fit.
-        ImportError: ``x`` on CUDA and triton not installed.
+        TypeError: if ``dtype`` is not one of these.
+        ValueError: if ``x`` is not a matrix or is empty, ``by`` is unknown, or ``scale`` and ``peak`` do not fit.
+        ImportError: if ``x`` is on CUDA and triton is not installed.
     """
     if dtype not in MAX:
         raise TypeError(f"cast({dtype=}): expected torch.float8_e4m3fn or torch.float8_e5m2.")
     if by not in get_args(By):
         raise ValueError(f"cast({by=}): expected one of {', '.join(get_args(By))}.")
     if x.ndim != 2 or x.numel() == 0:
-        raise ValueError(f"cast(x of shape {tuple(x.shape)}): expected a matrix that is not empty, which has no amax.")
+        raise ValueError(f"cast(x of shape {tuple(x.shape)}): expected a matrix that is not empty.")
     if (scale is not None or peak is not None) and (by != "tensor" or (scale is not None and peak is not None)):
         raise ValueError(f"cast({by=}, scale or peak): expected at most one of them, and by='tensor'.")
     x = x.detach()
@@ -133,23 +135,23 @@ def cast(
     way = _launch.triton_module("fp8_cast")
     if x.is_contiguous() or not x.t().is_contiguous():
         return way.cast(x.contiguous(), dtype, by, rows, columns, scale, peak)
-    pair = way.cast(x.t(), dtype, by, columns, rows, scale, peak)  # what is stored by columns is cast as its transpose
+    pair = way.cast(x.t(), dtype, by, columns, rows, scale, peak)  # a matrix stored by columns is cast as its transpose
     return pair._replace(rows=pair.columns, columns=pair.rows)
 
 
 def amax_of(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """``max |x|`` in float32, over all or over ``dim``, which stays with size 1; NaN if there is one."""
+    """Return ``max |x|`` in float32, over all dimensions or over ``dim`` (kept with size 1); NaN if ``x`` has one."""
     return torch.linalg.vector_norm(x, torch.inf, dim, keepdim=dim is not None).float()
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """``max / amax`` in float32, the shape of ``amax``; see above for what is tiny or not finite."""
-    # torch takes a number divided by a tensor as a product with the reciprocal, which rounds twice
+    """Return ``max / amax`` in float32; the module's docstring explains tiny and infinite values."""
+    # torch divides a number by a tensor by multiplying with the reciprocal, which rounds twice
     return torch.full((), MAX[dtype], device=amax.device) / amax.clamp_min(SMALLEST)
 
 
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` rounded to nearest, ties to even, in float8; what is beyond the largest number becomes it, NaN stays NaN."""
+    """Round ``x`` to nearest even in float8; larger numbers become the largest one, and NaN stays NaN."""
     return x.clamp(-MAX[dtype], MAX[dtype]).to(dtype)
 
 
@@ -163,13 +165,13 @@ def reference_cast(
     scale: Tensor | None = None,
     peak: Tensor | None = None,
 ) -> Pair:
-    """What :func:`cast` computes, by torch operations; it is also the way of a CPU and under torch.compile."""
+    """Reference for :func:`cast` in torch operations, also used on a CPU and under torch.compile."""
     x = x.float()
     if by == "tensor":
         amax = None
         if scale is None:
             amax = amax_of(x)
-            # s = max / peak; NaN where something is not finite
+            # s = max / peak; NaN if a number is not finite
             scale = scale_of(amax if peak is None else torch.where(peak < 0, amax, peak), dtype)
             if peak is not None:
                 scale = torch.where(amax.isfinite(), scale, torch.nan)
@@ -201,7 +203,7 @@ def _by_rows(x: Tensor, dtype: torch.dtype) -> Codes:
 
 
 def _by_groups(x: Tensor, dtype: torch.dtype) -> Codes:
-    """A scale for each 1 x 128 of ``x``; the last group of a row may be shorter."""
+    """Cast with one scale per 1 x 128 of ``x``; the last group of a row can be shorter."""
     length = x.shape[1]
     groups = torch.nn.functional.pad(x, (0, -length % BLOCK)).unflatten(1, (-1, BLOCK))
     scale = scale_of(amax_of(groups, 2), dtype)

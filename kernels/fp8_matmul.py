@@ -1,19 +1,19 @@
 """Products of float8 matrices whose scales change along the contraction (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
-With codes ``a`` (M, K) and ``b`` (N, K) and inverse scales ``1 / s`` for each 128 of K,
+With codes ``a`` (M, K) and ``b`` (N, K), and inverse scales ``1 / s`` for each 128 of K, the product is
 
-    y[m, n] = sum_i  1/s_a[m, i]  1/s_b[n, i]  sum_{k in block i} a[m, k] b[n, k],
+    y[m, n] = sum_i  1/s_a[m, i]  1/s_b[n, i]  sum_{k in block i} a[m, k] b[n, k].
 
-the outer sum in float32, and the inner one, of at most 128 products, as the device's tensor cores take it: on Hopper in
-about 14 bits, by DeepSeek-V3's section 3.5.2, which finds 128 to be the shortest sum that costs no time. For y = x W^T and
-dx = g W, ``a`` has a scale for each 1 x 128 and ``b`` one for each 128 x 128; for dW = g^T x both have them for each
-1 x 128. ``a`` and ``b`` are E4M3 or E5M2, each by itself.
+The outer sum is in float32. The device's tensor cores compute the inner sum of at most 128 products, on Hopper with about 14
+bits. DeepSeek-V3 (section 3.5.2) finds that 128 is the shortest sum that costs no time. For y = x W^T and dx = g W, ``a`` has
+one scale per 1 x 128 and ``b`` one per 128 x 128. For dW = g^T x both have one per 1 x 128. Each of ``a`` and ``b`` can be
+E4M3 or E5M2.
 
-What else does this: ``torch._scaled_mm`` by cuBLAS, on Hopper alone and from CUDA 12.9 on (pytorch#158037), with M
-padded to a multiple of 4; DeepGEMM, for Hopper and later, in CUDA that it compiles itself; torchao's prototype
-(``blockwise_fp8_training``) and Transformer Engine. Those are tuned by their authors, and where one of them is at hand it
-is the one to measure first. What the kernel here reaches is in benchmarks/README.md, where a GPU was at hand. It asks for
-nothing but triton, takes every size, and gives the reference's numbers, on which the others can be checked.
+There are other implementations. ``torch._scaled_mm`` uses cuBLAS, on Hopper only and from CUDA 12.9 on (pytorch#158037), with
+M padded to a multiple of 4. DeepGEMM compiles its own CUDA for Hopper and later. torchao has a prototype
+(``blockwise_fp8_training``), and Transformer Engine has kernels too. Their authors tuned them, so measure those first.
+benchmarks/README.md has the measured speed of this kernel. It needs only triton, accepts every size, and computes the
+reference's numbers, which help to check the others.
 """
 
 import torch
@@ -23,27 +23,28 @@ from lightning_eff.kernels import _launch
 from lightning_eff.kernels.fp8_cast import BLOCK, MAX, Codes
 
 CAPABILITY = (9, 0)
-"""The first NVIDIA devices that the kernel is for."""
+"""Least compute capability of NVIDIA devices for the kernel."""
 
 OUT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def matmul(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
-    """``a b^T`` (see the module's docstring).
+    """Compute ``a b^T`` (see the module's docstring).
+
+    If K is not a multiple of 16, the codes are copied and padded with zeros.
 
     Args:
-        a: (M, K), with a scale for each 1 x 128 or each 128 x 128.
-        b: (N, K), likewise. Sizes are any; where K is no
-            multiple of 16 codes are copied, with zeros beside them.
-        dtype: of the result; other than float32, bfloat16 and float16 it is converted from float32.
+        a: (M, K), with one scale per 1 x 128 or per 128 x 128.
+        b: (N, K), with the same choice of scales.
+        dtype: type of the result. Types other than float32, bfloat16 and float16 are converted from float32.
 
     Returns:
-        (M, N).
+        The product, (M, N).
 
     Raises:
-        TypeError: codes are not float8.
-        ValueError: sizes or scales do not fit, or the device is one that has no such tensor cores.
-        ImportError: on CUDA and triton not installed.
+        TypeError: if codes are not float8.
+        ValueError: if sizes or scales do not fit, or the device has no such tensor cores.
+        ImportError: if the tensors are on CUDA and triton is not installed.
     """
     check(a, b)
     if not _launch.uses_triton(a.codes):
@@ -51,7 +52,7 @@ def matmul(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     if a.codes.is_cuda and (found := torch.cuda.get_device_capability(a.codes.device)) < CAPABILITY:
         raise ValueError(
             f"matmul(a on a device of compute capability {found[0]}.{found[1]}): expected 9.0 (Hopper) or later for float8"
-            " products with scales by block. reference_matmul runs anywhere, slowly."
+            " products with blockwise scales. Use reference_matmul, which is slow and runs on every device."
         )
     out = dtype if dtype in OUT else torch.float32
     y = torch.empty(a.codes.shape[0], b.codes.shape[0], dtype=out, device=a.codes.device)
@@ -60,10 +61,10 @@ def matmul(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
 
 
 def reference_matmul(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
-    """What :func:`matmul` computes, with float32 sums throughout; also the way of a CPU.
+    """Reference for :func:`matmul` with float32 sums, also used on a CPU.
 
-    Codes are multiplied and their sums scaled, so that factors are exact in TF32 and bfloat16 too, whatever
-    ``torch.set_float32_matmul_precision`` allows.
+    It multiplies codes and scales their sums. So the factors are exact in TF32 and bfloat16 too, which
+    ``torch.set_float32_matmul_precision`` can enable.
     """
     of_a, of_b = a.by_row, b.by_row
     y = torch.zeros(a.codes.shape[0], b.codes.shape[0], device=a.codes.device)
@@ -75,7 +76,7 @@ def reference_matmul(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
 
 
 def check(a: Codes, b: Codes) -> None:
-    """Raise if :func:`matmul` cannot take these operands."""
+    """Raise if :func:`matmul` does not support these operands."""
     for name, m in (("a", a), ("b", b)):
         if m.codes.dtype not in MAX:
             raise TypeError(f"matmul({name} of {m.codes.dtype}): expected torch.float8_e4m3fn or torch.float8_e5m2.")

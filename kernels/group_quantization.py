@@ -1,22 +1,23 @@
 """Group-wise affine quantisation to 1, 2, 3, 4 or 8 bits, packed (ActNN: Chen et al. 2021, arXiv:2104.14129, section 4).
 
-A tensor is cut, in memory order, into groups of ``group_size`` consecutive elements. Each group keeps its minimum and
-the width of a step in float32, and each element a code of ``bits`` bits:
+A tensor is cut in memory order into groups of ``group_size`` elements. Each group keeps its minimum and the width of a step
+in float32. Each element keeps a code of ``bits`` bits:
 
     scale   = (max - min) / (2^bits - 1)
+
     code    = clamp(floor((x - min) / scale + u), 0, 2^bits - 1)        u = 1/2: nearest; u ~ U(0, 1): stochastic
+
     decoded = min + scale code
 
-With stochastic rounding ``E[decoded] = x``, whatever the group; the error of an element is below one step, that of
-nearest rounding below half a step. A group of equal values has scale 0 and decodes exactly.
+With stochastic rounding ``E[decoded] = x``, and the error of an element is below one step. With nearest rounding it is at
+most half a step. A group of equal values has scale 0 and decodes exactly.
 
-Inside a group of ``L = group_size * bits / 8`` bytes, byte ``p`` holds elements ``p, p + L, p + 2 L, ...``, the first of
-them in the lowest bits: no element moves between vector lanes, neither on a CPU nor on a GPU. 3 bits are held as two planes,
-the lower two bits of all elements of the group and then their upper one, each as above. The last group is filled up with
-codes 0.
+In a group of ``L = group_size * bits / 8`` bytes, byte ``p`` holds elements ``p, p + L, p + 2 L, ...``, the first in the lowest
+bits. So no element moves between vector lanes, on a CPU or on a GPU. 3 bits are stored as two planes in this form: the lower
+two bits of all elements of the group, then their upper bit. The last group is padded with codes 0.
 
-Three ways compute the same codes, up to a code on the boundary between two: :func:`reference_quantize`, in float64;
-in-cache torch operations, on every device but CUDA; one Triton kernel each way, on CUDA.
+Three implementations compute the same codes, except for values on the boundary between two codes. They are
+:func:`reference_quantize` in float64, torch operations in the cache for all devices except CUDA, and Triton kernels for CUDA.
 """
 
 from dataclasses import dataclass
@@ -28,24 +29,24 @@ from lightning_eff.kernels import _group_quantization_torch as _torch
 from lightning_eff.kernels import _launch
 
 BITS = (1, 2, 3, 4, 8)
-FUSED_BITS = (1, 2, 4, 8)  # of operations that pack in the pass that computes
+FUSED_BITS = (1, 2, 4, 8)  # for kernels that compute and pack in one pass
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tensor in compressed form.
+    """A compressed tensor.
 
     Attributes:
-        codes: uint8 of shape (num_groups * group_size * bits / 8,), laid out as the module's docstring says.
-        scale: the width of a step, float32 of shape (num_groups,). Not finite where the group held a NaN or an
-            infinity, or where max - min is beyond float32.
-        minimum: each group's least value, float32 of shape (num_groups,). Not finite where the group held a NaN or
-            minus infinity.
-        shape: of the tensor.
-        dtype: of the tensor.
-        bits: of a code: 1, 2, 3, 4 or 8.
-        group_size: elements of a group.
+        codes: uint8 of shape (num_groups * group_size * bits / 8,), in the layout of the module's docstring.
+        scale: width of a step, float32 of shape (num_groups,). It is not finite if the group has a NaN or an infinity, or if
+            max - min exceeds float32.
+        minimum: least value of each group, float32 of shape (num_groups,). It is not finite if the group has a NaN or minus
+            infinity.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        bits: bits per code, 1, 2, 3, 4 or 8.
+        group_size: elements in a group.
     """
 
     codes: Tensor
@@ -58,33 +59,34 @@ class Packed:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and minima."""
+        """The bytes of codes, scales and minima."""
         return self.codes.numel() + 4 * (self.scale.numel() + self.minimum.numel())
 
 
 def quantize(x: Tensor, bits: int, group_size: int = 256, *, seed: int | None = None) -> Packed:
     """Compress ``x`` (see the module's docstring).
 
-    NaN and infinity are not looked for: they make the ``scale`` or the ``minimum`` of their group not finite, and its
-    codes meaningless. Whoever compresses data that may hold them looks at these two, which are small.
+    The function does not check for NaN and infinity. They make the ``scale`` or the ``minimum`` of their group not finite, and
+    its codes meaningless. If your data can have them, check these two small tensors.
+
+    The random number of an element depends only on the seed and the element's index, and not on threads or launch geometry.
+    CUDA uses Philox (Salmon et al. 2011). Other devices read a table of uniform numbers at an offset given by the seed, see
+    :mod:`._group_quantization_torch`.
 
     Args:
-        x: float32, bfloat16 or float16, of any shape and strides; elements are taken in the order of ``x.flatten()``.
-            Arithmetic is float32 in every case.
+        x: float32, bfloat16 or float16, with any shape and strides, read in the order of ``x.flatten()``. Arithmetic is
+            always float32.
         bits: 1, 2, 3, 4 or 8.
         group_size: a power of two from 16 to 8192.
-        seed: None rounds to nearest. An integer in [0, 2^63) rounds stochastically; the random number of an element
-            is a function of the seed and of the element's index alone, so the codes depend neither on the number of
-            threads nor on launch geometry. CUDA draws from Philox (Salmon et al. 2011); other devices read a fixed
-            table of uniform numbers at an offset that the seed gives, see :mod:`._group_quantization_torch`.
+        seed: an integer in [0, 2^63) for stochastic rounding; None rounds to nearest.
 
     Returns:
-        The compressed tensor, on the device of ``x``, with no reference to ``x`` nor to its graph.
+        The compressed tensor on the device of ``x``, without a reference to ``x`` or its graph.
 
     Raises:
-        ValueError: ``bits``, ``group_size`` or ``seed`` out of range.
-        TypeError: ``x`` of another dtype.
-        ImportError: ``x`` on CUDA and triton not installed.
+        ValueError: if ``bits``, ``group_size`` or ``seed`` is out of range.
+        TypeError: if ``x`` has another dtype.
+        ImportError: if ``x`` is on CUDA and triton is not installed.
     """
     check(x, bits, group_size, seed)
     x = x.detach().contiguous()
@@ -96,10 +98,10 @@ def quantize(x: Tensor, bits: int, group_size: int = 256, *, seed: int | None = 
 
 
 def dequantize(packed: Packed) -> Tensor:
-    """The tensor that ``packed`` stands for: contiguous, of its shape and dtype, computed in float32.
+    """Decompress to a contiguous tensor of the original shape and dtype, computed in float32.
 
     Raises:
-        ImportError: ``packed`` on CUDA and triton not installed.
+        ImportError: if ``packed`` is on CUDA and triton is not installed.
     """
     out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.codes.device)
     way = _launch.triton_module("group_quantization") if _launch.uses_triton(out) else _torch
@@ -108,13 +110,13 @@ def dequantize(packed: Packed) -> Tensor:
 
 
 def reference_quantize(x: Tensor, bits: int, group_size: int, noise: Tensor | None) -> Packed:
-    """What :func:`quantize` computes, in float64 and one plain step after another.
+    """Reference for :func:`quantize` in float64, with the same ``x`` and ``bits``.
 
     Args:
-        x: as for :func:`quantize`.
-        bits: as for :func:`quantize`.
-        group_size: elements of a group; a multiple of ``8 / bits``.
-        noise: ``u`` of each element, in [0, 1), of the shape of ``x``; None is 1/2 everywhere.
+        x: the tensor.
+        bits: bits per code.
+        group_size: elements in a group, a multiple of ``8 / bits``.
+        noise: ``u`` for each element, in [0, 1), in the shape of ``x``; None means 1/2.
     """
     flat = x.detach().flatten().double()
     u = torch.full_like(flat, 0.5) if noise is None else noise.flatten().double()
@@ -140,8 +142,8 @@ def reference_quantize(x: Tensor, bits: int, group_size: int, noise: Tensor | No
 
 
 def reference_dequantize(packed: Packed) -> Tensor:
-    """What :func:`dequantize` computes, in float64 and one plain step after another."""
-    length = packed.group_size // 8  # bytes of a bit of each element
+    """Reference for :func:`dequantize` in float64."""
+    length = packed.group_size // 8  # bytes for one bit per element
     stored = packed.codes.view(packed.scale.numel(), length * packed.bits)
     code = torch.zeros(packed.scale.numel(), packed.group_size, dtype=torch.uint8, device=stored.device)
     for shift, width in planes(packed.bits):
@@ -154,12 +156,12 @@ def reference_dequantize(packed: Packed) -> Tensor:
 
 
 def planes(bits: int) -> tuple[tuple[int, int], ...]:
-    """The parts that a code is held in: how far each is shifted, and its width, a divisor of 8."""
+    """Return the planes that store a code, each as its shift and its width, a divisor of 8."""
     return ((0, 2), (2, 1)) if bits == 3 else ((0, bits),)
 
 
 def check(x: Tensor, bits: int, group_size: int, seed: int | None, *, choices: tuple[int, ...] = BITS) -> None:
-    """Raise if :func:`quantize` cannot take these arguments."""
+    """Raise if :func:`quantize` does not support these arguments."""
     if bits not in choices:
         raise ValueError(f"quantize({bits=}): expected one of {choices}.")
     if not 16 <= group_size <= 8192 or group_size & (group_size - 1):
@@ -167,4 +169,4 @@ def check(x: Tensor, bits: int, group_size: int, seed: int | None, *, choices: t
     if seed is not None and not 0 <= seed < 2**63:
         raise ValueError(f"quantize({seed=}): expected an integer in [0, 2^63), or None to round to nearest.")
     if x.dtype not in DTYPES:
-        raise TypeError(f"quantize(x of {x.dtype}): expected float32, bfloat16 or float16; keep other tensors exact.")
+        raise TypeError(f"quantize(x of {x.dtype}): expected float32, bfloat16 or float16. Keep other tensors exact.")

@@ -1,39 +1,42 @@
-"""The last linear layer and its cross-entropy, a chunk of rows at a time, so that the logits never stand as a whole.
+"""The last linear layer and its cross-entropy in chunks of rows, so that all logits never exist at once.
 
-With ``z = x W^T + b`` of a row and its class ``t``, over ``V`` classes and with label smoothing ``e`` (Szegedy et al. 2016,
-arXiv:1512.00567):
+For a row with logits ``z = x W^T + b`` and class ``t``, over ``V`` classes and with label smoothing ``e`` (Szegedy et al. 2016,
+arXiv:1512.00567), the loss and its gradient are:
 
     l = lse(z) - (1 - e) z_t - e mean(z)
+
     dl/dz_j = softmax(z)_j - (1 - e) [j = t] - e / V
 
-and where the logits are capped (Gemma Team 2024, arXiv:2408.00118), ``z = c tanh(x W^T + b)``, that times
+With capped logits (Gemma Team 2024, arXiv:2408.00118), ``z = c tanh(x W^T + b)``, and the gradient is multiplied by
 ``dz/d(x W^T + b) = c (1 - tanh^2)``.
 
-"mean" and "sum" compute the gradients in forward, chunk by chunk, as Malek's efficient_cross_entropy and Liger do (Hsu et
-al. 2024, arXiv:2410.10989): the gradient of the logits is written over them, ``dx`` of the chunk follows, and ``dW`` and
-``db`` are summed up in float32. That is the three matmuls that the plain layer takes as well, and what waits for backward
-is ``dx`` and ``dW``, which backward would allocate next anyway; to recompute the logits in backward would be a fourth.
-"none" must do that, as nobody knows the rows' gradients before. Ignored rows are left out of all of it: where a masked
-language model predicts 15 % of its tokens, that is what the head then costs.
+"mean" and "sum" compute the gradients in forward, chunk by chunk, like Malek's efficient_cross_entropy and Liger (Hsu et al.
+2024, arXiv:2410.10989). The gradient overwrites the logits. Then ``dx`` of the chunk follows, and ``dW`` and ``db`` are added
+up in float32. These are the same three matmuls as in the plain layer. Only ``dx`` and ``dW`` wait for backward, which would
+allocate them next anyway. A recomputation of the logits in backward would need a fourth matmul. "none" does this, because the
+rows' gradients are not known before. Ignored rows are not computed. If a masked language model predicts 15 % of its tokens,
+the head costs 15 %.
 
-The gradients that wait are those of the sum, and are multiplied in backward by the gradient that arrives and, for "mean",
-divided by the number of rows. Divided earlier, a float16 gradient would lose every probability below ``rows / 2^24``
-before a gradient scaler could save it.
+The waiting gradients are those of the sum. Backward multiplies them by the incoming gradient and, for "mean", divides them by
+the number of rows. If forward divided them, a float16 gradient would lose every probability below ``rows / 2^24`` before a
+gradient scaler could help.
 
-The best existing implementations are Liger's, whose tables for an A100 and a vocabulary of 128k say 5.8 GB in place of 27.6,
-in about the plain layer's time for 32k rows and twice it for 4k; and, in torch
-2.13, ``torch.nn.functional.linear_cross_entropy`` with ``options=LinearCrossEntropyOptions()``, made of torch's own
-operations. Take torch's for class weights. What this one has that they have not:
+There are two other good implementations. Liger's tables for an A100 and a vocabulary of 128k list 5.8 GB instead of 27.6, in
+about the plain layer's time for 32k rows, and twice that for 4k. torch 2.13 has
+``torch.nn.functional.linear_cross_entropy`` with ``options=LinearCrossEntropyOptions()``, in torch operations. Use it for
+class weights. This implementation differs from both:
 
-- Rows left out: both compute the logits of ignored rows.
-- Gradients of float16 and bfloat16 as near as the plain layer's. Both divide in forward, and sum ``dW`` in its own dtype
-  (Liger on demand in float32): of 8192 rows on a CPU, D = 32 and V = 2048, torch's ``dW`` was off by 1 % in bfloat16 and
-  0.12 % in float16, the plain layer's by 0.19 and 0.025 %, this one's by 0.18 and 0.023 %.
-- Label smoothing and autocast, of which torch's chunks know nothing (for the first it makes whole logits, with a warning).
-- torch 2.11, for which torch's came too late, and a CPU, which Liger's does not run on. There, in float32 on one thread,
-  2048 rows, D = 256 and V = 16384 took 34 MiB and 0.65 s in place of the plain layer's 384 MiB and 0.85 s and torch's
-  chunks' 36 MiB and 1.4 s; with 85 % of the rows ignored 0.11 s. What the Triton kernel takes on a GPU has not been
-  measured.
+- It skips ignored rows. Both others compute their logits.
+
+- Its gradients in float16 and bfloat16 are as exact as the plain layer's. Both others divide in forward and sum ``dW`` in its
+  own dtype (Liger has an option for float32). With 8192 rows, D = 32 and V = 2048 on a CPU, torch's ``dW`` was off by 1 % in
+  bfloat16 and 0.12 % in float16. The plain layer's was off by 0.19 and 0.025 %, and this one's by 0.18 and 0.023 %.
+
+- It supports label smoothing and autocast. torch's chunks do not: for label smoothing it computes all logits, with a warning.
+
+- It runs with torch 2.11, and on a CPU, on which Liger's does not run. In float32 on one thread, 2048 rows with D = 256 and
+  V = 16384 took 34 MiB and 0.65 s, and 0.11 s with 85 % of the rows ignored. The plain layer took 384 MiB and 0.85 s, and
+  torch's chunks 36 MiB and 1.4 s. The Triton kernel has not been measured on a GPU.
 """
 
 from typing import Any
@@ -45,8 +48,8 @@ from lightning_eff.kernels import _launch
 
 REDUCTIONS = ("mean", "sum", "none")
 CHUNK, CHUNK_ON_GPU = 256, 1024
-"""Rows. Summing ``dW`` takes 2 chunk V D operations and moves 8 V D bytes; with 790 TFLOP/s of bfloat16 and the 3.35 TB/s of
-an H100 (4.8 of an H200), fewer than 940 (660) rows would leave the matmul waiting for memory."""
+"""Rows per chunk. The sum ``dW`` takes 2 chunk V D operations and moves 8 V D bytes. An H100 has 790 TFLOP/s of bfloat16 and
+3.35 TB/s (an H200 4.8), so with fewer than 940 (660) rows the matmul would wait for memory."""
 
 
 def linear_cross_entropy(
@@ -61,33 +64,32 @@ def linear_cross_entropy(
     cap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """``cross_entropy(linear(x, weight, bias), target)`` without the logits (see the module's docstring).
+    """Compute ``cross_entropy(linear(x, weight, bias), target)`` without all logits (see the module's docstring).
 
-    Under autocast the matmuls run in its dtype; ``dW`` and ``db`` are float32 from the first sum to the last all the same.
+    Under autocast the matmuls run in its dtype, but ``dW`` and ``db`` are always summed in float32.
 
     Args:
         x: float64, float32, bfloat16 or float16, of shape (..., D).
-        weight: ``W`` of shape (V, D); of the dtype of ``x``, or of any under autocast. It may be tied to an embedding.
+        weight: ``W`` of shape (V, D), in the dtype of ``x``, or in any under autocast. It can be tied to an embedding.
         target: classes, int64 of shape (...), each in [0, V) or ``ignore_index``.
         bias: ``b`` of shape (V,), or None for 0.
-        ignore_index: rows of this target have loss 0, no gradient, and no part in the mean. Finding them makes the host
-            wait for the device twice.
+        ignore_index: target of rows without loss and gradient, which "mean" does not count. To find them, the host waits for
+            the device twice.
         label_smoothing: ``e`` in [0, 1].
-        reduction: "mean" over the rows that are not ignored, NaN if there are none as in torch; "sum"; or "none", which
-            computes the logits once more in backward.
-        cap: ``c``, by which logits are ``c tanh(x W^T + b)``; None leaves them as they are.
-        chunk: rows at a time, at least 1: ``chunk V`` logits are held. None: 1024 on a GPU, 256 elsewhere.
+        reduction: "mean" over the rows that are not ignored (NaN if all are, as in torch), "sum", or "none". The latter
+            computes the logits again in backward.
+        cap: ``c`` of the capped logits ``c tanh(x W^T + b)``, or None.
+        chunk: rows at a time, at least 1. Memory holds ``chunk V`` logits. None means 1024 on a GPU, and 256 elsewhere.
 
     Returns:
-        The loss: float64 where ``x`` is, else float32; a scalar, or of the shape of ``target`` for "none". It can be
-        differentiated once. A second backward through "mean" or "sum" computes the gradients anew, as the first uses them
-        up.
+        The loss, a scalar, or in the shape of ``target`` for "none". It is float64 if ``x`` is, else float32. It can be
+        differentiated once. A second backward through "mean" or "sum" computes the gradients again.
 
     Raises:
-        ValueError: an argument out of range, or a shape that does not match.
-        TypeError: a tensor of another dtype or device.
-        IndexError: a class that is not in [0, V).
-        ImportError: ``x`` on CUDA and triton not installed.
+        ValueError: if an argument is out of range, or a shape does not match.
+        TypeError: if a tensor has another dtype or device.
+        IndexError: if a class is not in [0, V).
+        ImportError: if ``x`` is on CUDA and triton is not installed.
     """
     dtype = _check(x, weight, target, bias, label_smoothing, reduction, chunk)
     flat, classes = x.reshape(-1, x.shape[-1]), target.reshape(-1)
@@ -121,7 +123,7 @@ def reference_linear_cross_entropy(
     label_smoothing: float = 0.0,
     cap: float | None = None,
 ) -> Tensor:
-    """The loss of each row in float64, as in the module's docstring, with whole logits; differentiable."""
+    """Return the differentiable loss of each row in float64, computed with all logits."""
     z = x.double() @ weight.double().T
     z = z if bias is None else z + bias.double()
     z = z if cap is None else cap * z.tanh()
@@ -142,7 +144,7 @@ def _check(
     reduction: str,
     chunk: int | None,
 ) -> torch.dtype:
-    """Refuse what :func:`linear_cross_entropy` cannot take; return the dtype of its matmuls."""
+    """Check the arguments of :func:`linear_cross_entropy`, and return the dtype of its matmuls."""
     who = "linear_cross_entropy"
     if reduction not in REDUCTIONS:
         raise ValueError(f"{who}({reduction=}): expected one of {REDUCTIONS}.")
@@ -190,12 +192,12 @@ def _by_chunks(
     wanted: tuple[bool, bool, bool],
     row_grad: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss of each row of ``classes`` (n,), and the wanted ones of ``dx``, ``dW`` and ``db`` of their sum.
+    """Return the loss of each row of ``classes`` (n,), and the ``wanted`` ones of ``dx``, ``dW`` and ``db`` of their sum.
 
     Args:
-        x: (all rows, D). ``dx`` has its shape and dtype; ``dW`` and ``db`` are float32, or float64 with ``x``.
-        rows: which rows of ``x`` the ``n`` classes belong to; None is all of them.
-        row_grad: by what each row's loss is multiplied in the sum, (n,); None is 1.
+        x: (all rows, D). ``dx`` has its shape and dtype; ``dW`` and ``db`` are float32, or float64 like ``x``.
+        rows: the rows of ``x`` for the ``n`` classes; None means all.
+        row_grad: factor of each row's loss in the sum, (n,); None means 1.
     """
     smoothing, chunk, dtype, cap = settings
     work = torch.float64 if dtype == torch.float64 else torch.float32
@@ -207,7 +209,7 @@ def _by_chunks(
     gradient = any(wanted)
     with torch.autocast(x.device.type, enabled=False):
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-        # Rows a multiple of 16 apart: an odd vocabulary would leave them unaligned
+        # the stride is a multiple of 16, since an odd vocabulary would leave rows unaligned
         buffer = torch.empty(min(chunk, len(classes)), -(-len(w) // 16) * 16, dtype=dtype, device=x.device)
         for start in range(0, len(classes), chunk):
             here = slice(start, start + chunk)
@@ -235,7 +237,7 @@ def _by_chunks(
 
 
 def _loss_and_gradient(z: Tensor, target: Tensor, smoothing: float, row_grad: Tensor | None) -> Tensor:
-    """What the Triton kernel does, in plain torch: the loss of each row of ``z`` (n, V), which becomes its gradient."""
+    """Return the loss of each row of ``z`` (n, V), and overwrite ``z`` with its gradient, like the Triton kernel."""
     at_target = z.gather(1, target[:, None])[:, 0]
     mean = z.mean(1) if smoothing else 0.0
     largest = z.amax(1, keepdim=True)
@@ -251,14 +253,14 @@ def _loss_and_gradient(z: Tensor, target: Tensor, smoothing: float, row_grad: Te
 
 
 def _cap(z: Tensor, cap: float, work: torch.dtype) -> Tensor:
-    """Make ``z`` into ``c tanh(z)`` in place; return what that is differentiated to, ``c (1 - tanh^2)``, in ``work``."""
+    """Replace ``z`` by ``c tanh(z)`` in place, and return its derivative ``c (1 - tanh^2)`` in dtype ``work``."""
     capped = z.to(work, copy=True).tanh_()
     z.copy_(cap * capped)
     return capped.square_().neg_().add_(1).mul_(cap)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, rounded to the dtype of ``total`` alone."""
+    """Compute ``total += a @ b``, rounded only to the dtype of ``total``."""
     if a.dtype == total.dtype == b.dtype:
         torch.addmm(total, a, b, out=total)
     elif total.is_cuda:
@@ -268,12 +270,11 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _refuse_second_order() -> None:
-    # `once_differentiable` would let a gradient that is to be differentiated pass as a constant, as the loss's own
-    # gradient is one
+    # `once_differentiable` does not raise here, because the loss's incoming gradient is a constant
     if torch.is_grad_enabled():
         raise RuntimeError(
             "linear_cross_entropy: backward(create_graph=True), but its gradients cannot be differentiated. Use"
-            " torch.nn.functional.cross_entropy where second derivatives are wanted."
+            " torch.nn.functional.cross_entropy for second derivatives."
         )
 
 
@@ -282,7 +283,7 @@ def _versions(inputs: tuple[Tensor | None, ...]) -> list[int]:
 
 
 class _Total(torch.autograd.Function):
-    """The sum or mean over rows, with the gradients computed in forward."""
+    """The sum or mean over rows, which computes the gradients in forward."""
 
     @staticmethod
     def forward(
@@ -299,7 +300,7 @@ class _Total(torch.autograd.Function):
         inputs = (x, weight, bias)
         needed = [grad_enabled and t is not None and t.requires_grad for t in inputs]
         loss, gradients = _by_chunks(*inputs, classes, rows, settings, (needed[0], needed[1], needed[2]))
-        # Not in save_for_backward: whoever compresses what autograd saves must not round gradients
+        # not in save_for_backward, so that techniques that compress saved tensors do not round gradients
         ctx.gradients, ctx.count = gradients, len(classes) if mean else 1
         ctx.again, ctx.versions = (inputs, classes, rows, settings), _versions(inputs)
         return loss.sum() / len(classes) if mean else loss.sum()
@@ -312,15 +313,14 @@ class _Total(torch.autograd.Function):
         if gradients is None:
             if ctx.versions != _versions(inputs):
                 raise RuntimeError(
-                    "linear_cross_entropy: a second backward through one loss, but x, weight or bias has been changed in"
-                    " place since the first; expected them as they were, as the gradients are computed anew. Call"
-                    " linear_cross_entropy again."
+                    "linear_cross_entropy: a second backward through one loss needs the same x, weight and bias, but one was"
+                    " changed in place. Call linear_cross_entropy again."
                 )
             wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
             _, gradients = _by_chunks(inputs[0], inputs[1], inputs[2], classes, rows, settings, wanted)
         scale = grad_outputs[0] / max(ctx.count, 1)
         for gradient in gradients:
-            # In float32, some rows at a time: the scale is no number to be rounded to bfloat16, or lost in float16
+            # in float32, some rows at a time, since bfloat16 would round the scale and float16 could lose it
             for part in () if gradient is None else gradient.split(1024):
                 part.copy_(part * scale) if part.dtype == scale.dtype else part.copy_(part.to(scale.dtype) * scale)
         done = [None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True)]
@@ -328,7 +328,7 @@ class _Total(torch.autograd.Function):
 
 
 class _PerRow(torch.autograd.Function):
-    """Each row's loss, with the logits computed once more in backward."""
+    """Each row's loss, which computes the logits again in backward."""
 
     @staticmethod
     def forward(

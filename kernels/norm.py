@@ -1,22 +1,24 @@
-"""LayerNorm and RMSNorm with one backward kernel that reads each row once; what they save, they save in full.
+"""LayerNorm and RMSNorm with one backward kernel that reads each row once.
 
 Over the last dimension, of ``D`` elements (Ba et al. 2016, arXiv:1607.06450; Zhang & Sennrich 2019, arXiv:1910.07467):
 
     n = (x - mean(x)) r,  r = 1 / sqrt(var(x) + eps),   y = w n + b                   LayerNorm
+
     n = x r,              r = 1 / sqrt(mean(x^2) + eps),  y = w n                     RMSNorm
 
     dx = r (w g - mean(w g) - n mean(n w g))              without mean(w g) in RMSNorm
     dw = sum g n,   db = sum g                            over all rows
 
-Backward reads ``x`` and ``g`` and writes ``dx`` once, and sums ``dw`` and ``db`` up in float32 on the way, a share for each
-program. ``x`` is kept and not ``n``, since others keep it as well.
+Backward reads ``x`` and ``g`` once and writes ``dx`` once. Each program also adds up its part of ``dw`` and ``db`` in float32.
+Forward keeps ``x`` in full and not ``n``, since other operations often keep ``x`` too.
 
-The best existing implementations: torch's ``layer_norm`` and ``rms_norm``, which this is on a CPU, and on a GPU for float64
-and rows longer than 8192 elements; and Liger's, whose tables for an H100 put LayerNorm at 87 % of the memory's bandwidth in
-forward and 42 % in backward, torch at 52 and 37 %, but torch ahead where rows are short (1024 elements), of which Liger
-takes one at a time. Hence the two differences from Liger here: several short rows in a tile, and shares that are kept
-element by element. Whether this is faster on a GPU has not been measured: until it is, take torch's. Where memory is
-what limits the batch, :mod:`lightning_eff.kernels.compressed_norm` keeps a quarter or less.
+On a CPU this is torch's ``layer_norm`` and ``rms_norm``. So it is on a GPU for float64 and for rows longer than 8192 elements.
+The other good implementation is Liger's. In its tables for an H100, LayerNorm reaches 87 % of the memory's bandwidth in
+forward and 42 % in backward; torch reaches 52 and 37 %. With short rows (1024 elements) torch is faster, because Liger handles
+one row at a time. So these kernels put several short rows in a tile, and keep partial sums element by element.
+
+Their speed on a GPU has not been measured. Until then, use torch's functions. If memory limits the batch,
+:mod:`lightning_eff.kernels.compressed_norm` keeps a quarter or less.
 """
 
 from typing import Any
@@ -33,7 +35,7 @@ FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """LayerNorm over the last dimension (see the module's docstring).
+    """Compute LayerNorm over the last dimension (see the module's docstring).
 
     Args:
         x: float64, float32, bfloat16 or float16, of shape (..., D).
@@ -42,19 +44,19 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         eps: added to the variance.
 
     Returns:
-        ``y`` of the shape and dtype of ``x``, under autocast too; computed in float32 and rounded once. Triton's can be
-        differentiated once.
+        ``y`` in the shape and dtype of ``x``, under autocast too, computed in float32 and rounded once. The result of the
+        Triton kernel can be differentiated once.
 
     Raises:
-        ValueError: a shape that does not match.
-        TypeError: ``x`` that is not floating-point.
-        ImportError: ``x`` on CUDA and triton not installed.
+        ValueError: if a shape does not match.
+        TypeError: if ``x`` is not floating-point.
+        ImportError: if ``x`` is on CUDA and triton is not installed.
     """
     return _norm(x, weight, bias, eps, True)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
-    """RMSNorm over the last dimension; arguments, result and errors as for :func:`layer_norm`."""
+    """Compute RMSNorm over the last dimension like :func:`layer_norm`."""
     return _norm(x, weight, None, eps, False)
 
 
@@ -68,7 +70,7 @@ def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, cen
         if tensor is not None and tensor.shape != x.shape[-1:]:
             raise ValueError(f"{who}({name} of shape {tuple(tensor.shape)}): expected ({x.shape[-1]},), as x's last.")
     if bias is not None and weight is None:
-        raise ValueError(f"{who}(weight=None, bias=...): expected a weight beside the bias; torch.ones will do.")
+        raise ValueError(f"{who}(weight=None, bias=...): a bias needs a weight. Pass weight=torch.ones({x.shape[-1]}).")
     if _launch.uses_triton(x) and x.dtype in FUSED_DTYPES and x.shape[-1] <= MAX_FUSED:
         return _Norm.apply(x, weight, bias, eps, centre)
     wide = x.dtype
@@ -85,7 +87,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool) -> Tensor:
         x = x.contiguous()
         y, mean, r = _launch.triton_module("norm").forward(x, weight, bias, eps, centre)
-        # Integers of the same bytes: who compresses the floats that autograd saves leaves them alone
+        # as integers of the same bytes, so that techniques that compress saved floats skip them
         ctx.save_for_backward(x, None if mean is None else mean.view(torch.int32), r.view(torch.int32), weight, bias)
         return y
 

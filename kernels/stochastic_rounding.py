@@ -1,13 +1,14 @@
-"""float32 to bfloat16 by stochastic rounding (Gupta et al. 2015, arXiv:1502.02551, section 3).
+"""Stochastic rounding from float32 to bfloat16 (Gupta et al. 2015, arXiv:1502.02551, section 3).
 
-Between its two neighbours ``lower < x < upper`` in bfloat16, of equal sign, ``x`` becomes ``upper`` with probability
-``(x - lower) / (upper - lower)``, so that ``E[rounded] = x``; a value that bfloat16 holds stays as it is. bfloat16 is the
-upper half of float32's bits, and within one exponent the lower half counts evenly from ``lower`` to ``upper``: adding a
-random 16-bit number to the bits of ``|x|`` and cutting the lower half off does exactly this, the step to the next
-exponent and subnormal numbers included.
+Let ``lower < x < upper`` be the neighbours of ``x`` in bfloat16. ``x`` becomes ``upper`` with probability
+``(x - lower) / (upper - lower)``, so ``E[rounded] = x``. Values of bfloat16 do not change.
 
-torch rounds to nearest alone. torchao's optimizers do this for their own states, within compiled code
-(``_fp32_to_bf16_sr``); it is a function of its own here, with random numbers that follow from a seed.
+bfloat16 is the upper half of float32's bits. Within one exponent, the lower half counts evenly from ``lower`` to ``upper``. So
+the code adds a random 16-bit number to the bits of ``|x|`` and cuts off the lower half. This is exact for the step to the next
+exponent and for subnormal numbers too.
+
+torch can only round to nearest. torchao's optimizers round their states like this inside compiled code
+(``_fp32_to_bf16_sr``). This module provides a function with random numbers from a seed.
 """
 
 import torch
@@ -18,24 +19,25 @@ from lightning_eff.kernels._seeds import spread
 
 
 def stochastic_round(x: Tensor, *, seed: int, out: Tensor | None = None) -> Tensor:
-    """``x`` in bfloat16, rounded stochastically (see the module's docstring).
+    """Round ``x`` stochastically to bfloat16 (see the module's docstring).
+
+    The result depends only on ``x`` and the seed, and not on launch geometry. CUDA and other devices draw different numbers.
 
     Args:
         x: float32, of any shape.
-        seed: in [0, 2^63): another one for each call; the result follows from ``x`` and it, and does not depend on
-            launch geometry. CUDA and other devices draw different numbers.
-        out: contiguous bfloat16 of the shape of ``x`` to write to; None makes one.
+        seed: in [0, 2^63), different for each call.
+        out: contiguous bfloat16 tensor for the result, in the shape of ``x``; None allocates one.
 
     Returns:
-        ``out``. NaN stays NaN, infinity infinity; a finite number beyond bfloat16's largest may become infinity.
+        ``out``. NaN and infinity do not change. A finite number above the largest of bfloat16 can become infinity.
 
     Raises:
-        TypeError: ``x`` is not float32, or ``out`` not bfloat16.
-        ValueError: ``seed`` out of range, or ``out`` of another shape or not contiguous.
-        ImportError: ``x`` on CUDA and triton not installed.
+        TypeError: if ``x`` is not float32, or ``out`` is not bfloat16.
+        ValueError: if ``seed`` is out of range, or ``out`` has another shape or is not contiguous.
+        ImportError: if ``x`` is on CUDA and triton is not installed.
     """
     if x.dtype != torch.float32:
-        raise TypeError(f"stochastic_round(x of {x.dtype}): expected float32; bfloat16 has nothing to be rounded.")
+        raise TypeError(f"stochastic_round(x of {x.dtype}): expected float32. A bfloat16 tensor needs no rounding.")
     if not 0 <= seed < 2**63:
         raise ValueError(f"stochastic_round({seed=}): expected an integer in [0, 2^63).")
     x = x.detach().contiguous()
@@ -58,15 +60,17 @@ def stochastic_round(x: Tensor, *, seed: int, out: Tensor | None = None) -> Tens
 
 
 def reference_stochastic_round(x: Tensor, noise: Tensor) -> Tensor:
-    """What :func:`stochastic_round` computes, by arithmetic in float64 instead of bits, for given random numbers.
+    """Reference for :func:`stochastic_round` by float64 arithmetic, with given random numbers.
+
+    ``x`` moves away from zero if ``noise / 2^16`` is at least ``1 - f``. ``f`` is its position between the neighbour nearer to
+    zero (0) and the other one (1).
 
     Args:
         x: finite float32.
-        noise: integers in [0, 2^16), of the shape of ``x``: ``x`` moves away from zero where ``noise / 2^16`` is at
-            least ``1 - f``, with ``f`` the part of the way from the neighbour nearer to zero to the other.
+        noise: integers in [0, 2^16), in the shape of ``x``.
     """
     magnitude = x.double().abs()
-    smallest = 2.0**-126  # normal; below it the step no longer shrinks
+    smallest = 2.0**-126  # the smallest normal number; below it the step does not shrink
     exponent = torch.floor(torch.log2(magnitude.clamp_min(smallest)))
     exponent = torch.where(2.0**exponent > magnitude.clamp_min(smallest), exponent - 1, exponent)
     exponent = torch.where(2.0 ** (exponent + 1) <= magnitude, exponent + 1, exponent)

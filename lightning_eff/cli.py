@@ -1,4 +1,4 @@
-"""``lightning-eff``: LightningCLI's fit, validate, test and predict with the techniques known by their short names."""
+"""The ``lightning-eff`` command: LightningCLI's commands with short names for the techniques, and the package's own."""
 
 import shutil
 import sys
@@ -19,47 +19,46 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
        lightning-eff budget --hours 5000 --gpu h100
        lightning-eff techniques --search memory
 
-  fit, validate, test, predict   a LightningModule and data named in a LightningCLI config, by their class_path;
-                                 techniques go into trainer.callbacks, and precision plugins into trainer.plugins, by
-                                 class name alone. More: lightning-eff fit --help
-  bench                          does a recipe pay, by how much, and how sure is that? More: lightning-eff bench --help
-  tune                           the recipe that wins on a config, searched and confirmed; or what could be tried, and why not.
-                                 More: lightning-eff tune --help
-  select                         which samples of a data set to train on, by text or by a module's scores, written for
-                                 SampleSubset. More: lightning-eff select --help
-  plan                           which layout trains a recipe's module fastest on so many accelerators, by simulation;
-                                 needs none of them. More: lightning-eff plan --help
-  budget                         the size and the tokens that FLOPs, accelerator-hours or money are best spent on.
+  fit, validate, test, predict   run the module and data of a LightningCLI config. List techniques in trainer.callbacks and
+                                 precision plugins in trainer.plugins, by class name. More: lightning-eff fit --help
+  bench                          measure how much faster a recipe trains than its baseline, with a confidence interval.
+                                 More: lightning-eff bench --help
+  tune                           search for the best recipe for a config, and confirm it. More: lightning-eff tune --help
+  select                         choose the samples of a data set to train on, by text or by a module's scores, and write
+                                 them for SampleSubset. More: lightning-eff select --help
+  plan                           find the fastest layout for a number of accelerators by simulation, without using one.
+                                 More: lightning-eff plan --help
+  budget                         find the model size and the number of tokens for FLOPs, accelerator-hours or money.
                                  More: lightning-eff budget --help
-  techniques                     everything that two surveys of efficient training name: what does it here, what it saves,
-                                 what was measured of it. More: lightning-eff techniques --help
+  techniques                     list the methods of two surveys of efficient training: which technique implements each, what
+                                 it saves, and measured results. More: lightning-eff techniques --help
 
-Modules are looked up from the current folder too. Errors are told in a paragraph; --debug gives the traceback.
+Modules in the current folder are found too. An error prints one paragraph; --debug prints the traceback.
 --version prints the version.
 """
 COMMANDS = ("fit", "validate", "test", "predict", "bench", "tune", "select", "plan", "budget", "techniques")
 
 
 def techniques_table(width: int, word: str = "", group: str = "") -> str:
-    """The catalogue as a table of ``width`` columns (at least about 120), from what the classes say of themselves."""
+    """Return the catalogue as a table of ``width`` columns (at least about 120)."""
     return catalogue.table(catalogue.chosen(word, group), width)
 
 
 def _techniques(rest: Sequence[str]) -> None:
-    """What the surveys name, and what does it here."""
-    about = "What the two surveys of efficient training name, what does it here, what it saves, and what was measured of it."
+    """Print the methods of the surveys and the techniques that implement them."""
+    about = "List the methods of two surveys of efficient training: which technique implements each, its savings and results."
     options = Arguments("lightning-eff techniques", description=about)
     options.add_argument(
-        "--search", default="", metavar="WORD", help="only what has this word anywhere, such as memory"
+        "--search", default="", metavar="WORD", help="list only entries with this word, such as memory"
     )
     options.add_argument("--group", default="", choices=GROUPS, metavar="GROUP", help=f"one of {', '.join(GROUPS)}")
-    options.add_argument("--json", action="store_true", help="as JSON, with sources, tests and all figures")
+    options.add_argument("--json", action="store_true", help="print JSON with sources, tests and all figures")
     asked = options.parse_args(rest)
     found = catalogue.chosen(asked.search, asked.group)
     if not found and not asked.json:
         raise UsageError(
-            f"got --search {asked.search}{f' in {asked.group}' if asked.group else ''}, which nothing has; expected a word of a"
-            " technique's name, its source or what it saves, such as memory. Without options, everything is listed."
+            f"--search {asked.search}: no entry{f' of {asked.group}' if asked.group else ''} has this word. Search for part of"
+            " a name, a source or a saving, such as memory, or remove the options to list everything."
         )
     print(catalogue.as_json(found) if asked.json else catalogue.table(found, _width()))
 
@@ -69,11 +68,11 @@ def _width() -> int:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command line; ``args`` default to the process's own.
+    """Run the command line; ``args`` default to ``sys.argv[1:]``.
 
     Raises:
-        SystemExit: with status 2 where the arguments, the config or the run that they ask for cannot be used, and 1 for a
-            run that failed, after one paragraph on the standard error; with ``--debug`` every error is raised as it came.
+        SystemExit: after one paragraph on standard error. Status 2 means wrong arguments or a wrong config, and status 1 a
+            run that failed. With ``--debug`` the error itself is raised.
     """
     argv = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in argv
@@ -122,18 +121,18 @@ def _run(argv: list[str], *, debug: bool) -> None:
 
 
 def _lightning(argv: list[str]) -> None:
-    """One of LightningCLI's own commands."""
+    """Run one of LightningCLI's commands."""
     check_configs(argv)
     try:
         from lightning_eff._cli.config import ConfigCLI
     except ModuleNotFoundError as error:
         raise UsageError(
-            f'{error.name} is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
+            f'{error.name} is not installed, and LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
         ) from error
 
     from lightning_eff.monitor.training_report import TrainingReport
 
-    # Lightning asks torch in a way that torch is about to drop: nothing that who trains here could mend
+    # Lightning uses a check that torch deprecates; users cannot do anything about the warning
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     ConfigCLI(argv, last=[TrainingReport()], save_config_kwargs={"overwrite": True})
 

@@ -348,7 +348,7 @@ FAMILIES: dict[str, Family] = {
     **{name: _family(name, "seq2seq") for name in ["bart", "mbart", "marian", "pegasus"]},
     "m2m_100": _family("m2m_100", "seq2seq", _FLOAT_BUFFERS),
     "t5": _family(
-        "t5", "seq2seq", {"pp2": "relative_attention_bias.* depends on what earlier blocks returned", **_OTHER_BLOCKS}
+        "t5", "seq2seq", {"pp2": "relative_attention_bias.* depends on more results of earlier blocks", **_OTHER_BLOCKS}
     ),
     **{name: _family(name, "image", _NO_SEQUENCE) for name in ["vit", "beit", "dinov2", "vit_msn"]},
     "swin": Family(

@@ -106,7 +106,7 @@ def test_techniques_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--search", "perpetuum"], "got --search perpetuum, which nothing has; expected a word of"),
+        (["--search", "perpetuum"], "--search perpetuum: no entry has this word. Search for part of"),
         (["--group", "grwth"], "Did you mean 'growth'"),
         (["--all"], "got --all; there is no such option"),
     ],

@@ -155,7 +155,7 @@ CONFIGS: dict[str, tuple[list[str], dict[str, Any] | str, str]] = {
     "optimizer that says not what it returns": (
         FIT,
         callback("ReplaceOptimizer", optimizer="tests.cli_data.unannotated"),
-        r"tests\.cli_data\.unannotated does not say that it returns an Optimizer; .*def unannotated\(\.\.\.\) -> Optimizer\.$",
+        r"tests\.cli_data\.unannotated has no return annotation Optimizer; .*def unannotated\(\.\.\.\) -> Optimizer\.$",
     ),
     "misspelt function": (
         FIT,
@@ -206,7 +206,7 @@ CONFIGS: dict[str, tuple[list[str], dict[str, Any] | str, str]] = {
     "argument beside class_path": (
         FIT,
         entry(class_path="LabelSmoothing", epsilon=0.2),
-        r"got epsilon beside class_path; expected \{class_path: LabelSmoothing, init_args: \{epsilon: 0\.2\}\}\.$",
+        r"got epsilon next to class_path; expected \{class_path: LabelSmoothing, init_args: \{epsilon: 0\.2\}\}\.$",
     ),
     "class as a key": (
         FIT,
@@ -216,7 +216,7 @@ CONFIGS: dict[str, tuple[list[str], dict[str, Any] | str, str]] = {
     "arguments of no class": (
         FIT,
         entry(init_args={"epsilon": 0.2}),
-        "'epsilon' without the class .* expected class_path",
+        "got the argument 'epsilon' without a class; expected class_path",
     ),
     "argument that must be given": (
         FIT,
@@ -273,14 +273,14 @@ CONFIGS: dict[str, tuple[list[str], dict[str, Any] | str, str]] = {
     "no such file": (
         ["fit", "--config", "examples/gpt/basline.yaml"],
         {},
-        "no such file; .* Did you mean 'baseline.yaml'",
+        "no such file\\. .* Did you mean 'baseline.yaml'",
     ),
     "no such file, nor one like it": (
         ["fit", "--config", "examples/gpt/zzz.yaml"],
         {},
-        r"no such file; expected a config in YAML\.$",
+        r"no such file\. Pass the path of a YAML config\.$",
     ),
-    "no YAML": (FIT, "trainer: [1", "recipe.yaml: this is no YAML at line 1, column"),
+    "no YAML": (FIT, "trainer: [1", "recipe.yaml: not valid YAML at line 1, column"),
     "no mapping": (FIT, "- trainer", "recipe.yaml: got a list; expected a mapping"),
     "no checkpoint": ([*FIT, "--ckpt_path", "nowhere.ckpt"], {}, "nowhere.ckpt"),
 }

@@ -295,7 +295,7 @@ def test_a_public_name_without_a_docstring_fails() -> None:
     class Bare:
         pass
 
-    with pytest.raises(ValueError, match="Bare has no docstring; expected one"):
+    with pytest.raises(ValueError, match=r"Bare has no docstring\. Write one"):
         prose.read(Bare)
 
 

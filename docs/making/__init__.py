@@ -1,1 +1,1 @@
-"""What makes the site from the classes, their cases and the committed results; ``make docs`` runs it."""
+"""Generates the site from the classes, their cases and the committed results; ``make docs`` runs it."""

@@ -1,4 +1,4 @@
-"""A card for each technique: what its class, its case, the committed results and the pairs say of it."""
+"""Writes a card for each technique from its class, its case, the committed results and the pairs."""
 
 import ast
 import inspect
@@ -26,29 +26,29 @@ from tests.cases import CASES
 from tests.plugins import PLUGINS
 from tests.stacks import declared
 
-#: Comparisons on tasks of their own.
+#: Comparisons on separate tasks.
 STUDIES = [facts.ROOT / "benchmarks" / f"{name}.md" for name in ("augmentation", "selection")]
 UNMEASURED = "Its effect on training time was not measured on the reference tasks."
 
 
 def names() -> list[str]:
-    """What has a card: every callback, precision plugin, strategy and optimizer that is exported."""
+    """Return the names with a card: every exported callback, precision plugin, strategy and optimizer."""
     return sorted({name for entry in catalogue.entries() for name in entry.by})
 
 
 def file_of(name: str) -> str:
-    """The page of a card, from the folder of pages."""
+    """Return the path of a card's page in the folder of pages."""
     return f"techniques/{public.HOMES[name].rpartition('.')[2]}.md"
 
 
 @cache
 def refused() -> dict[frozenset[str], str]:
-    """The pairs that may not train together, and why, as the pair tests have them."""
+    """Return the pairs that cannot train together, with the reasons, from the pair tests."""
     return declared(CASES, PLUGINS)
 
 
 def card(name: str) -> str:
-    """The page of one technique."""
+    """Return the page of one technique."""
     cls = public.found(name)
     doc = prose.read(cls)
     entry = next(entry for entry in catalogue.entries() if name in entry.by)
@@ -85,7 +85,7 @@ def card(name: str) -> str:
 
 
 def use(name: str) -> list[str]:
-    """The same settings in Python and in YAML: those of the docstring's example, else of the technique's tests."""
+    """Show the same settings in Python and YAML, from the docstring's example or the technique's tests."""
     trainer, own = _recipe(name)
     cls = public.found(name)
     ((kind, what),) = trainer.items()
@@ -123,7 +123,7 @@ def use(name: str) -> list[str]:
 
 
 def _literal(name: str, code: str) -> dict[str, Any] | None:
-    """The arguments of the first call of a class in some code; None if a config cannot have them."""
+    """Return the arguments of the first call of a class in some code, or None if a config cannot have them."""
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     call = next((one for one in calls if isinstance(one.func, ast.Name) and one.func.id == name), None)
     if call is None or any(word.arg is None for word in call.keywords):
@@ -138,7 +138,7 @@ def _literal(name: str, code: str) -> dict[str, Any] | None:
 
 
 def _recipe(name: str) -> tuple[dict[str, Any], bool]:
-    """The trainer's part of a config: with the defaults where these act, else with its case's settings, which it says."""
+    """Return the trainer's part of a config with the defaults, or with the case's settings if the defaults do nothing."""
     trainer = test_exported.recipe(name)
     ((kind, what),) = trainer.items()
     if name not in CASES or "init_args" not in what[0]:
@@ -154,7 +154,7 @@ def _recipe(name: str) -> tuple[dict[str, Any], bool]:
 
 
 def _range(space: Any) -> str:
-    """What a search tries of a setting, in words."""
+    """Describe the values of a setting that a search tries."""
     if hasattr(space, "values"):
         return ", ".join(f"`{value!r}`" for value in space.values)
     return f"`{space.low!r}` to `{space.high!r}`{', evenly by ratio' if space.log else ''}"
@@ -189,7 +189,7 @@ def _settings(cls: type, doc: prose.Doc) -> Iterator[str]:
 
 
 def measured(name: str) -> list[str]:
-    """The figures of the committed results, with the control's and the paper's claim; or that there are none."""
+    """Return the figures of the committed results with the control's and the paper's claim, or a note without results."""
     found = facts.measurements(name)
     if not found:
         more = {
@@ -213,7 +213,7 @@ def measured(name: str) -> list[str]:
 
 
 def advice(name: str) -> list[str]:
-    """The recommendation, what others report, and on which tasks it gained or lost here."""
+    """Return the recommendation, the results of others, and the tasks on which it gained or lost here."""
     one = choices.choices()[name]
     lines = [f"- **{one.recommendation.capitalize()}.** {one.elsewhere}"]
     scope = {"any": "any model", "several GPUs": "training on several GPUs", "images": "image models"}
@@ -242,7 +242,7 @@ def advice(name: str) -> list[str]:
 
 
 def company(name: str) -> list[str]:
-    """What it refuses to train with, and that all else was tried."""
+    """Return the techniques with which it cannot train, and a note on the tested ones."""
     enemies = {next(iter(pair - {name})): why for pair, why in refused().items() if name in pair and len(pair) == 2}
     known = {
         enemy: why
@@ -266,7 +266,7 @@ def company(name: str) -> list[str]:
 
 
 def overview() -> str:
-    """All techniques in one table, made from ``choices.txt``, the classes and the results."""
+    """Return the table of all techniques from ``choices.txt``, the classes and the results."""
     heads = [
         "technique",
         "purpose",
@@ -301,7 +301,7 @@ def overview() -> str:
 
 
 def whole_catalogue() -> str:
-    """Every row of the surveys: what does it here, its tests, its verdict; or why nothing does."""
+    """Return every row of the surveys with the technique that implements it, its tests and verdict, or the reason."""
     lines = [
         "# The surveys' catalogue",
         "",

@@ -1,4 +1,4 @@
-"""What the table of techniques says: judgement from ``choices.txt``, and measurements from the committed results."""
+"""The content of the table of techniques: judgement from ``choices.txt``, and measurements from the committed results."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -27,10 +27,10 @@ class Choice:
         purpose: the group in the table and in the menu.
         works_for: one of :data:`WORKS_FOR`.
         effect: some of :data:`EFFECTS`.
-        cost: of a step, one of :data:`COSTS`.
+        cost: the step cost, one of :data:`COSTS`.
         risk: one of :data:`RISKS`.
         recommendation: one of :data:`RECOMMENDATIONS`.
-        elsewhere: what others report, or what it is good for.
+        elsewhere: results of others, or its use.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Choice:
 
 @cache
 def choices() -> dict[str, Choice]:
-    """All lines by name, in the file's order.
+    """Return all lines by name, in the file's order.
 
     Raises:
-        ValueError: if a line does not have its columns, has a value that is not known, or repeats a name.
+        ValueError: if a line has missing columns, an unknown value, or the name of another line.
     """
     found: dict[str, Choice] = {}
     purpose = ""
@@ -65,15 +65,15 @@ def choices() -> dict[str, Choice]:
             checks += [(part, EFFECTS) for part in one.effect]
             for value, known in checks:
                 if value not in known:
-                    raise ValueError(f"{FILE.name}: {name}: {value!r} is not one of {list(known)}.")
+                    raise ValueError(f"{FILE.name}: {name}: {value!r} is unknown. Use one of {list(known)}.")
             if name in found:
-                raise ValueError(f"{FILE.name}: {name} has two lines; expected one.")
+                raise ValueError(f"{FILE.name}: {name} has two lines. Remove one.")
             found[name] = one
     return found
 
 
 def purposes() -> dict[str, list[str]]:
-    """The names of each purpose."""
+    """Return the names of each purpose."""
     found: dict[str, list[str]] = {}
     for one in choices().values():
         found.setdefault(one.purpose, []).append(one.name)
@@ -81,7 +81,7 @@ def purposes() -> dict[str, list[str]]:
 
 
 def best(name: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """The best settings of a technique on each task: the task, the settings after a comma, and the arm's summary."""
+    """Return the best settings of a technique on each task: task, settings after a comma, and the arm's summary."""
     found: dict[str, tuple[str, dict[str, Any]]] = {}
     for recipe, task, _, results in facts.measurements(name):
         one = results["summary"][recipe]
@@ -93,18 +93,18 @@ def best(name: str) -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def measured(name: str) -> str:
-    """The best result on each task in a short cell, or a dash."""
+    """Format the best result on each task as a short cell, or a dash."""
     told = [f"{evidence.SHORT[task]} {one['speedup']['estimate']:.2f} {verdict(one)}" for task, _, one in best(name)]
     return "<br>".join(told) or "–"
 
 
 VERDICTS = Path(__file__).parent.parent / "verdicts.md"
-MARKS = ("<!-- verdicts -->", "<!-- end of verdicts -->")  #: what is between them is written by :func:`verdicts`
+MARKS = ("<!-- verdicts -->", "<!-- end of verdicts -->")  #: :func:`verdicts` writes the text between them
 
 
 def verdicts(text: str) -> str:
-    """``docs/verdicts.md`` with its tables: for each purpose, the best figure of each technique on each task."""
-    columns = ("gpt", "vit", "bert", "")  #: the last one is of all other tasks
+    """Update the tables in ``docs/verdicts.md``: for each purpose, the best figure of each technique on each task."""
+    columns = ("gpt", "vit", "bert", "")  #: the last one has all other tasks
     lines: list[str] = []
     for purpose, names in purposes().items():
         rows, missing = [], []
@@ -126,7 +126,7 @@ def verdicts(text: str) -> str:
 
 
 def figure(one: dict[str, Any]) -> str:
-    """A speed-up with its interval: bold where it is faster, in italics where it is slower."""
+    """Format a speed-up with its interval, in bold if it is faster and in italics if it is slower."""
     mark = {"faster": "**", "slower": "*"}.get(one["verdict"], "")
     known = one["speedup"]
     return f"{mark}{known['estimate']:.2f}{mark} [{known['low']:.2f}, {known['high']:.2f}]"

@@ -1,4 +1,4 @@
-"""What the catalogue knows from outside the package: ``lightning_eff/_catalogue/facts.json``."""
+"""Writes ``lightning_eff/_catalogue/facts.json``, the catalogue's facts from outside the package."""
 
 import json
 import math
@@ -22,14 +22,14 @@ FILE = ROOT / "lightning_eff" / "_catalogue" / "facts.json"
 
 @cache
 def committed() -> dict[str, dict[str, Any]]:
-    """The committed results by set (claims, weights, compute) and task."""
+    """Return the committed results by set (claims, weights, compute) and task."""
     found, _, _, weights, compute, _ = evidence.committed()
     return {"bench": found, "weights": weights, "compute": compute}
 
 
 @cache
 def further() -> dict[str, tuple[dict[str, Any], dict[str, Any] | None]]:
-    """The committed results of single techniques without a recipe, by task: :func:`benchmarks.evidence_page.further`."""
+    """Return the committed results of single techniques without a recipe by task (``benchmarks.evidence_page.further``)."""
     return evidence.further()
 
 
@@ -38,9 +38,9 @@ SETS = {"bench": evidence.CLAIMS, "weights": evidence.WEIGHTS, "compute": eviden
 
 
 def measurements(name: str) -> list[tuple[str, str, str, dict[str, Any]]]:
-    """What was measured of a technique: the recipe, the task, the paper's claim, and the results that have it.
+    """Return a technique's measurements: the recipe, the task, the paper's claim, and the results.
 
-    Of one without a recipe, its paper's settings and those that a search found better, and no claim.
+    A technique without a recipe has its paper's settings and better ones from a search, and no claim.
     """
     found = []
     for part, recipes in SETS.items():
@@ -57,7 +57,7 @@ def measurements(name: str) -> list[tuple[str, str, str, dict[str, Any]]]:
 
 
 def measured() -> dict[str, dict[str, str]]:
-    """The verdict of each technique on each task that it was held against a baseline on."""
+    """Return the verdict of each technique on each task with a comparison."""
     found: dict[str, dict[str, str]] = {}
     for name in sorted(public.HOMES):
         for recipe, task, _, results in measurements(name):
@@ -68,9 +68,9 @@ def measured() -> dict[str, dict[str, str]]:
 
 
 def speeds() -> dict[str, float]:
-    """Of the techniques that a search may try, how many times as fast as their baselines they were, by :func:`agreed`.
+    """Return the speed of searchable techniques relative to their baselines, by :func:`agreed`.
 
-    An optimizer stands for the technique that puts it in place of the module's own.
+    An optimizer represents the technique that replaces the module's optimizer by it.
     """
     shown: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     for name in public.HOMES:
@@ -83,15 +83,15 @@ def speeds() -> dict[str, float]:
 
 
 def techniques() -> set[str]:
-    """The names of those that a search may try."""
+    """Return the names of techniques that a search can try."""
     return {cls.__name__ for cls in technique_classes()}
 
 
 def agreed(tasks: Iterable[Iterable[Mapping[str, Any]]]) -> float:
-    """A technique's speed in one number, from the summaries of its arms on each task.
+    """Return a technique's speed in one number, from the summaries of its arms on each task.
 
-    It is the geometric mean over the tasks; on each that of its best settings, since a search tries settings. 1 where no task
-    shows a difference, where one speaks for it and another against it, and where those that show none outweigh the others.
+    It is the geometric mean over tasks of the speed with the best settings, since a search tries settings. It is 1 if no task
+    shows a difference, if tasks disagree, or if tasks without a difference outweigh the others.
     """
     best = [max(arms, key=lambda arm: arm["speedup"]["estimate"]) for arms in tasks]
     verdicts = {arm["verdict"] for arm in best} & {"faster", "slower"}
@@ -100,12 +100,12 @@ def agreed(tasks: Iterable[Iterable[Mapping[str, Any]]]) -> float:
 
 
 def without_recipe(task: str, results: dict[str, Any]) -> bool:
-    """Whether results of a task are those of techniques that have no recipe there."""
+    """Whether the results of a task belong to techniques without a recipe there."""
     return further().get(task, (None,))[0] is results
 
 
 def label(task: str, recipe: str, results: dict[str, Any]) -> str:
-    """The settings of a technique without a recipe, behind a comma, where they are not its paper's; nothing for others."""
+    """Return the settings of a technique without a recipe after a comma, if they differ from its paper's, else ""."""
     if not without_recipe(task, results):
         return ""
     every = evidence_further.settings(task)
@@ -113,7 +113,7 @@ def label(task: str, recipe: str, results: dict[str, Any]) -> str:
 
 
 def tests() -> dict[str, str]:
-    """The tests of what has them elsewhere than in a file called after its module."""
+    """Return the test files of techniques whose tests are not in a file with the module's name."""
     off = {}
     for name, home in public.HOMES.items():
         *room, last = home.split(".")[1:]
@@ -125,6 +125,6 @@ def tests() -> dict[str, str]:
 
 
 def text() -> str:
-    """The file's text."""
+    """Return the file's text."""
     every = {"measured": measured(), "speed": speeds(), "tests": tests()}
     return json.dumps(every, indent=1, sort_keys=True, ensure_ascii=False) + "\n"

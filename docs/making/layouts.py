@@ -27,14 +27,14 @@ divides a run. This table follows from both, and so do the errors that a run rai
 Under FSDP2, a technique that changes the architecture is applied before the module divides itself:
 `lightning_eff.apply(self, LoRA(rank=8))` in `configure_model`. The error says so.
 
-A layout that combines several columns takes the techniques that all of them take. "✓" means that the technique trains there.
+A layout that combines several columns supports the techniques that all of them support. "✓" means that the technique works.
 A number leads to the reason below the table. Tests run the FSDP2 and hybrid layouts of this table in two processes
 (`tests/strategies/test_techniques.py`). Some settings of a technique need more than its default ones. The error says so.
 """
 
 
 def line(cls: Any) -> str:
-    """A technique's strategies in one line, for its card; "" for what is no technique."""
+    """Return a technique's strategies in one line for its card, or "" for other classes."""
     found = reasons(cls)
     if not found:
         return ""
@@ -45,7 +45,7 @@ def line(cls: Any) -> str:
 
 
 def page() -> str:
-    """The table, and the reasons for what it leaves out."""
+    """Return the table, and the reasons for missing entries."""
     rows, numbers, counted = [], dict[str, int](), Counter[str]()
     names = {cls.__name__: reasons(cls) for cls in technique_classes() if reasons(cls)}
     for name, found in sorted(names.items()):

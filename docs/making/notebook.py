@@ -1,4 +1,4 @@
-"""The Start notebook: its cells run here, in one process, and it is a page of the site with what they printed."""
+"""Runs the Start notebook in one process, and makes a page of its cells and their output."""
 
 import contextlib
 import io
@@ -15,22 +15,22 @@ PAGE = "start_notebook.md"
 
 
 def cells() -> list[dict[str, Any]]:
-    """The notebook's cells, as the file has them."""
+    """Return the notebook's cells from the file."""
     return json.loads(FILE.read_text())["cells"]
 
 
 def source(cell: dict[str, Any]) -> str:
-    """A cell's text or code."""
+    """Return a cell's text or code."""
     return "".join(cell["source"])
 
 
 def printed(cell: dict[str, Any]) -> str:
-    """What a cell of code has printed, as it stands in the file."""
+    """Return a code cell's output in the file."""
     return "".join(line for output in cell["outputs"] for line in output["text"])
 
 
 def run() -> Iterator[str]:
-    """Run the cells of code one after the other, as a notebook would; what each prints."""
+    """Run the code cells in order like a notebook, and yield the output of each."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for number, cell in enumerate(cells()):
         if cell["cell_type"] == "code":
@@ -41,7 +41,7 @@ def run() -> Iterator[str]:
 
 
 def text() -> str:
-    """The file with what its cells print now."""
+    """Return the file's text with new output."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     content = json.loads(FILE.read_text())
     code = [cell for cell in content["cells"] if cell["cell_type"] == "code"]
@@ -52,7 +52,7 @@ def text() -> str:
 
 
 def page() -> str:
-    """The notebook as a page, at the top of the site."""
+    """Return the notebook as a page for the top of the site."""
     parts = []
     for cell in cells():
         if cell["cell_type"] == "markdown":
@@ -62,12 +62,12 @@ def page() -> str:
         if printed(cell):
             parts.append(f"```text\n{printed(cell).rstrip()}\n```")
     where = FILE.relative_to(ROOT).as_posix()
-    parts.append(f"This page is the notebook `{where}`, with what its cells printed when they were last run.")
+    parts.append(f"This page is the notebook `{where}` with the output of its last run.")
     return "\n\n".join(parts) + "\n"
 
 
 def write() -> float:
-    """Run the notebook and write what it printed into it; the seconds that this took."""
+    """Run the notebook, write its output into the file, and return the seconds of the run."""
     began = time.perf_counter()
     FILE.write_text(text())
     return time.perf_counter() - began

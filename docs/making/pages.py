@@ -1,4 +1,4 @@
-"""The pages of the site: those of ``docs/``, a card for each technique, the catalogue and the reference."""
+"""Writes the pages of the site: those of ``docs/``, a card for each technique, the catalogue and the reference."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ from lightning_eff._exports import public
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
-FILES = (".png", ".svg", ".js", ".css")  #: what is copied as it is
+FILES = (".png", ".svg", ".js", ".css")  #: suffixes of files to copy
 ROOMS = {
     "data": "Data",
     "model": "Model",
@@ -28,7 +28,7 @@ ROOMS = {
 
 
 def generated() -> dict[str, str]:
-    """The pages that are made, by their path."""
+    """Return the generated pages by path."""
     pages = {cards.file_of(name): cards.card(name) for name in cards.names()}
     pages |= {
         "techniques/index.md": cards.overview(),
@@ -48,18 +48,18 @@ def generated() -> dict[str, str]:
 
 
 def written() -> dict[str, str]:
-    """The pages that are written by hand or by the benchmarks, by their path; two from above ``docs`` among them."""
+    """Return the pages written by hand or by benchmarks by path, including two from outside ``docs``."""
     pages = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
     above = {f"{name.lower()}.md": (ROOT / f"{name}.md").read_text() for name in ("CONTRIBUTING", "CHANGELOG")}
     return pages | {name: text.replace("](docs/", "](") for name, text in above.items()}
 
 
 def linked(page: str, text: str, known: set[str]) -> str:
-    """A page whose links to files outside of the site are their paths in the repository."""
+    """Replace a page's links to files outside the site by their paths in the repository."""
 
     def mend(match: re.Match[str]) -> str:
         words, target = match[1], match[2]
-        if target.endswith(notebook.FILE.name):  # which is a page, too
+        if target.endswith(notebook.FILE.name):  # the notebook is a page too
             return f"[{words}]({'../' * (len(PurePosixPath(page).parts) - 1)}{notebook.PAGE})"
         if re.match(r"https?:|mailto:|#", target):
             return match[0]
@@ -79,7 +79,7 @@ def linked(page: str, text: str, known: set[str]) -> str:
 
 
 def navigation() -> list[Any]:
-    """The site's menu: that of ``mkdocs.yml``, with the cards by purpose and the reference by room."""
+    """Return the site's menu from ``mkdocs.yml``, with the cards by purpose and the reference by folder."""
     groups: list[Any] = ["techniques/index.md"]
     for purpose, names in choices.purposes().items():
         groups.append({purpose: [{name: cards.file_of(name)} for name in names]})
@@ -91,11 +91,11 @@ def navigation() -> list[Any]:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write the whole source of the site into ``folder/pages``, and its settings into ``folder/mkdocs.yml``."""
+    """Write the site's sources to ``folder/pages``, and its settings to ``folder/mkdocs.yml``."""
     pages = generated()
     clash = pages.keys() & written().keys()
     if clash:
-        raise ValueError(f"{sorted(clash)}: written by hand and made too; expected one of the two.")
+        raise ValueError(f"{sorted(clash)}: these pages are generated, but also written by hand. Remove the latter.")
     pages |= written()
     known = {*pages, *(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*") if p.suffix in FILES)}
     target = folder / "pages"

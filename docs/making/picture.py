@@ -5,7 +5,7 @@ from benchmarks import goal
 from docs.making.facts import ROOT
 
 FILE = ROOT / "docs" / "time_to_loss.svg"
-#: Of each task that is shown, the recipe.
+#: The recipe of each task in the picture.
 SHOWN = {
     "gpt": "muon_grown_ngrams",
     "bert8k": "muon_fused_mask_rate",
@@ -16,7 +16,7 @@ SHOWN = {
 
 
 def svg() -> str:
-    """Two bars for each task: the baseline's time, and the recipe's to the same loss, with its interval at 95 %."""
+    """Draw two bars per task: the baseline's time, and the recipe's time to the same loss with its 95 % interval."""
     rows, top = [], 34
     for task, recipe in SHOWN.items():
         arms = goal.gathered(goal.read(task, evidence.RESULTS))
@@ -24,7 +24,7 @@ def svg() -> str:
         found = goal.share(arms[recipe], arms["baseline"], budget)
         if found is None or found.estimate is None or found.low is None or found.high is None:
             raise ValueError(
-                f"{recipe} of {task}: its time to the baseline's loss is not known; expected runs at several budgets."
+                f"{recipe} of {task}: its time to the baseline's loss is unknown. Run it at several budgets."
             )
         width, low, high = (400 * x for x in (found.estimate, found.low, found.high))
         told = f"{budget * found.estimate:.0f} s [{budget * found.low:.0f}, {budget * found.high:.0f}]"

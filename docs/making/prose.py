@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: the text, the arguments, and what else their sections say."""
+"""Converts docstrings to Markdown: the text, the arguments and the other sections."""
 
 import doctest
 import inspect
@@ -10,13 +10,13 @@ SECTIONS = ("Args", "Returns", "Raises", "Attributes", "Yields", "Note", "Source
 
 @dataclass
 class Doc:
-    """A docstring in parts.
+    """The parts of a docstring.
 
     Attributes:
-        summary: its first paragraph, in one line.
-        text: the paragraphs after it, up to the first section.
-        sections: each section's entries, by name: what stands before the colon, and what after it.
-        example: the section "Example", in doctest's form.
+        summary: its first paragraph in one line.
+        text: the paragraphs up to the first section.
+        sections: entries of each section by name, as pairs of the texts before and after the colon.
+        example: the section "Example" in doctest's form.
     """
 
     summary: str
@@ -26,20 +26,22 @@ class Doc:
 
 
 def markdown(text: str) -> str:
-    """Sphinx's roles as code, and a double colon before an indented block as a single one."""
+    """Replace Sphinx's roles by code, and a double colon before an indented block by a single one."""
     text = re.sub(r":(?:class|meth|func|attr|mod|data):`~?([^`]+)`", lambda m: f"`{m[1].rpartition('.')[2]}`", text)
     return re.sub(r"::\n", ":\n", text)
 
 
 def read(thing: object) -> Doc:
-    """The docstring of a class, function or module.
+    """Return the docstring of a class, function or module.
 
     Raises:
-        ValueError: if there is none, which the site does not take.
+        ValueError: if there is no docstring.
     """
     doc = inspect.getdoc(thing)
     if not doc:
-        raise ValueError(f"{getattr(thing, '__qualname__', thing)} has no docstring; expected one: the site shows it.")
+        raise ValueError(
+            f"{getattr(thing, '__qualname__', thing)} has no docstring. Write one, because the site shows it."
+        )
     head = re.split(rf"(?m)^(?=(?:{'|'.join(SECTIONS)}):\n)", doc)
     summary, _, text = head[0].strip().partition("\n\n")
     sections, example = {}, ""
@@ -53,7 +55,7 @@ def read(thing: object) -> Doc:
 
 
 def code(example: str) -> str:
-    """The code of an example in doctest's form, without its prompts and what it prints."""
+    """Return the code of an example in doctest's form, without prompts and output."""
     return "".join(one.source for one in doctest.DocTestParser().get_examples(example))
 
 
@@ -71,5 +73,5 @@ def _entries(body: str) -> dict[str, str]:
 
 
 def cell(text: str) -> str:
-    """A text as the cell of a table."""
+    """Format a text as a table cell."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""For griffe, which reads docstrings without importing them: Sphinx's roles as Markdown."""
+"""A griffe extension that converts Sphinx's roles in docstrings to Markdown."""
 
 import sys
 from pathlib import Path
@@ -15,6 +15,6 @@ class Roles(griffe.Extension):
     """Rewrites each docstring as it is read."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Before anything of it is shown."""
+        """Convert the docstring before it is used."""
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)

@@ -1,4 +1,4 @@
-"""LightningCLI as this package's commands run it: what a config cannot mean is said in one paragraph."""
+"""The LightningCLI of this package's commands, which explains errors in a config in one paragraph."""
 
 import difflib
 import importlib
@@ -43,7 +43,7 @@ from lightning_eff._core._lightning.names import (
 from lightning_eff._exports import public
 from lightning_eff.strategies._names import meant, sized
 
-#: Where each kind of class belongs in a config.
+#: Each kind of class, its description, and its place in a config.
 _PLACES = (
     (Callback, "a callback", "trainer.callbacks"),
     (Precision, "a precision plugin", "trainer.plugins"),
@@ -62,7 +62,7 @@ _MISPLACED = re.compile(r"Import path (?:(\S+) )?does not correspond to a subcla
 
 
 class ConfigParser(LightningArgumentParser):
-    """Raises :class:`ConfigError`, and takes options only where they are written out."""
+    """A parser that raises :class:`ConfigError`, and requires full option names."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "prog": "lightning-eff", **kwargs})
@@ -85,7 +85,7 @@ class ConfigParser(LightningArgumentParser):
 
 
 class EpochBar(RichProgressBar):
-    """Lightning's bar, which tells of how many epochs only where the run has a number of them: else it says "Epoch 0/-2"."""
+    """Lightning's progress bar, without the "/-2" that it prints if the number of epochs is not limited."""
 
     @override
     def _get_train_description(self, current_epoch: int) -> str:
@@ -94,15 +94,14 @@ class EpochBar(RichProgressBar):
 
 
 class ConfigCLI(LightningCLI):
-    """LightningCLI over any module and data named by class path; short names of everything exported are known.
+    """A LightningCLI for any module and data, which knows the short names of everything that this package exports.
 
-    Module and Trainer are of one package: pytorch_lightning's LightningCLI reads the configs of a module that is written with
-    it.
+    It derives from the LightningCLI of the Lightning package that the module uses.
 
     Args:
-        args: those of the command line.
-        last: callbacks that come after all others, the progress bar too.
-        kwargs: LightningCLI's.
+        args: the command line's arguments.
+        last: callbacks to run after all others, including the progress bar.
+        kwargs: arguments of LightningCLI.
     """
 
     @override
@@ -113,7 +112,7 @@ class ConfigCLI(LightningCLI):
 
     def __init__(self, args: list[str], last: Sequence[Callback] = (), **kwargs: Any) -> None:
         self.last = last
-        # without a class of datamodules any one may be named, and none need be: a module may have loaders of its own
+        # no datamodule class is required, since a module can have its own loaders
         kinds: dict[str, Any] = {
             "model_class": like(self, LightningModule),
             "parser_class": adapted(ConfigParser, package_of(self)),
@@ -138,7 +137,7 @@ class ConfigCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         check_configs(args)
-        self.config = parser.parse_args(args)  # these are the command line's own; Lightning would warn of others
+        self.config = parser.parse_args(args)  # without Lightning's warning about arguments that are not sys.argv
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -150,14 +149,14 @@ class ConfigCLI(LightningCLI):
             known = [right, *known] if (right := meant(name, known)) is not None else known
             near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5) or known[:6]
             raise UsageError(
-                f"trainer.strategy: got {name!r}, which is no strategy's name nor a class path."
-                f"{did_you_mean(name, known)} Names near to it: {', '.join(near)}."
+                f"trainer.strategy: got {name!r}, which is neither the name of a strategy nor a class path."
+                f"{did_you_mean(name, known)} Similar names: {', '.join(near)}."
             )
         super().before_instantiate_classes()
 
 
 def explained(message: str, parser: Any) -> str:
-    """jsonargparse's ``message`` in one paragraph, with the nearest names that would have been right."""
+    """Rewrite jsonargparse's ``message`` as one paragraph that suggests the closest valid names."""
     found = faults(message)
     telling = [fault for fault in found if not _NOISE.match(fault.text)] or found[:1]
     for fault in found:
@@ -167,7 +166,7 @@ def explained(message: str, parser: Any) -> str:
         if (entry := misshapen(fault)) is not None:
             return f"{fault.key}: {_of_entry(entry)}"
     typed = [fault for fault in telling if fault.text.startswith("Expected a <class")]
-    if len(typed) > 1 and len(typed) == len(telling):  # the kinds that a value may be of
+    if len(typed) > 1 and len(typed) == len(telling):  # the possible types of a value
         kinds = " or ".join(dict.fromkeys(re.findall(r"<class '(?:\w+\.)*(\w+)'>", " ".join(f.text for f in typed))))
         telling = [replace(typed[0], text=f"Expected {kinds}")]
     inside = [fault for fault in telling if not _is_of_another_kind(fault)]
@@ -175,7 +174,7 @@ def explained(message: str, parser: Any) -> str:
 
 
 def _is_of_another_kind(fault: Fault) -> bool:
-    """Whether a union's alternative is none since the class, which exists, is of another kind."""
+    """Whether a union's alternative fails because the class exists but has another kind."""
     name = re.match(r"Expected a dot import path string: (\S+)", fault.text)
     return bool(_MISPLACED.match(fault.text)) or (name is not None and name[1] in public.HOMES)
 
@@ -206,10 +205,10 @@ def _sentence(fault: Fault, parser: Any) -> str:
         names = [name.partition(".")[2] or name for name in match[1].split(", ")]
         return f"{' and '.join(sorted(names))} must be given: in a file, --config recipe.yaml, or as an option of that name."
     if text.startswith("Problems parsing config: "):
-        return f"a config is no YAML: {_line(text.partition(': ')[2])}."
+        return f"a config is not valid YAML: {_line(text.partition(': ')[2])}."
     if text.startswith("Unexpected config: "):
         return (
-            f"a config holds {_line(text.partition(': ')[2])[:80]!r}; expected a mapping, such as trainer: and model:."
+            f"a config contains {_line(text.partition(': ')[2])[:80]!r}; expected a mapping with trainer: and model:."
         )
     given = f" Got {fault.given}." if 0 < len(fault.given) <= 80 and "Got value" not in text else ""
     about = f"{fault.class_path}: " if fault.class_path else ""
@@ -218,21 +217,21 @@ def _sentence(fault: Fault, parser: Any) -> str:
 
 
 def _of_entry(entry: dict[str, Any]) -> str:
-    """What is amiss with the keys of ``entry``, which was to stand for an object of a class."""
+    """Explain the wrong keys of ``entry``, which should describe an object."""
     for key in entry:
         if right := entry_key(key):
             return f"an entry has no key {key!r}. Did you mean {right!r}? Expected class_path and init_args."
     loose = {key: value for key, value in entry.items() if key not in ENTRY}
     if "class_path" in entry:
         right = {"class_path": entry["class_path"], "init_args": {**(entry.get("init_args") or {}), **loose}}
-        return f"got {_listed(loose)} beside class_path; expected {_in_a_line(right)}."
+        return f"got {_listed(loose)} next to class_path; expected {_in_a_line(right)}."
     (name, arguments), *_ = loose.items()
     right = {"class_path": name, **({"init_args": arguments} if arguments else {})}
     return f"got {name!r} as a key; expected {_in_a_line(right)}."
 
 
 def _required(names: Sequence[str], fault: Fault) -> str:
-    """Arguments without which the class cannot be made, with an example of how they are given."""
+    """Explain which required arguments are missing, with an example."""
     try:
         cls = _imported(fault.class_path)
     except (ImportError, AttributeError):
@@ -245,7 +244,7 @@ def _required(names: Sequence[str], fault: Fault) -> str:
 
 
 def _example(cls: Any, name: str) -> Any:
-    """A value of an argument: one that a search would try, else its type."""
+    """Return an example for an argument: a value from its search space, or its type."""
     tried = getattr(getattr(cls, "search_space", None), "settings", {}).get(name)
     if tried is not None:
         return tried.corners()[0]
@@ -271,9 +270,8 @@ def _unknown_class(name: str, key: str) -> str:
     if hasattr(torch.optim, name):
         return _misplaced(f"torch.optim.{name}", "")
     return (
-        f"there is no class known as {name!r}.{did_you_mean(name, known)} Expected the name of a technique"
-        " (`lightning-eff techniques` lists them) or of one of Lightning's classes, or a class path such as"
-        " package.module.Class."
+        f"there is no class {name!r}.{did_you_mean(name, known)} Expected the name of a technique (`lightning-eff"
+        " techniques` lists them), the name of a Lightning class, or a class path such as package.module.Class."
     )
 
 
@@ -286,11 +284,11 @@ def _misplaced(path: str, expected: str) -> str:
                 inner = {"class_path": path if "." in path else f"lightning_eff.{path}"}
                 way = f": {_in_a_line({'class_path': 'ReplaceOptimizer', 'init_args': {'optimizer': inner}})}"
             return f"{path} is {kind}; expected it under {place}{way}."
-    return f"{path} is no {expected or 'class that belongs here'}."
+    return f"{path} is not {_a(expected) if expected else 'a class that belongs here'}."
 
 
 def _of_the_other(path: str, expected: str) -> str | None:
-    """What is to be done where a class is of the expected kind, but written with the other one of Lightning's packages."""
+    """Explain the fix if a class has the expected kind, but comes from the other Lightning package."""
     try:
         cls = _imported(path)
     except (ImportError, AttributeError, KeyError):
@@ -301,13 +299,13 @@ def _of_the_other(path: str, expected: str) -> str | None:
     package = package_of(cls)
     right = OWN if package == OTHER else OTHER
     way = f"Write {renamed(cls, right)}" if is_lightnings(cls) else f"Derive it from {renamed(base, right)}"
-    return f"{path} is a class of {package}, but the module is of {right}. {way}."
+    return f"{path} is a class of {package}, but the module uses {right}. {way}."
 
 
 def _unannotated(path: str, returns: str) -> str:
-    """A function that is called for what it returns must say in its annotation that it returns that."""
+    """Explain that a function in a config needs a return annotation."""
     name = path.rpartition(".")[2]
-    return f"{path} does not say that it returns {_a(returns)}; expected so in its definition, def {name}(...) -> {returns}."
+    return f"{path} has no return annotation {returns}; expected the definition def {name}(...) -> {returns}."
 
 
 def _a(word: str) -> str:
@@ -315,15 +313,15 @@ def _a(word: str) -> str:
 
 
 def _missing(module: str, name: str, class_path: str) -> str:
-    """``module`` has no ``name``, which is what ``class_path`` ends in, or a module on the way to it."""
+    """Explain that ``module`` has no ``name``, which is the last part of ``class_path`` or a module before it."""
     if class_path and not class_path.endswith(f".{name}"):
         return _no_module(f"{module}.{name}", class_path)
     kind, fits = ("class", inspect.isclass) if name[:1].isupper() else ("function", inspect.isfunction)
     there = {key: value for key, value in vars(sys.modules[module]).items() if fits(value) and key[0] != "_"}
     own = [key for key, value in there.items() if value.__module__ == module]
-    if module == "lightning_eff":  # its names are there as soon as they are asked for
+    if module == "lightning_eff":  # the package loads its names lazily, so vars() does not have them
         hint = did_you_mean(name, public.HOMES)
-        return f"{module!r} has no {kind} {name!r}.{hint} `lightning-eff techniques` lists what it has."
+        return f"{module!r} has no {kind} {name!r}.{hint} `lightning-eff techniques` lists the techniques."
     return f"{module!r} has no {kind} {name!r}.{did_you_mean(name, there)} It has {_listed(own or there) or 'none'}."
 
 
@@ -334,9 +332,9 @@ def _no_module(name: str, class_path: str) -> str:
     if there is None:
         last = name.partition(".")[0]
         around |= {entry.name for entry in os.scandir() if entry.is_dir()}
-    asked = f", which {class_path} asks for" if class_path else ""
+    needed = f", which {class_path} needs" if class_path else ""
     return (
-        f"there is no module {name!r}{asked}; expected one that is installed or lies in the current folder."
+        f"there is no module {name!r}{needed}; expected one that is installed or in the current folder."
         f"{did_you_mean(last, around - {last})}"
     )
 
@@ -348,9 +346,9 @@ def _unknown_argument(name: str, class_path: str) -> str:
     except (ImportError, AttributeError, ValueError):
         cls, taken = None, []
     if any(cls in both(base) for base, _, _ in _PLACES):
-        return f"got {name!r} without the class whose argument it is; expected class_path beside init_args."
+        return f"got the argument {name!r} without a class; expected class_path next to init_args."
     if cls is not None and inspect.isclass(cls) and issubclass(cls, Optimizer):
-        taken = taken[1:]  # which begin with what it updates
+        taken = taken[1:]  # without the parameters
     head = name.partition(".")[0]
     name = name if head in taken else head
     expected = f" Expected init_args among {_listed(taken)}." if taken else ""
@@ -358,13 +356,13 @@ def _unknown_argument(name: str, class_path: str) -> str:
 
 
 def _imported(path: str) -> Any:
-    """What a dotted path, or the name of something exported, stands for."""
+    """Import the object at a dotted path, or one that this package exports."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name) if module else public.found(name)
 
 
 def _arguments(cls: Any) -> list[str]:
-    """Names that a class's constructor takes, and those of the constructors that it hands keyword arguments on to."""
+    """Return the arguments of a class's constructor, and of the base constructors that get its keyword arguments."""
     names: dict[str, None] = {}
     for base in inspect.getmro(cls):
         if "__init__" not in vars(base) or base is object:
@@ -378,7 +376,7 @@ def _arguments(cls: Any) -> list[str]:
 
 
 def _unknown_option(name: str, parser: Any, *, option: bool) -> str:
-    name = re.sub(r"\.(class_path|init_args|dict_kwargs)\b.*", "", name)  # those of an object that has no such place
+    name = re.sub(r"\.(class_path|init_args|dict_kwargs)\b.*", "", name)  # keys inside an object
     word = name.lstrip("-")
     actions = [action.dest for action in parser._actions]
     known = [dest for dest in actions if dest != "subcommand" and dest.rpartition(".")[2] != "help"]

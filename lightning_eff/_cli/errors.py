@@ -1,7 +1,7 @@
-"""What a command says of an error: one paragraph where that tells all, and a traceback where only that does.
+"""How a command reports an error: one paragraph if the message explains it, otherwise a traceback.
 
-An error that this package, Lightning or torch raised on purpose says what is wrong: its traceback shows the insides of
-libraries alone. An error in the user's own code is found by its traceback, which is therefore kept.
+Errors that this package, Lightning or torch raise on purpose explain the problem, and their traceback shows only library
+code. Errors in the user's code keep their traceback, which shows where they are.
 """
 
 import argparse
@@ -27,25 +27,25 @@ _CANNOT_START = (ValueError, TypeError, ImportError, OSError)
 
 
 class UsageError(ValueError):
-    """Arguments or a config that cannot be used; the message says what was got and what was expected."""
+    """Raised for wrong arguments or a wrong config."""
 
 
 class ConfigError(UsageError):
-    """What a parser found wrong, which it may have from an error in the code that the config names: its cause."""
+    """Raised by the config parser; the cause can be an error in the code that the config names."""
 
 
 def did_you_mean(word: str, choices: Iterable[str], suffix: str = "") -> str:
-    """`` Did you mean 'choice'?``, with ``suffix`` behind it, if one of them is near to ``word``, else an empty string."""
+    """Return `` Did you mean 'choice'?`` with the choice closest to ``word`` plus ``suffix``, or an empty string."""
     by_lower = {choice.lower(): choice for choice in choices}
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f" Did you mean {by_lower[near[0]] + suffix!r}?" if near else ""
 
 
 def check_configs(args: Sequence[str]) -> None:
-    """Look at the files that ``--config`` names, before anything is imported for what is in them.
+    """Check the files of ``--config`` before anything is imported.
 
     Raises:
-        UsageError: naming the file that is not there, is no YAML or holds no mapping.
+        UsageError: if a file does not exist, is not valid YAML, or does not contain a mapping.
     """
     import yaml
 
@@ -58,7 +58,7 @@ def check_configs(args: Sequence[str]) -> None:
         if not file.is_file():
             around = [p.stem for p in file.parent.glob(f"*{file.suffix or '.yaml'}")] if file.parent.is_dir() else []
             raise UsageError(
-                f"--config {path}: there is no such file; expected a config in YAML."
+                f"--config {path}: no such file. Pass the path of a YAML config."
                 f"{did_you_mean(file.stem, around, file.suffix or '.yaml')}"
             )
         try:
@@ -67,7 +67,7 @@ def check_configs(args: Sequence[str]) -> None:
             mark = getattr(error, "problem_mark", None)
             at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
             problem = getattr(error, "problem", None) or str(error)
-            raise UsageError(f"--config {path}: this is no YAML{at}: {' '.join(problem.split())}.") from None
+            raise UsageError(f"--config {path}: not valid YAML{at}: {' '.join(problem.split())}.") from None
         if not isinstance(content, dict):
             raise UsageError(
                 f"--config {path}: got a {type(content).__name__}; expected a mapping with sections such as trainer, model"
@@ -76,7 +76,7 @@ def check_configs(args: Sequence[str]) -> None:
 
 
 class Arguments(argparse.ArgumentParser):
-    """The options of a command, which must be written out; :class:`UsageError` in place of a usage and an exit."""
+    """An argument parser that requires full option names, and raises :class:`UsageError` instead of exiting."""
 
     def __init__(self, prog: str, **kwargs: Any) -> None:
         super().__init__(prog, allow_abbrev=False, **kwargs)
@@ -101,15 +101,14 @@ class Arguments(argparse.ArgumentParser):
 
 @contextmanager
 def told(command: str, *, debug: bool = False) -> Iterator[None]:
-    """Print what an error in this block says in one paragraph, after ``command``, and exit; raise it where that won't do.
+    """Report errors in this block in one paragraph and exit; raise those that need a traceback.
 
     Args:
-        command: what begins the paragraph, such as "lightning-eff fit".
-        debug: raise every error as it came, with its traceback.
+        command: start of the paragraph, such as "lightning-eff fit".
+        debug: raise every error with its traceback.
 
     Raises:
-        SystemExit: with status 2 where the arguments, the config or the run that they ask for cannot be used, and 1 for
-            a run that failed.
+        SystemExit: with status 2 for wrong arguments or a wrong config, and 1 for a run that failed.
     """
     try:
         yield
@@ -120,20 +119,20 @@ def told(command: str, *, debug: bool = False) -> Iterator[None]:
         if not speaks(root):
             if root is error:
                 raise
-            raise root from None  # as it was raised, without those who handed it on
+            raise root from None  # hides the parser's traceback
         words = str(error if isinstance(error, UsageError) and not _is_own(root) else root)
         print(f"{command}: {_in_a_sentence(words.strip()) or type(root).__name__}", file=sys.stderr)
         raise SystemExit(status(root)) from None
 
 
 def _in_a_sentence(words: str) -> str:
-    """``words`` as they stand after a colon: a small letter, unless they begin with a name."""
+    """Start ``words`` with a lower-case letter, unless they start with a name."""
     first = words.partition(" ")[0]
     return words[0].lower() + words[1:] if first in _COMMON else words
 
 
 def original(error: BaseException) -> BaseException:
-    """The error that a parser handed on in its own words: one in a constructor, or in a module that it imported."""
+    """Return the error that a parser rephrased, from a constructor or an imported module, or ``error`` itself."""
     cause: BaseException | None = error
     while cause is not None:
         if _is_users(cause) or (_is_own(cause) and not isinstance(cause, ConfigError)):
@@ -143,7 +142,7 @@ def original(error: BaseException) -> BaseException:
 
 
 def speaks(error: BaseException) -> bool:
-    """Whether an error's message says all that its traceback does."""
+    """Whether the error's message explains it without a traceback."""
     if isinstance(error, UsageError) or _is_own(error):
         return True
     if _is_users(error) or not _is_told(error):
@@ -152,14 +151,14 @@ def speaks(error: BaseException) -> bool:
 
 
 def status(error: BaseException) -> int:
-    """2 for an error that comes before training begins and of what was asked for, and 1 for any other."""
+    """Return exit status 2 for an error in the settings before training begins, otherwise 1."""
     loops = [str(Path(*name.split("."), "loops")) for name in (OWN, OTHER)]
     began = any(path in frame.f_code.co_filename for frame, _ in _frames(error) for path in loops)
     return 2 if _is_of_a_setting(error) and not began else 1
 
 
 def _is_of_a_setting(error: BaseException) -> bool:
-    """Of a kind by which settings are refused; Lightning has one of its own."""
+    """Whether the error has a type that is used to refuse settings."""
     return isinstance(error, _CANNOT_START) or type(error).__name__ == "MisconfigurationException"
 
 
@@ -168,7 +167,7 @@ def _is_told(error: BaseException) -> bool:
 
 
 def _is_own(error: BaseException) -> bool:
-    """Raised by this package, on purpose, or of one of its own classes."""
+    """Whether this package raised the error on purpose, or defines its class."""
     if type(error).__module__.startswith("lightning_eff."):
         return True
     frames = _frames(error)
@@ -176,7 +175,7 @@ def _is_own(error: BaseException) -> bool:
 
 
 def _is_users(error: BaseException) -> bool:
-    """Raised in code of the user's, or in what it called; anything but an error of ours that came on purpose."""
+    """Whether the user's code is in the traceback, and this package did not raise the error on purpose."""
     return not _is_own(error) and any(not _in_package(f) and not _in_library(f) for f, _ in _frames(error))
 
 
@@ -186,17 +185,17 @@ def _in_package(frame: FrameType) -> bool:
 
 def _in_library(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    if "-packages" in name or not Path(name).is_file():  # compiled code names files that are not there
+    if "-packages" in name or not Path(name).is_file():  # compiled code names files that do not exist
         return True
     return str(Path(name).resolve()).startswith(_LIBRARIES)
 
 
 def _on_purpose(error: BaseException) -> bool:
-    """Raised by a ``raise`` statement."""
+    """Whether a ``raise`` statement raised the error."""
     frame, line = _frames(error)[-1]
     return linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise")
 
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
-    """Where it was raised, the innermost frame last, each with its line."""
+    """Return the frames of the traceback with their line numbers, innermost last."""
     return list(traceback.walk_tb(error.__traceback__))

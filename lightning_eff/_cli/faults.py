@@ -1,4 +1,4 @@
-"""What jsonargparse's messages name as wrong, taken apart."""
+"""Parses jsonargparse's error messages."""
 
 import ast
 import difflib
@@ -10,19 +10,19 @@ from typing import Any
 
 from typing_extensions import override
 
-#: The keys of a mapping that stands for an object of a class.
+#: The keys of a mapping that describes an object.
 ENTRY = ("class_path", "init_args", "dict_kwargs")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a config, as jsonargparse words it.
+    """One error in a config.
 
     Attributes:
-        text: what is wrong.
-        key: where, as ``trainer.callbacks``; empty where that is not said.
-        class_path: of the class whose arguments these are, if any.
-        given: the value, where it is told apart.
+        text: jsonargparse's description.
+        key: place in the config, such as ``trainer.callbacks``, or empty if unknown.
+        class_path: class whose arguments are wrong, if any.
+        given: the given value, if the message has it.
     """
 
     text: str
@@ -32,13 +32,13 @@ class Fault:
 
     @property
     def unknown(self) -> str:
-        """The argument that is not accepted, dotted where it has parts; empty where that is not the fault."""
+        """The unknown argument, dotted if nested, or an empty string for other errors."""
         match = re.match(r"(?:Option '([^']+)' is not accepted|Key '([^']+)' is not expected)", self.text)
         return match[1] or match[2] if match else ""
 
 
 def faults(message: str, given: str = "") -> list[Fault]:
-    """What a message of jsonargparse names as wrong, the alternatives of a union one by one; ``given`` is the value."""
+    """Return the errors in a message of jsonargparse, one for each alternative of a union; ``given`` is the value."""
     text = textwrap.dedent(message).strip()
     head, _, rest = text.partition("\n")
     if text.startswith("- "):
@@ -62,7 +62,7 @@ def faults(message: str, given: str = "") -> list[Fault]:
 
 
 def _continued(text: str, *, at_start: bool = False) -> str:
-    """A bullet's text, whose later lines are indented below the first."""
+    """Remove the indentation of a bullet's later lines."""
     head, newline, rest = text.partition("\n")
     if at_start and text[:1].isspace():
         return textwrap.dedent(text)
@@ -70,7 +70,7 @@ def _continued(text: str, *, at_start: bool = False) -> str:
 
 
 def misshapen(fault: Fault) -> dict[str, Any] | None:
-    """The mapping that was to stand for an object of a class, if the fault is of its keys."""
+    """Return the mapping that should describe an object, if its keys are wrong."""
     asked = fault.unknown.partition(".")[0]
     shapeless = fault.text.startswith(
         ("Not a valid subclass of", "Dict must include a class_path", "Expected 'typing.Any' to be")
@@ -87,13 +87,13 @@ def misshapen(fault: Fault) -> dict[str, Any] | None:
 
 
 def entry_key(key: Any) -> str:
-    """The key of an entry that ``key`` is a slip of, or an empty string."""
+    """Return the key of :data:`ENTRY` that ``key`` misspells, or an empty string."""
     near = difflib.get_close_matches(str(key), ENTRY, n=1, cutoff=0.8)
     return near[0] if near and key not in ENTRY else ""
 
 
 class _Namespaces(ast.NodeTransformer):
-    """``Namespace(a=1)`` as ``{'a': 1}``."""
+    """Turns ``Namespace(a=1)`` into ``{'a': 1}``."""
 
     @override
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -102,7 +102,7 @@ class _Namespaces(ast.NodeTransformer):
 
 
 def _value(text: str) -> Any:
-    """The value that ``text`` shows, None where it shows more than plain ones."""
+    """Parse ``text`` as a plain value; return None if it is not one."""
     try:
         return ast.literal_eval(_Namespaces().visit(ast.parse(text, mode="eval")).body)
     except (SyntaxError, ValueError):
@@ -110,7 +110,7 @@ def _value(text: str) -> Any:
 
 
 def _mappings(value: Any) -> Iterator[dict[str, Any]]:
-    """The mappings in a value, the outer ones first."""
+    """Yield the mappings in a value, outer ones first."""
     if isinstance(value, Mapping):
         yield dict(value)
     for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():

@@ -1,4 +1,4 @@
-"""Which of Lightning's two packages the module of a config is written with."""
+"""Finds out which of Lightning's two packages the module of a config uses."""
 
 import importlib
 import inspect
@@ -14,10 +14,9 @@ from lightning_eff._core._lightning.names import OTHER, OWN, package_of
 
 
 def package_of_module(args: Sequence[str]) -> str:
-    """The package of the module that a LightningCLI's ``args`` and their configs name, and whose CLI has to read them.
+    """Return the Lightning package of the module that ``args`` and their configs name.
 
-    The classes of the module and of its data are imported. What cannot be read or imported is left to LightningCLI, which
-    says why.
+    This imports the classes of the module and the data. It ignores errors, because LightningCLI reports them later.
     """
     named: dict[str, Any] = {}
     for key, value in _named(args):
@@ -30,7 +29,7 @@ def package_of_module(args: Sequence[str]) -> str:
 
 
 def _named(args: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Class paths under ``model`` and ``data``, in their order, of which the last one counts."""
+    """Yield the class paths under ``model`` and ``data`` in order; later ones override earlier ones."""
     words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
     for option, value in itertools.pairwise(words):
         if option in ("--config", "-c"):
@@ -46,7 +45,7 @@ def _in_config(path: str) -> Iterator[tuple[str, Any]]:
     except (OSError, ValueError, yaml.YAMLError):
         return
     sections = [config, *config.values()] if isinstance(config, dict) else []
-    for section in sections:  # of the file itself, and of its subcommands
+    for section in sections:  # the file itself, and its subcommands
         for key in ("model", "data"):
             value = section.get(key) if isinstance(section, dict) else None
             value = value.get("class_path") if isinstance(value, dict) else value
@@ -55,12 +54,12 @@ def _in_config(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _class(path: Any) -> type | None:
-    """What a class path stands for, or what a function at that path says that it returns."""
+    """Return the class at a path, or the annotated return type of a function at that path."""
     module, _, name = str(path).rpartition(".")
     try:
         found: Any = getattr(importlib.import_module(module), name) if module else None
         if inspect.isfunction(found):
             found = typing.get_type_hints(found).get("return")
-    except Exception:  # the import of somebody else's file may raise anything
+    except Exception:  # the import of a user's file can raise anything
         return None
     return found if inspect.isclass(found) else None

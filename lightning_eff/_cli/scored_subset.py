@@ -1,4 +1,4 @@
-"""Data pruning without training: the run ends before its first step with what would be kept."""
+"""Data pruning without training: the run ends before its first step and returns the indices to keep."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from lightning_eff.data.selection.data_pruning import DataPruning
 
 
 class Scored(Exception):
-    """Ends the run.
+    """Raised to end the run after scoring.
 
     Attributes:
-        kept: the indices that are kept, shape (m,), ascending.
-        num_samples: the data set's length.
-        fingerprint: of the data set.
+        kept: the indices to keep, shape (m,), ascending.
+        num_samples: length of the data set.
+        fingerprint: fingerprint of the data set.
     """
 
     def __init__(self, kept: torch.Tensor, num_samples: int, fingerprint: str) -> None:
@@ -26,7 +26,7 @@ class Scored(Exception):
 
 
 class ScoreOnly(DataPruning):
-    """:class:`DataPruning` before the first epoch, which does not come."""
+    """:class:`DataPruning` that raises :class:`Scored` instead of starting the first epoch."""
 
     def __init__(self, score: str, keep: float, **settings: Any) -> None:
         super().__init__(score, keep, epochs=0, **settings)

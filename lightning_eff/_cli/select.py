@@ -1,4 +1,4 @@
-"""``lightning-eff select``: which samples of a data set to train on, chosen before training and written as their indices."""
+"""``lightning-eff select``: choose the samples of a data set before training, and write their indices."""
 
 import argparse
 import os
@@ -11,36 +11,36 @@ from lightning_eff._cli.errors import Arguments, UsageError, check_configs, told
 from lightning_eff.data.selection._offline.files import SUFFIXES, save
 
 _DESCRIPTION = """\
-Chooses samples of a data set before training, and writes their indices for SampleSubset to train on.
+Choose samples of a data set before training, and write their indices for SampleSubset.
 
   lightning-eff select dsir --raw crawl.txt --target books.txt --keep 0.1 --out kept.npz
-      lines of a text that are like a target text, by importance resampling over hashed n-grams (DSIR)
+      choose lines similar to a target text, by importance resampling over hashed n-grams (DSIR)
   lightning-eff select prune --config recipe.yaml --score prototypes --keep 0.5 --out kept.json
-      samples of a config's data that its module finds hard (or easy), by one pass: prototypes, el2n, grand
+      choose samples that are hard (or easy) for a config's module, with one pass over the data: prototypes, el2n, grand
 
 More: lightning-eff select dsir --help, lightning-eff select prune --help
 """
 _DSIR = """\
-DSIR (Xie et al. 2023): each line of the raw text is a document, and sample i of the data set is line i of the files in their
-order, from 0. Documents are drawn without replacement, with chances that follow from how much likelier their words and pairs
-of words are in the target text than in the raw one. Reads the raw text twice, in pieces, on all cores; the same command goes on
-where it was interrupted."""
+DSIR (Xie et al. 2023). Each line of the raw text is a document. Sample i of the data set is line i of the files in the given
+order, starting at 0. The command draws documents without replacement. A document is more likely to be drawn if its words and
+word pairs are more frequent in the target text than in the raw text. The raw text is read twice, on all cores. After an
+interruption, the same command continues."""
 _PRUNE = """\
-Scores each sample of a config's training data by the module as the config makes it (or as a checkpoint has it), as DataPruning
-does, and keeps the hardest or easiest. Nothing is trained."""
+Score each sample of a config's training data as DataPruning does, and keep the hardest or the easiest. The module has its
+initial weights or those of a checkpoint. Nothing is trained."""
 
 
 def main(argv: Sequence[str], *, debug: bool = False) -> None:
-    """``argv`` after ``select``; with ``debug`` every error is raised as it came.
+    """Run the command on ``argv``, the arguments after ``select``; ``debug`` lets every error through with its traceback.
 
     Raises:
-        SystemExit: with status 2 where the arguments, the config or the texts cannot be used, 130 if it was interrupted.
+        SystemExit: with status 2 if the arguments, the config or the texts are wrong, 130 if interrupted.
     """
     try:
         with told("lightning-eff select", debug=debug):
             _run([*argv])
     except KeyboardInterrupt:
-        print("\nInterrupted; the same command goes on where it was.", file=sys.stderr)
+        print("\nInterrupted. Run the same command to continue.", file=sys.stderr)
         raise SystemExit(130) from None
 
 
@@ -55,7 +55,7 @@ def _run(argv: list[str]) -> None:
 
 
 def parser(kind: str) -> Arguments:
-    """What ``lightning-eff select dsir`` or ``prune`` takes."""
+    """Build the parser of ``lightning-eff select dsir`` or ``prune``."""
     return {"dsir": _dsir_options, "prune": _prune_options}[kind]()
 
 
@@ -63,9 +63,9 @@ def _options(kind: str, description: str) -> Arguments:
     options = Arguments(
         f"lightning-eff select {kind}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--out", required=True, type=Path, metavar="FILE", help="the indices, .json or .npz")
-    options.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
-    options.add_argument("--quiet", action="store_true", help="no progress")
+    options.add_argument("--out", required=True, type=Path, metavar="FILE", help="file for the indices, .json or .npz")
+    options.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    options.add_argument("--quiet", action="store_true", help="show no progress")
     return options
 
 
@@ -81,14 +81,20 @@ def _dsir_options() -> Arguments:
     options = _options("dsir", _DSIR)
     add = options.add_argument
     several: dict[str, Any] = {"nargs": "+", "required": True, "metavar": "FILE"}
-    add("--raw", **several, help="text to choose from, a document in each line; of .jsonl, in each object")
-    add("--target", **several, help="text that the choice shall be like")
-    add("--keep", required=True, type=float, help="how many documents: a share below 1, or a number")
-    add("--field", default="text", help="of the objects in .jsonl files (default: text)")
-    add("--buckets", type=int, default=10_000, help="that features are hashed into (default: 10000)")
+    add("--raw", **several, help="text to choose from, one document per line, or per object in .jsonl files")
+    add("--target", **several, help="text that the chosen documents should resemble")
+    add("--keep", required=True, type=float, help="documents to keep: a fraction below 1, or a number")
+    add("--field", default="text", help="field of the objects in .jsonl files (default: text)")
+    add("--buckets", type=int, default=10_000, help="number of hash buckets for features (default: 10000)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    add("--jobs", type=int, default=cores, help="processes (default: one on each core)")
-    add("--config", action="append", default=[], metavar="CONFIG", help="of the training, whose data set is compared")
+    add("--jobs", type=int, default=cores, help="processes (default: one per core)")
+    add(
+        "--config",
+        action="append",
+        default=[],
+        metavar="CONFIG",
+        help="training config; its data set must match the text",
+    )
     return options
 
 
@@ -98,13 +104,13 @@ def _dsir(argv: Sequence[str]) -> None:
     _checked_out(asked.out)
     for path in (*asked.raw, *asked.target):
         if not Path(path).is_file():
-            raise UsageError(f"{path}: there is no such file; expected a text.")
+            raise UsageError(f"{path}: no such file. Pass the path of a text file.")
     for name, least in (("buckets", 2), ("jobs", 1)):
         if getattr(asked, name) < least:
             raise UsageError(f"--{name} {getattr(asked, name)}: expected a number >= {least}.")
     if asked.keep <= 0 or (asked.keep >= 1 and asked.keep != int(asked.keep)):
         raise UsageError(
-            f"--keep {asked.keep:g}: expected a share in (0, 1), such as 0.1, or a whole number of documents."
+            f"--keep {asked.keep:g}: expected a fraction in (0, 1), such as 0.1, or a whole number of documents."
         )
     size, fingerprint = _data_set(asked.config) if asked.config else (None, "")
 
@@ -125,14 +131,14 @@ def _dsir(argv: Sequence[str]) -> None:
         weights = weighing.run()
     if size is not None and size != len(weights):
         raise UsageError(
-            f"the raw text has {len(weights):,} documents, and the data set of {', '.join(asked.config)} has {size:,} samples;"
-            " expected sample i to be document i. Give the texts that it is made of, in their order."
+            f"--raw has {len(weights):,} documents, but the data set of {', '.join(asked.config)} has {size:,} samples. Pass"
+            " the texts of the data set in order, so that sample i is document i."
         )
     there = int(np.isfinite(weights).sum())
     count = round(asked.keep * len(weights)) if asked.keep < 1 else int(asked.keep)
     if not 1 <= count <= there:
         raise UsageError(
-            f"--keep {asked.keep:g}: that is {count:,} documents, and {there:,} of {len(weights):,} have any words; expected"
+            f"--keep {asked.keep:g}: this is {count:,} documents, but only {there:,} of {len(weights):,} have words. Keep"
             f" between 1 and {there:,}."
         )
     kept = gumbel_top_k(weights, count, asked.seed)
@@ -140,8 +146,8 @@ def _dsir(argv: Sequence[str]) -> None:
     weighing.clear()
     inside, outside = weights[kept].mean(), weights[np.isfinite(weights)].mean()
     print(
-        f"kept {count:,} of {len(weights):,} documents, whose log-weight is {inside:.2f} on average, that of all"
-        f" {outside:.2f}: {asked.out}"
+        f"kept {count:,} of {len(weights):,} documents in {asked.out} (mean log-weight {inside:.2f}, of all documents"
+        f" {outside:.2f})"
     )
 
 
@@ -152,7 +158,7 @@ def _bar(total: int, *, quiet: bool) -> Any:
 
 
 def _data_set(configs: Sequence[str]) -> tuple[int, str]:
-    """Length and fingerprint of the data set that the configs train on."""
+    """Return the length and fingerprint of the configs' training data set."""
     from lightning_eff._core import rng
     from lightning_eff.data.selection._offline.files import fingerprint
 
@@ -165,8 +171,8 @@ def _data_set(configs: Sequence[str]) -> tuple[int, str]:
     loader = source.train_dataloader()
     if not hasattr(getattr(loader, "dataset", None), "__len__"):
         raise UsageError(
-            f"--config {', '.join(configs)}: its training loader is a {type(loader).__name__} without a data set that has a"
-            " length; expected one DataLoader over a map-style data set."
+            f"--config {', '.join(configs)}: the data set of its training loader ({type(loader).__name__}) has no length. Use"
+            " one DataLoader with a map-style data set."
         )
     with rng.keyed(0, "select", "fingerprint"):
         return len(loader.dataset), fingerprint(loader.dataset)
@@ -178,16 +184,27 @@ def _data_set(configs: Sequence[str]) -> tuple[int, str]:
 def _prune_options() -> Arguments:
     options = _options("prune", _PRUNE)
     add = options.add_argument
-    add("--config", action="append", required=True, metavar="CONFIG", help="of LightningCLI; several are merged")
-    add("--keep", required=True, type=float, help="the share of the samples that is kept, in (0, 1)")
+    add(
+        "--config",
+        action="append",
+        required=True,
+        metavar="CONFIG",
+        help="LightningCLI config; repeat the option to merge",
+    )
+    add("--keep", required=True, type=float, help="fraction of the samples to keep, in (0, 1)")
     add("--score", default="prototypes", choices=("prototypes", "el2n", "grand", "random"))
-    add("--easy", action="store_true", help="keep the easiest in place of the hardest")
-    add("--balance", type=float, default=0.0, help="how much classes are balanced, in [0, 1] (default: 0)")
-    add("--clusters", type=int, default=10, help="of prototypes (default: 10)")
-    add("--head", metavar="PATH", help="of the module's last nn.Linear, where it is not found")
-    add("--gradients", default="head", choices=("head", "all"), help="of grand (default: head)")
-    add("--scores", type=Path, metavar="FILE", help="write each sample's score, too, for DataPruning(score=FILE)")
-    add("--ckpt-path", metavar="FILE", help="a checkpoint, whose weights are loaded first")
+    add("--easy", action="store_true", help="keep the easiest samples instead of the hardest")
+    add("--balance", type=float, default=0.0, help="balance between classes, from 0 (none) to 1 (full) (default: 0)")
+    add("--clusters", type=int, default=10, help="number of clusters of prototypes (default: 10)")
+    add("--head", metavar="PATH", help="path of the module's last nn.Linear, if it is not found")
+    add(
+        "--gradients",
+        default="head",
+        choices=("head", "all"),
+        help="parameters for the gradients of grand (default: head)",
+    )
+    add("--scores", type=Path, metavar="FILE", help="also write each sample's score, for DataPruning(score=FILE)")
+    add("--ckpt-path", metavar="FILE", help="checkpoint with the weights to load first")
     return options
 
 
@@ -196,7 +213,7 @@ def _prune(argv: Sequence[str]) -> None:
     asked = _prune_options().parse_args(argv)
     _checked_out(asked.out)
     if not 0 < asked.keep < 1:
-        raise UsageError(f"--keep {asked.keep:g}: expected a share of the samples in (0, 1), such as 0.5.")
+        raise UsageError(f"--keep {asked.keep:g}: expected a fraction of the samples in (0, 1), such as 0.5.")
     trainer, module, data = _built(asked.config, asked.seed)
 
     from lightning_eff._cli.scored_subset import Scored, ScoreOnly
@@ -221,29 +238,31 @@ def _prune(argv: Sequence[str]) -> None:
     except Scored as scored:
         found = scored
     else:
-        raise RuntimeError("lightning-eff select prune: the fit ended without an epoch; expected one, to see its data.")
+        raise RuntimeError(
+            "the fit ended before an epoch, so no data was seen. Allow at least one epoch in the config."
+        )
     save(asked.out, num_samples=found.num_samples, fingerprint=found.fingerprint, indices=found.kept)
     which = "at random" if asked.score == "random" else f"the {'easiest' if asked.easy else 'hardest'} by {asked.score}"
-    print(f"kept {len(found.kept):,} of {found.num_samples:,} samples, {which}: {asked.out}")
+    print(f"kept {len(found.kept):,} of {found.num_samples:,} samples, {which}, in {asked.out}")
 
 
 def _load(module: Any, path: str) -> None:
     import torch
 
     if not Path(path).is_file():
-        raise UsageError(f"--ckpt-path {path}: there is no such file.")
+        raise UsageError(f"--ckpt-path {path}: no such file. Pass the path of a checkpoint.")
     module.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
 
 
 def _built(configs: Sequence[str], seed: int) -> tuple[Any, Any, Any]:
-    """Trainer, module and data that ``lightning-eff fit`` would have, without logs and checkpoints."""
+    """Build the trainer, module and data of ``lightning-eff fit``, without logs and checkpoints."""
     arguments = [argument for path in configs for argument in ("--config", path)]
     check_configs(arguments)
     try:
         from lightning_eff._cli.config import ConfigCLI
     except ModuleNotFoundError as error:
         raise UsageError(
-            f'{error.name} is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
+            f'{error.name} is not installed, and LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
         ) from error
 
     class Unrun(ConfigCLI):

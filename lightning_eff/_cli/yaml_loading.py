@@ -1,4 +1,4 @@
-"""The YAML of configs as jsonargparse loads it here: arguments may have their other names."""
+"""A YAML loader for jsonargparse that accepts the aliases of arguments."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from jsonargparse import get_loader, set_loader
 from lightning_eff._core._arguments.declared import aliases_of, renamed
 from lightning_eff._exports import public
 
-#: the parser mode that has it
+#: name of the parser mode with this loader
 MODE = "yaml_with_aliases"
 
 _YAML = get_loader("yaml")
 
 
 def _with_own_names(value: Any) -> Any:
-    """A config with the arguments of this package's classes under their own names."""
+    """Return the config with aliases replaced by the names of the arguments."""
     if isinstance(value, list):
         return [_with_own_names(one) for one in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Compressed activations: an exact forward pass, and a backward pass on quantized copies of what it saved.
+"""Compressed activations: an exact forward pass, and a backward pass on quantized copies of the saved tensors.
 
 ActNN (Chen et al. 2021, arXiv:2104.14129): groups and stochastic rounding. GACT (Liu et al. 2022, arXiv:2206.11357): any
 network, bits by measured sensitivity. Mesa (Pan et al. 2021, arXiv:2111.11124): running ranges.
@@ -61,7 +61,7 @@ class ActivationCompression(Technique):
     layers and norms behind the blocks get 8 bits. Those before the blocks, and queries and keys of fused attention, get twice
     the bits, up to 8. Fused attention without dropout is recomputed in the backward pass from the decoded tensors, except in
     ``nn.MultiheadAttention``. A tensor that several operations save is compressed once. Tensors that are ``a x + b`` of another
-    saved tensor, or the output of ``LayerNorm`` on one, need no codes of their own. A tensor that is changed in place after it
+    saved tensor, or the output of ``LayerNorm`` on one, need no separate codes. A tensor that is changed in place after it
     was saved raises an error, as in plain autograd.
 
     ``bits="auto"`` (GACT) chooses 1, 2, 3, 4 or 8 bits per tensor, to minimize the expected error of the gradient at an average

@@ -1,4 +1,4 @@
-"""Accelerators and their links: memory, matmul rates and bandwidths, each figure with where it is from."""
+"""A table of accelerators: memory, matmul speed and bandwidths, each with its source."""
 
 import difflib
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ class Accelerator:
     """One accelerator in its usual node.
 
     Attributes:
-        name: as given to ``--gpu``.
-        memory_bytes: of one accelerator, as sold (decimal gigabytes).
-        peak_flops: dense BF16 FLOP/s of the datasheet; what MFU is a fraction of.
-        matmul_flops: dense BF16 FLOP/s that the best matmul was measured to reach.
-        fp8_peak_flops: dense FP8 FLOP/s of the datasheet; None where the hardware has none.
-        fp8_matmul_flops: dense FP8 FLOP/s reached; None likewise.
-        memory_bandwidth: bytes/s of the accelerator's own memory.
-        node_bandwidth: bytes/s, one direction, of one accelerator's link to the others of its node.
-        network_bandwidth: bytes/s, one direction, of one accelerator's share of its node's network cards.
+        name: the value of ``--gpu``.
+        memory_bytes: memory of one accelerator, as sold (decimal gigabytes).
+        peak_flops: dense BF16 FLOP/s of the datasheet, the reference for MFU.
+        matmul_flops: dense BF16 FLOP/s measured for the best matmul.
+        fp8_peak_flops: dense FP8 FLOP/s of the datasheet, or None without FP8.
+        fp8_matmul_flops: dense FP8 FLOP/s measured for the best matmul, or None without FP8.
+        memory_bandwidth: bytes/s of the accelerator's memory.
+        node_bandwidth: bytes/s, one direction, between two accelerators of a node.
+        network_bandwidth: bytes/s, one direction, of the node's network cards per accelerator.
         node_size: accelerators in a node.
-        source: where the figures are from.
+        source: source of the figures.
     """
 
     name: str
@@ -50,7 +50,7 @@ def _row(
     source: str,
     node_size: int = 8,
 ) -> Accelerator:
-    """A row from GB, (peak, reached) TFLOP/s in BF16 and FP8, and GB/s of (memory, node, network)."""
+    """Build a row from GB, (peak, reached) TFLOP/s in BF16 and FP8, and GB/s of (memory, node, network)."""
     memory, node, network = bandwidths
     return Accelerator(
         name,
@@ -68,7 +68,7 @@ def _row(
 
 
 _ALL = f"{_SPEC}; {_MAMF}; {_LINK}"
-#: By the name that ``--gpu`` takes.
+#: Accelerators by the name that ``--gpu`` takes.
 ACCELERATORS: dict[str, Accelerator] = {
     row.name: row
     for row in (
@@ -131,19 +131,19 @@ ACCELERATORS: dict[str, Accelerator] = {
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The accelerator called ``name``, in any case.
+    """Return the accelerator called ``name``, ignoring case.
 
     Raises:
-        ValueError: if the table has none of that name; the message lists it.
+        ValueError: if the table has no such name; the message lists all names.
     """
     found = ACCELERATORS.get(name.lower())
     if found is None:
         rows = "\n".join(
             f"  {a.name:<8} {a.memory_bytes / 1e9:4.0f} GB, {a.peak_flops / 1e12:5.0f} TFLOP/s dense BF16,"
-            f" {a.node_size} a node"
+            f" {a.node_size} per node"
             for a in ACCELERATORS.values()
         )
         near = difflib.get_close_matches(name.lower(), ACCELERATORS, 1)
         meant = f" Did you mean {near[0]}?" if near else ""
-        raise ValueError(f"--gpu {name}: not in the table of accelerators; expected one of\n{rows}\n{meant}".rstrip())
+        raise ValueError(f"--gpu {name}: not in the table of accelerators. Pass one of\n{rows}\n{meant}".rstrip())
     return found

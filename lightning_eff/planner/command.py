@@ -1,4 +1,4 @@
-"""``lightning-eff plan``: the fastest layouts for a recipe's module on so many accelerators, simulated."""
+"""``lightning-eff plan``: find the fastest layouts for a recipe's module on a number of accelerators."""
 
 import json
 import sys
@@ -12,11 +12,10 @@ from lightning_eff.planner._launch.arguments import Request, no_fp8, read
 
 
 def main(argv: Sequence[str], *, debug: bool = False) -> None:
-    """``argv`` after ``plan``; with ``debug`` every error is raised as it came.
+    """Run the command on ``argv``, the arguments after ``plan``; ``debug`` lets every error through with its traceback.
 
     Raises:
-        SystemExit: with status 2 where the arguments or the recipe cannot be used, 1 where the plan failed, 130 if it was
-            interrupted.
+        SystemExit: with status 2 if the arguments or the recipe are wrong, 1 if the plan failed, 130 if interrupted.
     """
     try:
         with told("lightning-eff plan", debug=debug):
@@ -73,20 +72,18 @@ def _run(request: Request) -> None:
     if batch is None:
         batch = recipe.batch_size * recipe.accumulate * options.gpus
         notes.append(
-            f"global batch of {batch:,}: the recipe's {recipe.batch_size} x {recipe.accumulate} accumulated x --gpus"
+            f"global batch {batch:,}: batch size {recipe.batch_size} x accumulation {recipe.accumulate} x --gpus {options.gpus}"
         )
     if options.assume_pairs:
         profile = replace(profile, paired=True)
     elif profile.blocks and not profile.paired:
         notes.append(
-            "the module carries no plan for tensor parallelism: activations are taken as whole on every rank; if the strategy"
-            " tells of pairs in attention and MLP at setup, plan again with --assume-pairs"
+            "the module has no plan for tensor parallelism, so every rank has whole activations; if the strategy reports pairs"
+            " in attention and MLP at setup, plan again with --assume-pairs"
         )
-    notes += [
-        f"left as it is: {name}, since {why}" for name, why in able.refused.items() if name not in options.without
-    ]
+    notes += [f"not searched: {name}, since {why}" for name, why in able.refused.items() if name not in options.without]
     replaced = [cls.__name__ for cls in recipe.callbacks if cls.__name__ in PLANNED]
-    notes += [f"the recipe's {name} makes way for what the plan chooses" for name in replaced]
+    notes += [f"the plan's choice replaces the recipe's {name}" for name in replaced]
     profile = replace(profile, notes=tuple(notes))
     only = dict(request.only)
     if options.fp8 and not recipe.fp8:
@@ -127,11 +124,11 @@ def _run(request: Request) -> None:
         title = f"{profile.name} on {options.gpus:,} x {accelerator.name}: dp {at.dp}, tp {at.tp}, pp {at.pp}, {at.schedule}"
         draw(Path(options.timeline), title, best, plan.timeline)
         if options.json != "-":
-            print(f"Timeline of the first one: {options.timeline}")
+            print(f"Timeline of layout 1: {options.timeline}")
 
 
 class _Progress:
-    """A line on the standard error: over itself on a terminal, else now and then."""
+    """Shows progress on standard error: one line that changes on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, *, silent: bool) -> None:
         self._silent, self._terminal, self._last = silent, sys.stderr.isatty(), 0.0

@@ -1,21 +1,22 @@
-"""What a layout costs: seconds of each stage and of each exchange, on an accelerator of the table.
+"""The time that a layout needs for each stage and each exchange on an accelerator of the table.
 
-Assumptions, all of which :class:`Assumptions` can change:
+The model makes these assumptions. :class:`Assumptions` sets their numbers.
 
-- Matmuls run at a fixed share of the best rate measured on the accelerator, whatever their size; everything else runs at
-  the memory's bandwidth. One after the other.
-- Tensor parallelism exchanges the hidden state twice a block in each pass (after attention, after the MLP), and nothing
-  computes meanwhile. Where a module carries no plan for that, each linear layer's results come together on all ranks, and
-  what lies between them is computed on each; so do the head's.
-- FP8 multiplies the blocks' linear layers that gain by it; its casts move memory, unless kernels are fused.
-- Compressing activations reads what is saved and writes the codes, and back. Running a block again costs its forward pass.
-- An optimizer on the host steps at the host memory's bandwidth, after gradients and before weights go over the link.
-- A rank of the pipeline computes while its results are sent; the receiver waits for them.
-- Without a pipeline, data-parallel exchange hides behind the last micro-batch's backward pass and gathering behind the
-  first's forward pass, up to one block's share; in a pipeline both come before and after it, as torch's runtime has them.
-  With resharding, a block's exchange hides behind another block's computation.
-- HSDP gathers and scatters within a group, and sums the pieces over the groups afterwards.
-- A data-parallel group within a node uses the node's links; across nodes every member has its own network card.
+- Matmuls of any size run at a fixed fraction of the best speed measured on the accelerator. Everything else runs at the
+  memory's bandwidth. The two do not overlap.
+- Tensor parallelism exchanges the hidden state twice per block in each pass, after attention and after the MLP. It does not
+  overlap with computation. If a module has no plan for this, each linear layer's output is gathered on all ranks, and every
+  rank computes the operations between the layers. The same applies to the head.
+- FP8 multiplies the linear layers of blocks that it makes faster. Its casts move memory, unless kernels are fused.
+- Compression reads the saved activations and writes the codes, and later the reverse. Recomputing a block costs its forward
+  pass.
+- An optimizer on the host steps at the host memory's bandwidth. Gradients and weights cross the link before and after.
+- A rank of the pipeline computes while it sends, and its receiver waits.
+- Without a pipeline, gradient exchange overlaps with the last micro-batch's backward pass, and weight gathering with the
+  first forward pass, except for one block. In a pipeline neither overlaps, as in torch's runtime. With resharding, a block's
+  exchange overlaps with the computation of another block.
+- HSDP gathers and scatters within a group, and then sums the pieces over the groups.
+- A data-parallel group in a node uses the node's links. Across nodes every member has its own network card.
 """
 
 from dataclasses import astuple, dataclass
@@ -32,14 +33,14 @@ from lightning_eff.planner.simulation import StageTimes
 
 @dataclass(frozen=True)
 class PartCost:
-    """Seconds of one micro-batch in a block, or in what is before or after the blocks.
+    """Seconds of one micro-batch in a block, or in the part of the module before or after the blocks.
 
     Attributes:
-        forward: matmuls, memory and exchange.
-        backward_input: of the backward pass but for ``backward_weight``; with what is computed again.
+        forward: matmuls, memory traffic and exchange of the forward pass.
+        backward_input: the backward pass without ``backward_weight``, including recomputation.
         backward_weight: matmuls for the weights' gradients.
-        recompute: the part of ``backward_input`` that is computed again.
-        exchange: the part of all that is tensor-parallel exchange.
+        recompute: recomputation in ``backward_input``.
+        exchange: tensor-parallel exchange in all of the above.
     """
 
     forward: float
@@ -50,12 +51,12 @@ class PartCost:
 
 
 class Costs:
-    """Seconds of layouts of one module on one accelerator.
+    """Computes the seconds of layouts of one module on one accelerator.
 
     Args:
-        profile: of the module.
-        accelerator: from the table.
-        assumptions: see there.
+        profile: the module's profile.
+        accelerator: an entry of the table.
+        assumptions: the numbers of the model.
 
     Raises:
         ValueError: if the recipe multiplies in FP8 and the accelerator cannot.
@@ -80,7 +81,7 @@ class Costs:
 
     @cached_property
     def kinds(self) -> tuple[list[int], list[Part]]:
-        """For each block the index of its kind, and the kinds: equal blocks are worked out once. Before and after last."""
+        """The kind of each part, as an index, and the distinct kinds; the parts before and after the blocks come last."""
         seen: dict[object, int] = {}
         kinds: list[Part] = []
         order: list[int] = []
@@ -93,7 +94,7 @@ class Costs:
         return order, kinds
 
     def split(self, stages: int) -> list[range]:
-        """The blocks of each stage, balanced by FLOPs."""
+        """Return the blocks of each stage, balanced by FLOPs."""
         if stages not in self._splits:
             p = self.profile
             weights = [b.forward.slope.flops + b.backward.slope.flops for b in p.blocks]
@@ -102,12 +103,12 @@ class Costs:
         return self._splits[stages]
 
     def indices(self, stage: int, stages: int) -> list[int]:
-        """The parts of a stage: its blocks, and ``num_blocks`` for before, ``num_blocks + 1`` for after."""
+        """Return the parts of a stage: its blocks, ``num_blocks`` for the part before them, ``num_blocks + 1`` for after."""
         n = len(self.profile.blocks)
         return [*([n] if stage == 0 else []), *self.split(stages)[stage], *([n + 1] if stage == stages - 1 else [])]
 
     def parameters(self, stage: int, stages: int) -> int:
-        """Of a stage; tied ones are on both ends."""
+        """Return the number of parameters of a stage; tied ones count in the first and in the last."""
         order, kinds = self.kinds
         found = self._parameters.get((stage, stages))
         if found is None:
@@ -121,16 +122,16 @@ class Costs:
     def part(
         self, kind: int, tp: int, samples: int, remat: str, *, block: bool, fp8: bool = False, bits: int = 32
     ) -> PartCost:
-        """A micro-batch of ``samples`` in one part."""
+        """Return the cost of a micro-batch of ``samples`` in one part."""
         remat = remat if block else "none"
         fp8 = self.profile.precision.fp8 or (fp8 and block)
         key = (kind, tp, samples, remat, block, fp8, bits)
         found = self._parts.get(key)
         if found is None:
-            found = self._parts[key] = self._work_out(self.kinds[1][kind], tp, samples, remat, block, fp8, bits)
+            found = self._parts[key] = self._part_cost(self.kinds[1][kind], tp, samples, remat, block, fp8, bits)
         return found
 
-    def _work_out(self, part: Part, tp: int, samples: int, remat: str, block: bool, fp8: bool, bits: int) -> PartCost:
+    def _part_cost(self, part: Part, tp: int, samples: int, remat: str, block: bool, fp8: bool, bits: int) -> PartCost:
         forward, backward = part.forward.at(samples), part.backward.at(samples)
         apart = self.apart(tp, block=block)
         there, back = self._exchange(part, samples, tp, block=block)
@@ -142,8 +143,8 @@ class Costs:
             share = 0.0 if self.assumptions.pack and not block else share
             linear = share / self._fp8 + (1 - share) / self._half
             if self.assumptions.pack and not self.assumptions.fused:
-                # operands are read for their largest value and again, and written in one byte: about half of all that goes
-                # into matmuls and comes out of them
+                # a cast reads an operand twice, once for its largest value, and writes one byte per element; operands are
+                # about half of a matmul's traffic
                 casts = share * 1.25 * samples * part.forward.slope.fused_bytes / 2 / apart / self._memory
         batched = forward.batched_flops / apart / self._half
         ahead = (
@@ -156,7 +157,9 @@ class Costs:
             saved = samples * part.forward.slope.saved_bytes
             coded = saved * (1 + self.coded(bits)) / self._memory
             ahead, behind = ahead + coded, behind + coded
-        most = moved if self.assumptions.pack else moved + batched  # the pack keeps what batched matmuls return, too
+        most = (
+            moved if self.assumptions.pack else moved + batched
+        )  # this package also keeps the results of batched matmuls
         again = {"none": 0.0, "selective": most}.get(remat, ahead + there)
         return PartCost(
             ahead + there,
@@ -167,17 +170,17 @@ class Costs:
         )
 
     def coded(self, bits: int) -> float:
-        """What ActivationCompression keeps of a byte: codes, and 64 bits for each group of 256."""
+        """Return the bytes that ActivationCompression keeps per saved byte: codes, and 64 bits per group of 256."""
         return (bits + 0.25) / (8 * self.profile.precision.compute_bytes)
 
     def apart(self, tp: int, *, block: bool) -> int:
-        """Over how many ranks what a part computes between its matmuls is spread."""
+        """Return the number of ranks that divide a part's computation between matmuls."""
         if not self.assumptions.pack:
             return tp
         return tp if block and self.profile.paired else 1
 
     def _exchange(self, part: Part, samples: int, tp: int, *, block: bool) -> tuple[float, float]:
-        """Seconds of tensor-parallel exchange in a forward and a backward pass."""
+        """Return the seconds of tensor-parallel exchange in a forward and in a backward pass."""
         if tp == 1:
             return 0.0, 0.0
 
@@ -202,11 +205,11 @@ class Costs:
         return ((total - wide) / self.apart(tp, block=block) + wide / self.wide(tp)) / self._memory
 
     def wide(self, tp: int) -> int:
-        """Over how many ranks tensors of the hidden state's shape are spread."""
+        """Return the number of ranks that divide tensors of the hidden state's shape."""
         return tp if self.assumptions.sequence_parallel and not self.assumptions.pack else 1
 
     def stages(self, layout: Layout) -> list[PartCost]:
-        """The sums over each stage's parts."""
+        """Return the cost of each stage, the sum over its parts."""
         key = work_key(layout)
         found = self._stages.get(key)
         if found is None:
@@ -232,7 +235,7 @@ class Costs:
         return found
 
     def kept_blocks(self, layout: Layout) -> range:
-        """The blocks that are not run again, of policies that keep some."""
+        """Return the blocks that are not recomputed, for policies that keep the activations of some."""
         n = len(self.profile.blocks)
         if layout.remat == "sqrt":
             return range(n * (segments(n) - 1) // segments(n), n)
@@ -241,22 +244,23 @@ class Costs:
         return range(0)
 
     def affordable(self, layout: Layout) -> int:
-        """How many blocks the budget of "optimal" lets be kept, the others' inputs and one that is run again beside them."""
+        """Return how many blocks keep their activations under the budget of "optimal".
+
+        The budget also holds the inputs of the other blocks, and one block that is being recomputed.
+        """
         n = len(self.profile.blocks)
         saved = max(b.forward.at(layout.micro_batch).saved_bytes for b in self.profile.blocks)
         held = self.profile.stream * layout.micro_batch
         return max(0, min(n, int((layout.budget * n * saved - saved - n * held) / max(saved - held, 1.0))))
 
     def times(self, layout: Layout) -> list[StageTimes]:
-        """Of the operations to simulate; with resharding, exchange that is longer than the computation shows."""
+        """Return the times of each stage's operations, including resharding's exchange where it exceeds the computation."""
         times: list[StageTimes] = []
         for stage, cost in enumerate(self.stages(layout)):
             ahead, behind = cost.forward, cost.backward_input
             if layout.shard == "zero3":
                 gather, reduce = self.data_seconds(layout, stage)
-                if (
-                    layout.pp > 1
-                ):  # gradients are reduced once a step, and weights stay from a backward pass to the next one
+                if layout.pp > 1:  # gradients are reduced once per step
                     reduce = 0.0
                 parts = max(1, len(self.split(layout.num_stages)[stage]))
                 ahead = max(ahead, gather) + gather / parts
@@ -266,7 +270,7 @@ class Costs:
         return times
 
     def send_seconds(self, layout: Layout) -> float:
-        """Of a hidden state from stage to stage."""
+        """Return the seconds to send a hidden state from stage to stage."""
         one = self.profile.stream if self.assumptions.pack else self.profile.hidden_bytes
         size = one * layout.micro_batch / self.wide(layout.tp)
         if layout.dp * layout.tp * layout.pp <= self.accelerator.node_size:
@@ -275,25 +279,25 @@ class Costs:
 
     @staticmethod
     def all_reduce(size: float, members: int, bandwidth: float, latency: float) -> float:
-        """A ring: every member sends ``2 (n - 1) / n`` of the tensor."""
+        """Return the seconds of a ring all-reduce, in which every member sends ``2 (n - 1) / n`` of the tensor."""
         return 2 * (members - 1) / members * size / bandwidth + 2 * log2(members) * latency
 
     def data_seconds(self, layout: Layout, stage: int) -> tuple[float, float]:
-        """Gathering a stage's weights and scattering the sums of its gradients, over the ranks that share them."""
+        """Return the seconds to gather a stage's weights and to reduce and scatter its gradients over the data ranks."""
         p = self.parameters(stage, layout.num_stages) / layout.tp
         precision = self.profile.precision
         gathered = precision.weight_bytes if self.assumptions.pack else precision.compute_bytes
         members = layout.dp if layout.shard == "none" else layout.group
         scatter = self._gather(p * precision.grad_bytes, layout, members)
         groups = layout.dp // members
-        if groups > 1:  # the pieces are summed over the groups, whose ranks are on other nodes if any are
+        if groups > 1:  # HSDP sums the pieces over the groups
             scatter += 2 * self._gather(p / members * precision.grad_bytes, layout, groups, stride=members)
         return self._gather(p * gathered, layout, members), scatter
 
     def _gather(self, size: float, layout: Layout, members: int, stride: int = 1) -> float:
-        """All-gather or reduce-scatter of ``size`` bytes in all: in the node and between nodes at the same time.
+        """Return the seconds of an all-gather or reduce-scatter of ``size`` bytes, in the node and between nodes at once.
 
-        The members are data ranks ``stride`` apart.
+        The members are data ranks that are ``stride`` apart.
         """
         if members == 1:
             return 0.0
@@ -305,7 +309,10 @@ class Costs:
         return max(within, between)
 
     def outside(self, layout: Layout) -> tuple[list[float], float]:
-        """Seconds before the pipeline's first operation, for each rank those after its last: exchange and the update."""
+        """Return each rank's seconds after its last operation, and the seconds before the first operation of the step.
+
+        They are spent on data-parallel exchange and the optimizer's update.
+        """
         v_shaped = layout.schedule in ("ZBVZeroBubble", "DualPipeV")
         key = (
             layout.tp,
@@ -320,10 +327,10 @@ class Costs:
         key = (*key, work_key(layout) if layout.pp == 1 else None)
         found = self._outside.get(key)
         if found is None:
-            found = self._outside[key] = self._around(layout)
+            found = self._outside[key] = self._outside_seconds(layout)
         return found
 
-    def _around(self, layout: Layout) -> tuple[list[float], float]:
+    def _outside_seconds(self, layout: Layout) -> tuple[list[float], float]:
         last = self.stages(layout)
         head, tails = 0.0, [0.0] * layout.pp
         for rank in range(layout.pp):
@@ -353,17 +360,17 @@ class Costs:
 
     @staticmethod
     def rank_stages(layout: Layout, rank: int) -> list[int]:
-        """The stages of a rank, in order."""
+        """Return the stages of a rank, in order."""
         if layout.schedule in ("ZBVZeroBubble", "DualPipeV"):
             return [rank, 2 * layout.pp - 1 - rank]
         return list(range(rank, layout.num_stages, layout.pp))
 
 
 def work_key(layout: Layout) -> tuple[object, ...]:
-    """What the work of a micro-batch depends on."""
+    """Return the fields of a layout that determine the work of a micro-batch."""
     return (layout.tp, layout.micro_batch, layout.remat, layout.budget, layout.num_stages, layout.fp8, layout.bits)
 
 
 def segments(n: int) -> int:
-    """Into how many segments Rematerialization(policy="sqrt") cuts ``n`` blocks."""
+    """Return the number of segments into which Rematerialization(policy="sqrt") cuts ``n`` blocks."""
     return max(1, round(sqrt(n)))

@@ -1,4 +1,4 @@
-"""Counts what a training step computes, moves and keeps, block by block, while it runs on real or fake tensors."""
+"""Counts the FLOPs, memory traffic and saved bytes of each block in a training step on real or fake tensors."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -24,24 +24,23 @@ _FREE = {_aten.detach, _aten.alias, _aten._unsafe_view, _aten.empty, _aten.empty
 
 @dataclass
 class Work:
-    """What a part of the module does in one direction.
+    """The work of a part of the module in one direction; "wide" tensors have the hidden state's shape.
 
     Attributes:
-        linear_flops: of matmuls with a weight, and of convolutions; 2 for a multiplication and an addition.
-        batched_flops: of matmuls between activations (attention written out).
-        attention_flops: of fused attention; a causal one counts in full, as torch's own counter counts it.
-        traffic_bytes: read and written by everything that is no matmul, each operation by itself, as eager mode does.
-        fused_bytes: read and written if everything between two matmuls were one kernel: the activations that go into
-            matmuls and come out of them.
-        wide_traffic_bytes: the part of ``traffic_bytes`` whose operations write tensors of the hidden state's shape.
-        wide_fused_bytes: the part of ``fused_bytes`` that is of that shape.
-        kept_bytes: results of linear layers and of fused attention.
-        wide_kept_bytes: the part of them of the hidden state's shape.
+        linear_flops: matmuls with a weight, and convolutions. A multiplication and an addition are 2 FLOPs.
+        batched_flops: matmuls between activations, as in unfused attention.
+        attention_flops: fused attention. Causal attention counts in full, as in torch's counter.
+        traffic_bytes: reads and writes of all other operations, each on its own, as in eager mode.
+        fused_bytes: reads and writes if one kernel computes everything between two matmuls: the matmuls' activations.
+        wide_traffic_bytes: the part of ``traffic_bytes`` from operations that write wide tensors.
+        wide_fused_bytes: the wide part of ``fused_bytes``.
+        kept_bytes: results of linear layers and fused attention.
+        wide_kept_bytes: the wide part of ``kept_bytes``.
         batched_kept_bytes: results of matmuls between activations.
-        saved_bytes: kept by autograd from the forward pass to the backward pass, parameters excepted.
-        wide_saved_bytes: the part of them of the hidden state's shape.
+        saved_bytes: tensors that autograd saves for the backward pass, without parameters.
+        wide_saved_bytes: the wide part of ``saved_bytes``.
         largest_bytes: the largest tensor written.
-        largest_activation_bytes: the largest one that has no parameter's shape.
+        largest_activation_bytes: the largest tensor written that does not have the shape of a parameter.
     """
 
     linear_flops: float = 0.0
@@ -60,12 +59,12 @@ class Work:
     largest_activation_bytes: float = 0.0
 
     def combined(self, other: Self, operation: Callable[[float, float], float]) -> Self:
-        """Field by field."""
+        """Apply ``operation`` to each field of both."""
         return type(self)(*(operation(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
     @property
     def flops(self) -> float:
-        """All of them."""
+        """All FLOPs."""
         return self.linear_flops + self.batched_flops + self.attention_flops
 
 
@@ -76,7 +75,7 @@ class Region:
     Attributes:
         forward: work of the forward pass.
         backward: work of the backward pass.
-        parameters: storage keys of the parameters that its forward pass read.
+        parameters: storage keys of the parameters that its forward pass reads.
     """
 
     forward: Work = field(default_factory=Work)
@@ -85,21 +84,21 @@ class Region:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same for all tensors over one storage."""
+    """Return a key that is the same for all tensors over one storage."""
     return tensor.untyped_storage()._cdata
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What a kernel has to read or write: an expanded tensor is as small as its storage."""
+    """Return the bytes that a kernel reads or writes; an expanded tensor is only as large as its storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _fused_attention(name: str, args: tuple[Any, ...]) -> float:
-    """FLOPs of a fused attention by the shapes (batch, heads, length, width) of its first tensors."""
+    """Return the FLOPs of fused attention from the shapes (batch, heads, length, width) of its first tensors."""
     shapes = [a.shape for a in args if isinstance(a, Tensor)]
     backward = "backward" in name
     query, key = (shapes[1], shapes[2]) if backward else (shapes[0], shapes[1])
-    # two matmuls forward; backward five, one of which computes the scores again
+    # two matmuls forward; five backward, including one that recomputes the scores
     return (10 if backward else 4) * query[0] * query[1] * query[2] * key[2] * query[3]
 
 
@@ -108,7 +107,7 @@ def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class _AsOnAccelerators(TorchFunctionMode):
-    """Dropout as accelerators do it: with a mask of one byte an element, and within the kernel of fused attention."""
+    """Runs dropout as accelerators do: with a mask of one byte per element, and inside the kernel of fused attention."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,13 +124,13 @@ class _AsOnAccelerators(TorchFunctionMode):
 
 
 class Counter(TorchDispatchMode):
-    """Counts into ``regions``: "before", "after" and the index of each block.
+    """Counts the work of each region: "before", "after", and the index of each block.
 
     Args:
-        module: whose parameters are not activations.
-        blocks: the stack, in the order in which it runs; may be empty, and everything counts as "after".
-        hidden_of: finds the hidden state in a block's arguments.
-        output_of: finds it in a block's output.
+        module: the module. Its parameters do not count as activations.
+        blocks: the blocks in execution order. Without blocks, everything counts as "after".
+        hidden_of: returns the hidden state from a block's arguments.
+        output_of: returns it from a block's output.
     """
 
     def __init__(
@@ -151,11 +150,11 @@ class Counter(TorchDispatchMode):
         self._at: int | str = "before" if blocks else "after"
         self._backward = False
         self._saved: set[int] = set()
-        self._keep: list[Any] = []  # a storage that was freed would give its key to another
+        self._keep: list[Any] = []  # keeps storages alive, since a freed storage's key can be used again
 
     @contextmanager
     def counting(self) -> Iterator["Counter"]:
-        """The forward pass goes in here; :meth:`backward` runs the other, before this is left."""
+        """Count the forward pass inside this context; call :meth:`backward` before it ends."""
         handles = []
         for i, block in enumerate(self._blocks):
             handles.append(block.register_forward_pre_hook(self._enter(i), with_kwargs=True))
@@ -179,7 +178,7 @@ class Counter(TorchDispatchMode):
 
     def _enter(self, index: int) -> Any:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._backward:  # a block that is run again for its backward pass
+            if self._backward:  # the block is being recomputed
                 return
             self._at = index
             if index == 0:
@@ -199,7 +198,7 @@ class Counter(TorchDispatchMode):
         return hook
 
     def _turn(self, tensor: Tensor, at: int | str) -> None:
-        """Once the gradient of ``tensor`` is known, what follows belongs to ``at``."""
+        """Assign the work after the gradient of ``tensor`` to region ``at``."""
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: setattr(self, "_at", at))
 
@@ -262,7 +261,7 @@ class Counter(TorchDispatchMode):
             work.batched_flops += flops
         else:
             work.linear_flops += flops
-        # copies of weights and their gradients count here, too; they do not grow with the samples, and so can be told apart
+        # copies of weights and their gradients count too; they do not grow with the samples, so the profile separates them
         activations = [t for t in tensors if storage_key(t) not in self._parameters]
         for t in activations:
             work.fused_bytes += _bytes(t)
@@ -275,7 +274,7 @@ class Counter(TorchDispatchMode):
                 work.wide_kept_bytes += _bytes(t) if self._flat_wide(t) else 0
 
     def _flat_wide(self, tensor: Tensor) -> bool:
-        """Of the hidden state's shape, its leading dimensions perhaps made one, as matmuls see it."""
+        """Whether the tensor has the hidden state's shape, perhaps with flattened leading dimensions, as in matmuls."""
         if self.hidden is None:
             return False
         return tensor.shape == self.hidden.shape or (

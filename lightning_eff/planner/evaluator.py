@@ -1,4 +1,4 @@
-"""One layout evaluated: its memory, a lower bound of its time, and its time by simulation."""
+"""Evaluation of a layout: its memory, a lower bound of its time, and its simulated time."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,16 +15,16 @@ from lightning_eff.planner.simulation import Timeline, simulate_long
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits, simulated.
+    """A simulated layout.
 
     Attributes:
-        layout: which.
-        memory: on its fullest rank.
-        ranks: the memory of each rank of the pipeline.
-        seconds: of a step.
-        parts: the step's seconds on the rank that computes the longest, by what they go into.
-        mfu: model FLOPs (nothing computed again) over what the accelerators' datasheets promise in BF16.
-        bubble: share of the pipeline's time in which ranks wait.
+        layout: the layout.
+        memory: memory of the rank that needs the most.
+        ranks: memory of each rank of the pipeline.
+        seconds: time of a step.
+        parts: the step's seconds by activity, on the rank that computes the longest.
+        mfu: model FLOPs without recomputation, as a fraction of the accelerators' BF16 peak.
+        bubble: fraction of the pipeline's time in which ranks wait.
     """
 
     layout: Layout
@@ -36,7 +36,7 @@ class Candidate:
     bubble: float
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the candidate as plain values for JSON."""
         return {
             **asdict(self.layout),
             "step_seconds": self.seconds,
@@ -49,12 +49,12 @@ class Candidate:
 
 
 class Evaluator:
-    """Seconds and memory of single layouts.
+    """Computes the time and memory of single layouts.
 
     Args:
-        profile: of the module.
-        accelerator: of the table.
-        assumptions: see there.
+        profile: the module's profile.
+        accelerator: an entry of the table.
+        assumptions: the numbers of the model.
     """
 
     def __init__(self, profile: ModuleProfile, accelerator: Accelerator, assumptions: Assumptions) -> None:
@@ -65,10 +65,10 @@ class Evaluator:
         self._busy: dict[object, float] = {}
 
     def bound(self, layout: Layout) -> float:
-        """Seconds that no schedule's waiting can bring a step below.
+        """Return a lower bound of the step's seconds, which does not depend on the order of the schedule.
 
-        A rank cannot begin before the first micro-batch has come down to it, does all its operations, and after its last
-        backward pass a gradient has to go up to the first stage. Weight passes of their own may come after that.
+        A rank starts when the first micro-batch arrives, and runs all its operations. After its last backward pass a
+        gradient travels to the first stage. Separate weight passes can run during that time.
         """
         key = (*work_key(layout), layout.schedule, layout.shard == "zero3", layout.num_microbatches)
         key = (*key, (layout.dp, layout.shards) if layout.shard == "zero3" else 0)
@@ -92,7 +92,7 @@ class Evaluator:
         return head + found + min(tails)
 
     def run(self, layout: Layout) -> tuple[Candidate, Timeline]:
-        """Simulate a layout; whether it fits is not asked."""
+        """Simulate a layout, even if it does not fit into memory."""
         costs = self.costs
         line = simulate_long(
             layout.simulated_schedule,
@@ -112,12 +112,12 @@ class Evaluator:
         exchange = m * sum(stages[s].exchange for s in mine)
         again = m * sum(stages[s].recompute for s in mine)
         work = m * sum(stages[s].forward + stages[s].backward_input + stages[s].backward_weight for s in mine)
-        # what is exchanged as it is computed again counts as exchange
+        # exchange during recomputation counts as exchange
         inner = exchange / 3 if layout.remat in ("full", "sqrt", "optimal") and again else 0.0
         inner = min(inner, again)
         parts = {
             "compute": work - exchange - again + inner,
-            "computed again": again - inner,
+            "recomputation": again - inner,
             "tensor-parallel exchange": exchange,
             "pipeline bubble": max(0.0, line.seconds - line.busy[rank]),
             "data-parallel exchange and update": seconds - line.seconds + line.busy[rank] - work,

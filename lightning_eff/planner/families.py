@@ -1,4 +1,4 @@
-"""Why layouts lose: all those with one setting in common, and what the likeliest of them loses the most time to."""
+"""Reasons why layouts are slower, for each group of layouts with a setting in common."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from lightning_eff.planner.layouts import Layout
 
 @dataclass(frozen=True)
 class Family:
-    """All layouts with one setting in common.
+    """The layouts that share one setting.
 
     Attributes:
-        setting: such as "tp = 4".
-        count: layouts that can be had.
-        fitting: those of them that fit into memory.
-        seconds: of a step of the one with the least lower bound, or of a faster one, simulated; None if none fits.
-        least_bytes: of the smallest.
-        reason: why it is not the best, in words.
+        setting: the setting, such as "tp = 4".
+        count: number of possible layouts.
+        fitting: number of layouts that fit into memory.
+        seconds: least simulated time of a step, or None if no layout fits.
+        least_bytes: memory of the smallest layout.
+        reason: why the fastest of them is not the best.
     """
 
     setting: str
@@ -36,7 +36,7 @@ def _settings(layout: Layout) -> dict[str, str]:
         "sharding": _sharding(layout),
         "remat": f"remat {layout.remat}",
         "techniques": "FP8" if layout.fp8 else "no FP8",
-        "compression": f"{layout.bits} bits saved" if layout.bits < 32 else "activations uncompressed",
+        "compression": f"{layout.bits} bits saved" if layout.bits < 32 else "no compression",
         "offload": "optimizer on the host" if layout.offload else "optimizer on the device",
     }
 
@@ -46,7 +46,7 @@ def _sharding(layout: Layout) -> str:
         return "whole copies (DDP)"
     if layout.shards:
         return "sharded in groups (HSDP)"
-    return "sharded, gathered once a step" if layout.shard == "zero2" else "sharded"
+    return "sharded, gathered once per step" if layout.shard == "zero2" else "sharded"
 
 
 @dataclass
@@ -63,8 +63,8 @@ class Tally:
     """Counts layouts by setting.
 
     Attributes:
-        count: of all layouts.
-        smallest: bytes of the layout that needs the least.
+        count: number of layouts.
+        smallest: bytes of the layout that needs the least memory.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Tally:
         self._seen: dict[tuple[str, str], _Seen] = {}
 
     def add(self, layout: Layout, size: float, bound: float | None) -> None:
-        """A layout of ``size`` bytes, with the lower bound of its seconds if it fits."""
+        """Count a layout of ``size`` bytes; ``bound`` is the lower bound of its seconds, or None if it does not fit."""
         self.count += 1
         self.smallest = min(self.smallest, size)
         for key in _settings(layout).items():
@@ -86,19 +86,19 @@ class Tally:
                     seen.least_bound, seen.likeliest = bound, layout
 
     def simulated(self, candidate: Candidate) -> None:
-        """A layout's time is known."""
+        """Record the simulated time of a layout."""
         for key in _settings(candidate.layout).items():
             seen = self._seen[key]
             if seen.best is None or candidate.seconds < seen.best.seconds:
                 seen.best = candidate
 
     def families(self, best: Sequence[Candidate], limit: float, run: Callable[[Layout], Candidate]) -> list[Family]:
-        """One for each setting, those of the best layout included, in groups.
+        """Return one family per setting, including the best layout's settings, in groups.
 
         Args:
             best: the fastest layouts.
             limit: usable bytes.
-            run: simulates the likeliest layout of a setting of which none has been simulated.
+            run: simulates a layout. It is called for settings without a simulated layout.
         """
         if not best:
             return []
@@ -114,15 +114,15 @@ class Tally:
                 reason = f"out of memory: needs {seen.least_bytes / 1e9:,.4g} GB of {limit / 1e9:,.4g} GB usable"
             else:
                 seconds = seen.best.seconds
-                reason = "the best layout has it" if (group, setting) in mine else difference(seen.best, best[0])
+                reason = "used by layout 1" if (group, setting) in mine else difference(seen.best, best[0])
             rows.append(Family(setting, seen.count, seen.fitting, seconds, seen.least_bytes, reason))
         return rows
 
 
 def difference(other: Candidate, best: Candidate) -> str:
-    """What the slower of two loses the most time to."""
+    """Name the activity that costs the slower layout the most additional time."""
     worse = {name: other.parts[name] - best.parts[name] for name in best.parts}
     name = max(worse, key=lambda n: worse[n])
     if other.seconds <= best.seconds * 1.001 or worse[name] <= 0:
         return "about as fast"
-    return f"{other.seconds / best.seconds:.2f} x the time: {worse[name]:.3g} s more {name}"
+    return f"{other.seconds / best.seconds:.2f} times as long: {worse[name]:.3g} s more {name}"

@@ -1,4 +1,4 @@
-"""Layouts: how so many accelerators share a module's training, and which of them can be had at all."""
+"""Layouts: the ways to divide a module's training over accelerators, and the rules for which are possible."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,39 +8,39 @@ from lightning_eff.planner._launch.abilities import Abilities
 from lightning_eff.planner.profiling import ModuleProfile
 from lightning_eff.planner.schedules import SCHEDULES
 
-#: What becomes of activations, by Rematerialization's names: all kept; results of linear layers and fused attention kept
-#: and the rest computed again; only the inputs of about sqrt(n) segments kept; only each block's input kept; as many blocks
-#: kept as a budget allows.
+#: Policies of Rematerialization. "none" keeps all activations, "selective" those of linear layers and fused attention, "full"
+#: each block's input, "sqrt" the inputs of about sqrt(n) segments, and "optimal" as many blocks as a budget allows.
 REMAT = ("none", "selective", "full", "sqrt", "optimal")
-#: Data parallelism: whole copies; FSDP2 with ``reshard_after_forward=False``, weights gathered and gradients reduced once a
-#: step; FSDP2 with resharding, both once a micro-batch, or under a pipeline weights for each forward pass, gradients once.
+#: Data parallelism. "none" keeps whole copies. "zero2" is FSDP2 with ``reshard_after_forward=False``: it gathers weights and
+#: reduces gradients once per step. "zero3" is FSDP2 with resharding: it does both once per micro-batch. Under a pipeline it
+#: gathers weights for each forward pass and reduces gradients once.
 SHARD = ("none", "zero2", "zero3")
-#: The shares of what all blocks keep that are tried as ``memory_budget`` of Rematerialization(policy="optimal").
+#: The values of ``memory_budget`` to try for Rematerialization(policy="optimal").
 BUDGETS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-#: Bits of ActivationCompression that are tried.
+#: The values of ``bits`` to try for ActivationCompression.
 BITS = (8, 4)
 _STAGES = (2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to share the work.
+    """One way to divide the work.
 
     Attributes:
-        dp: replicas, or shards, of the data.
+        dp: data parallel size.
         tp: tensor parallel size.
         pp: ranks of the pipeline.
         shard: one of :data:`SHARD`.
         schedule: torch's name of the pipeline schedule; "none" without a pipeline.
-        stages_per_rank: of the pipeline.
-        micro_batch: samples that pass at once through one replica.
-        num_microbatches: a step of one replica.
+        stages_per_rank: pipeline stages on each rank.
+        micro_batch: samples in a micro-batch of one replica.
+        num_microbatches: micro-batches per step of one replica.
         remat: one of :data:`REMAT`.
-        shards: data ranks that share one copy of the parameters, where it is not all of them (HSDP); 0 is all.
-        budget: of "optimal".
+        shards: data ranks that share one copy of the parameters (HSDP); 0 means all data ranks.
+        budget: the memory budget of "optimal".
         fp8: the blocks' linear layers multiply in FP8.
-        bits: of saved activations; 32 leaves them.
-        offload: the optimizer's states and its step are on the host.
+        bits: bits of saved activations; 32 means no compression.
+        offload: the optimizer's state and step are on the host.
     """
 
     dp: int
@@ -60,32 +60,32 @@ class Layout:
 
     @property
     def group(self) -> int:
-        """Data ranks over which parameters are divided; 1 where they are whole."""
+        """Data ranks that divide the parameters; 1 if every rank has all of them."""
         return 1 if self.shard == "none" else self.shards or self.dp
 
     @property
     def plain(self) -> bool:
-        """Whether each process holds the whole module: DDP or a single device will do."""
+        """Whether each process holds the whole module, as under DDP or on a single device."""
         return self.shard == "none" and self.tp == self.pp == 1
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline."""
+        """The number of pipeline stages."""
         return self.pp * self.stages_per_rank
 
     @property
     def gpus(self) -> int:
-        """Accelerators in all."""
+        """The total number of accelerators."""
         return self.dp * self.tp * self.pp
 
     @property
     def simulated_schedule(self) -> str:
-        """The schedule to simulate: without a pipeline micro-batches go forward and backward one by one, as in 1F1B."""
+        """The schedule to simulate. Without a pipeline it is 1F1B, which runs one micro-batch after the other."""
         return "1F1B" if self.pp == 1 else self.schedule
 
 
 def divisors(n: int) -> list[int]:
-    """In rising order."""
+    """Return the divisors of ``n`` in rising order."""
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
@@ -99,16 +99,16 @@ def enumerate_layouts(
     *,
     fp8: bool = False,
 ) -> Iterator[Layout]:
-    """Every layout of ``gpus`` accelerators that can be had.
+    """Yield every possible layout of ``gpus`` accelerators.
 
     Args:
-        profile: of the module.
-        gpus: accelerators in all.
-        node_size: of them in a node; tensor parallelism stays within one.
-        global_batch: samples of a step.
-        refused: how often each reason ruled out a combination is added here.
-        able: what the recipe allows; everything if None.
-        fp8: the accelerator has it.
+        profile: the module's profile.
+        gpus: total number of accelerators.
+        node_size: accelerators in a node; tensor parallelism stays within a node.
+        global_batch: samples per step.
+        refused: counts, for each reason, the combinations that it ruled out.
+        able: options that the recipe excludes; None excludes nothing.
+        fp8: whether the accelerator supports FP8.
     """
     able = able or Abilities()
     for tp in divisors(gpus):
@@ -120,11 +120,11 @@ def enumerate_layouts(
         for pp in divisors(rest):
             why = able.why_not("divided", "pipeline") if pp > 1 else None
             if why or pp > max(1, len(profile.blocks)):
-                refused[f"pipeline: {why}" if why else "pipeline deeper than the stack of blocks"] += 1
+                refused[f"pipeline: {why}" if why else "pipeline: more stages than blocks"] += 1
                 continue
             dp = rest // pp
             if global_batch % dp:
-                refused["global batch does not divide by the data-parallel size"] += 1
+                refused["the data-parallel size does not divide the global batch"] += 1
                 continue
             for layout in _of_sizes(profile, dp, tp, pp, global_batch // dp, refused, able):
                 yield from _with_techniques(profile, layout, refused, able, fp8=fp8)
@@ -133,7 +133,7 @@ def enumerate_layouts(
 def _with_techniques(
     profile: ModuleProfile, layout: Layout, refused: Counter[str], able: Abilities, *, fp8: bool
 ) -> Iterator[Layout]:
-    """The layout with every set of techniques that goes with it."""
+    """Yield the layout with every possible set of techniques."""
     kinds = [layout]
     if profile.blocks:
         kinds += _rematerialized(layout, refused, able)
@@ -143,26 +143,26 @@ def _with_techniques(
         kinds += [replace(kind, offload=True) for kind in kinds]
     for kind in kinds:
         yield kind
-        # what FP8 saves for its backward pass is not compressed
+        # ActivationCompression does not compress the tensors that FP8 saves
         if fp8 and not profile.precision.fp8 and kind.bits == 32 and not able.why_not("fp8") and profile.fp8_share:
             yield replace(kind, fp8=True)
 
 
 def _rematerialized(layout: Layout, refused: Counter[str], able: Abilities) -> list[Layout]:
-    """With the policies of Rematerialization that run in this layout."""
+    """Return the layout with each policy of Rematerialization that supports it."""
     if able.why_not("Rematerialization"):
         return []
     if layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:
-        # selective checkpoints cannot be run for half a backward pass, and the others keep what they ran again between both
-        refused["rematerialization with a backward pass in two halves"] += len(REMAT) - 1
+        # selective checkpoints cannot run half a backward pass; others keep the recomputed tensors between both halves
+        refused["remat: the schedule splits the backward pass"] += len(REMAT) - 1
         return []
     found = [replace(layout, remat=remat) for remat in ("selective", "full")]
     if layout.pp > 1:
-        refused["remat sqrt or optimal in a pipeline, whose stages hold parts of the stack"] += 2
+        refused["remat sqrt and optimal: not available in a pipeline"] += 2
         return found
     found.append(replace(layout, remat="sqrt"))
     if layout.shard != "none":
-        refused["remat optimal where parameters are sharded: it measures whole blocks"] += 1
+        refused["remat optimal: not available with sharded parameters"] += 1
         return found
     return found + [replace(layout, remat="optimal", budget=budget) for budget in BUDGETS]
 
@@ -174,11 +174,11 @@ def _tensor_refusal(profile: ModuleProfile, tp: int, node_size: int, able: Abili
     if why:
         return f"tensor parallelism: {why}"
     if not profile.blocks:
-        return "no stack of blocks: data parallelism only"
+        return "tensor parallelism: the module has no stack of blocks"
     if tp > node_size:
-        return "tensor parallelism beyond a node"
+        return "tensor parallelism: more ranks than accelerators in a node"
     if any(width % tp for width in profile.widths):
-        return "tensor parallel size does not divide the heads or widths"
+        return "tensor parallelism: its size does not divide the heads or widths"
     return None
 
 
@@ -188,7 +188,7 @@ def _of_sizes(
     for micro_batch in divisors(samples):
         m = samples // micro_batch
         if able.batch is not None and able.batch != (micro_batch if pp == 1 else samples):
-            refused["the loader's batch size is the recipe's own, and not known to the plan"] += 1
+            refused["micro-batch: the config has no batch size that the plan can change"] += 1
             continue
         for name, v in _pipelines(profile, pp):
             why = SCHEDULES[name].refusal(pp, v, m) if pp > 1 else None
@@ -201,7 +201,7 @@ def _of_sizes(
 
 
 def _shardings(dp: int, schedule: str, refused: Counter[str], able: Abilities) -> Iterator[tuple[str, int]]:
-    """Ways to hold parameters on ``dp`` data ranks: whole, in pieces over all of them, or over groups."""
+    """Yield the ways to hold parameters on ``dp`` data ranks: whole, sharded over all ranks, or sharded in groups."""
     yield "none", 0
     if dp == 1:
         return
@@ -209,7 +209,7 @@ def _shardings(dp: int, schedule: str, refused: Counter[str], able: Abilities) -
     if why:
         refused[f"sharding: {why}"] += 1
         return
-    # FSDP2 under a backward pass in two halves does not reshard: it would train wrongly
+    # with a split backward pass FSDP2 must not reshard: the gradients would be wrong
     shard = "zero2" if schedule != "none" and SCHEDULES[schedule].splits_backward else "zero3"
     yield shard, 0
     for shards in divisors(dp)[1:-1]:
@@ -217,7 +217,7 @@ def _shardings(dp: int, schedule: str, refused: Counter[str], able: Abilities) -
 
 
 def _pipelines(profile: ModuleProfile, pp: int) -> list[tuple[str, int]]:
-    """The schedules, with stages a rank, that have a block for each stage."""
+    """Return each schedule and number of stages per rank for which every stage has a block."""
     if pp == 1:
         return [("1F1B", 1)]
     found: list[tuple[str, int]] = []
@@ -233,13 +233,13 @@ def _pipelines(profile: ModuleProfile, pp: int) -> list[tuple[str, int]]:
 
 
 def split_blocks(weights: list[float], before: float, after: float, stages: int) -> list[range]:
-    """Cut the stack into ``stages`` runs of blocks, the heaviest as light as possible, each with at least one block.
+    """Cut the stack into ``stages`` parts of at least one block so that the heaviest part is as light as possible.
 
     Args:
-        weights: of each block.
-        before: weight that the first stage has beside its blocks.
-        after: weight that the last stage has beside its blocks.
-        stages: how many; at most ``len(weights)``.
+        weights: weight of each block.
+        before: additional weight of the first stage.
+        after: additional weight of the last stage.
+        stages: number of stages, at most ``len(weights)``.
     """
     if not weights:
         return [range(0)] * stages
@@ -257,7 +257,7 @@ def split_blocks(weights: list[float], before: float, after: float, stages: int)
 
 
 def _cut(weights: list[float], before: float, after: float, stages: int, limit: float) -> list[range] | None:
-    """Greedy from the end, so that the first stages, which hold the most micro-batches, are not the fullest."""
+    """Cut greedily from the end, so that the first stages, which hold the most micro-batches, get fewer blocks."""
     cuts: list[range] = []
     end = len(weights)
     for stage in reversed(range(stages)):

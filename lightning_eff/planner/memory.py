@@ -1,4 +1,4 @@
-"""The memory that a layout takes on each rank: weights, gradients, optimizer state, activations in flight, what is at work."""
+"""The memory of a layout on each rank: weights, gradients, optimizer state, activations, buffers and working memory."""
 
 from dataclasses import astuple, dataclass
 
@@ -15,14 +15,14 @@ class Memory:
     """Bytes on one rank.
 
     Attributes:
-        weights: at rest.
-        gathered: weights gathered where they are divided, and copies of them in another type that are made once.
-        gradients: as the optimizer sees them; in a pipeline the last step's beside them.
-        unreduced: gradients not yet scattered, where parameters are divided.
-        optimizer: its state.
-        activations: of the micro-batches in flight, with the copies of weights that autocast makes for each.
-        buffers: a pipeline's, to receive into.
-        working: of the block that is computed again, of the largest gradients, and of the optimizer's step.
+        weights: the rank's parameters.
+        gathered: gathered weights of sharded parameters, and copies of weights in another type that are made once.
+        gradients: gradients for the optimizer; in a pipeline also the last step's.
+        unreduced: gradients of sharded parameters before they are scattered.
+        optimizer: optimizer state.
+        activations: micro-batches in flight, with autocast's copies of weights for each.
+        buffers: a pipeline's receive buffers.
+        working: a recomputed block, the largest gradients, and the optimizer's step.
     """
 
     weights: float
@@ -36,15 +36,15 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Of all of them."""
+        """The sum of all fields."""
         return float(sum(astuple(self)))
 
 
 class MemoryModel:
-    """Memory of layouts; what many layouts share is worked out once.
+    """Predicts the memory of layouts, and caches results that layouts share.
 
     Args:
-        costs: of the module on the accelerator.
+        costs: the module's costs on the accelerator.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -54,28 +54,26 @@ class MemoryModel:
         self._saved: dict[object, float] = {}
 
     def of(self, layout: Layout) -> Memory:
-        """The memory of the rank that needs the most."""
+        """Return the memory of the rank that needs the most."""
         return max(self.by_rank(layout), key=lambda memory: memory.total)
 
     def by_rank(self, layout: Layout) -> list[Memory]:
-        """The memory of each rank of the pipeline; the data- and tensor-parallel ranks of a stage need the same."""
+        """Return the memory of each rank of the pipeline; all ranks of a stage need the same."""
         found: list[Memory] = []
         for held, states in zip(self._activations(layout), self._states(layout), strict=True):
             activations, buffers, working = held
             weights, gathered, gradients, unreduced, optimizer = states
             if self.costs.assumptions.pack:
-                if (
-                    layout.pp == 1
-                ):  # gradients come as activations go: the head's and the last block's are gone before them
+                if layout.pp == 1:  # the backward pass frees the head's and the last block's activations first
                     unreduced = max(0.0, unreduced - self._gone_first(layout))
-                # the optimizer's step, and the sums over whole copies, come when activations are gone
+                # the optimizer's step, and DDP's sums, start after activations are freed
                 during = activations + working + gathered + unreduced
                 working += max(0.0, weights - during)
             found.append(Memory(weights, gathered, gradients, unreduced, optimizer, activations, buffers, working))
         return found
 
     def _states(self, layout: Layout) -> list[tuple[float, float, float, float, float]]:
-        """For each rank, bytes of weights, of what is gathered, gradients, those not reduced, and optimizer state."""
+        """Return each rank's bytes of weights, gathered weights, gradients, unreduced gradients and optimizer state."""
         v_shaped = layout.schedule in ("ZBVZeroBubble", "DualPipeV")
         key = (layout.tp, layout.pp, layout.num_stages, layout.dp, layout.shard, layout.shards, v_shaped)
         key = (*key, layout.num_microbatches > 1, layout.offload, layout.schedule == "none")
@@ -86,13 +84,13 @@ class MemoryModel:
         return found
 
     def _gone_first(self, layout: Layout) -> float:
-        """Bytes of activations that the backward pass has let go of before it is through the last block."""
+        """Return the bytes of activations that the backward pass frees before it leaves the last block."""
         order, n = self.costs.kinds[0], len(self.costs.profile.blocks)
         last = [self._part(order[n - 1], layout, layout.remat, block=True)] if n else []
         return self._part(order[n + 1], layout, "none", block=False) + sum(last)
 
     def _parts(self, layout: Layout, rank: int) -> tuple[list[int], int]:
-        """Parameters of each block of a rank, and of all that is outside of the blocks there; a tensor-parallel share."""
+        """Return the parameters of each of a rank's blocks, and those outside the blocks, after tensor parallelism."""
         costs, n = self.costs, len(self.costs.profile.blocks)
         order, kinds = costs.kinds
         stages = costs.rank_stages(layout, rank)
@@ -100,7 +98,7 @@ class MemoryModel:
         blocks = [kinds[order[i]].parameters // layout.tp for i in at]
         every = sum(costs.parameters(stage, layout.num_stages) for stage in stages) // layout.tp
         if layout.stages_per_rank > 1 and {0, layout.num_stages - 1} <= set(stages):
-            every -= costs.profile.shared_parameters // layout.tp  # both ends are here
+            every -= costs.profile.shared_parameters // layout.tp  # the rank has the first and the last stage
         return blocks, every - sum(blocks)
 
     def _states_here(self, layout: Layout, rank: int) -> tuple[float, float, float, float, float]:
@@ -116,14 +114,16 @@ class MemoryModel:
         if layout.pp == 1:
             small = [b for b in blocks if b * layout.tp < _SMALL]
             with_rest = outside + sum(small)  # gathered from the forward pass to the end of the backward pass
-            two = 2 * max([0, *(b for b in blocks if b * layout.tp >= _SMALL)])  # at work, and fetched ahead
-            # a group's flat buffer stays until the next one's has come, and after the root's none comes
+            two = 2 * max(
+                [0, *(b for b in blocks if b * layout.tp >= _SMALL)]
+            )  # the running block and the prefetched one
+            # a group's flat buffer stays until the next group's arrives, and the root's stays to the end
             return p / k * w, (2 * with_rest + two) * w, p / k * g, two * g, p / k * states
-        # under a pipeline what was gathered for a backward pass stays, and gradients are summed over micro-batches first;
-        # with two stages here what is in no block is not divided
+        # in a pipeline gathered weights stay, and gradients are summed over micro-batches before they are reduced;
+        # with several stages per rank, parameters outside the blocks are not sharded
         divided, rest = (p, 0) if layout.stages_per_rank == 1 else (sum(blocks), outside)
         own = divided / k + rest
-        gathered = divided + max(blocks)  # and the last block's flat buffer, until the next one's has come
+        gathered = divided + max(blocks)  # plus one block's flat buffer
         return own * w, gathered * w, again * own * g, divided * g, own * states
 
     def _states_elsewhere(self, layout: Layout, rank: int) -> tuple[float, float, float, float, float]:
@@ -132,7 +132,7 @@ class MemoryModel:
         p = sum(costs.parameters(stage, layout.num_stages) for stage in stages) / layout.tp
         order, kinds = costs.kinds
         parts = [kinds[order[i]].parameters for s in stages for i in costs.indices(s, layout.num_stages)]
-        two = 2 * max(parts) / layout.tp  # one block at work, the next one gathered ahead
+        two = 2 * max(parts) / layout.tp  # the running block and the prefetched one
         precision = profile.precision
         copies = precision.compute_bytes if precision.weight_bytes != precision.compute_bytes else 0
         if layout.shard == "none":
@@ -150,7 +150,7 @@ class MemoryModel:
         )
 
     def _activations(self, layout: Layout) -> list[tuple[float, float, float]]:
-        """For each rank, bytes of activations in flight, of buffers, and of what is at work."""
+        """Return each rank's bytes of activations in flight, buffers and working memory."""
         name, p, v, m = layout.simulated_schedule, layout.pp, layout.stages_per_rank, layout.num_microbatches
         key = (name, p, v, m, *work_key(layout))
         found = self._held.get(key)
@@ -172,11 +172,11 @@ class MemoryModel:
             sizes: list[float] = []
             working = buffers = casts = 0.0
             for stage in stages:
-                size = hidden if layout.pp > 1 else 0.0  # the stage's output, until its gradient has come
+                size = hidden if layout.pp > 1 else 0.0  # the stage's output, until its gradient arrives
                 first, last = stage == 0, stage == layout.num_stages - 1
                 if pack and layout.pp > 1:
-                    # torch makes them for all micro-batches at once, and those that are received keep their gradients too;
-                    # what is received is what the first block keeps; and beside each is what earlier blocks return here
+                    # torch allocates buffers for all micro-batches at once, and received ones keep their gradients too; a
+                    # received tensor is also the first block's saved input
                     buffers += layout.num_microbatches * hidden * (3 * (not first) + (not last))
                     size -= 0.0 if first else hidden
                 for i in costs.indices(stage, layout.num_stages):
@@ -193,25 +193,25 @@ class MemoryModel:
                 working += (inside - 1) * max(self._part(order[i], layout, "none", block=True) for i in range(n))
                 sizes = [size - hidden * (n - len(kept) - (segments(n) - 1)) for size in sizes]
             peak = max(sum(c * s for c, s in zip(counts, sizes, strict=True)) for counts in moments[rank])
-            # as a forward pass ends, autocast still has the copies of all weights; a backward pass has them block by block
+            # at the end of a forward pass autocast still holds copies of all weights; a backward pass has one block's
             ranks.append((peak, buffers, max(working, casts)))
         return ranks
 
     def _fixed(self, kind: int, layout: Layout) -> float:
-        """Copies of weights in another type, which autocast makes for each micro-batch."""
+        """Return the bytes of the weight copies that autocast makes for each micro-batch."""
         if not self.costs.assumptions.pack:
             return 0.0
         share = 1.0 - (self.costs.profile.fp8_share if layout.fp8 else 0.0)
         return share * self.costs.kinds[1][kind].forward.fixed.saved_bytes / layout.tp
 
     def _gradient(self, kind: int, layout: Layout, *, block: bool) -> float:
-        """The largest tensors of a part's backward pass: the one that is read and the one that is written."""
+        """Return the bytes of the largest tensors in a part's backward pass, the one it reads and the one it writes."""
         work = self.costs.kinds[1][kind].backward.at(layout.micro_batch)
         largest = 2 * work.largest_activation_bytes if self.costs.assumptions.pack else work.largest_bytes
         return largest / self.costs.apart(layout.tp, block=block)
 
     def _part(self, kind: int, layout: Layout, remat: str, *, block: bool) -> float:
-        """What one part keeps of one micro-batch."""
+        """Return the bytes that one part keeps for one micro-batch."""
         remat = remat if block else "none"
         key = (kind, layout.tp, layout.micro_batch, remat, block, layout.bits, layout.fp8)
         found = self._saved.get(key)
@@ -228,14 +228,14 @@ class MemoryModel:
                 wide = line.wide_saved_bytes if remat == "none" else line.wide_kept_bytes
                 found = samples * ((total - wide) / costs.apart(layout.tp, block=block) + wide / spread)
                 found *= costs.coded(layout.bits) if block and layout.bits < 32 else 1.0
-                # elsewhere copies of weights in another type are made once, and count as weights
+                # with pack=False weight copies are made once and count as weights
                 found += hidden if remat == "selective" else self._fixed(kind, layout)
             self._saved[key] = found
         return found
 
 
 def moments_of(name: str, p: int, v: int, m: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """:func:`peak_in_flight`, without going through more micro-batches than the peak needs."""
+    """Return :func:`peak_in_flight`, computed with no more micro-batches than the peak needs."""
     if name in ("GPipe", "LoopedBFS"):
         return (((m,) * v,),) * p
     if SCHEDULES[name].interleaved:

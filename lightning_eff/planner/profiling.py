@@ -1,7 +1,7 @@
-"""The profile of a module that a plan is made from: parameters, FLOPs, bytes moved and bytes kept of each block.
+"""The profile of a module for a plan: parameters, FLOPs, bytes moved and bytes kept of each block.
 
-A training step is run twice, at two batch sizes, on fake tensors (shapes without data), so a module of any size can be
-profiled on any machine; every count is then a straight line in the number of samples.
+The profiler runs a training step at two batch sizes and fits each count as a line in the number of samples. The tensors are
+fake (shapes without data), so it can profile a module of any size on any machine.
 """
 
 import inspect
@@ -23,20 +23,20 @@ from lightning_eff.planner._launch.abilities import carries_pairs, fp8_share, wi
 from lightning_eff.planner._launch.arguments import check_precision
 from lightning_eff.planner.counting import Counter, Work, storage_key
 
-_SIZES = (2, 4)  # of one sample, normalisation over the batch has no variance
+_SIZES = (2, 4)  # with one sample, normalization over the batch has no variance
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What a precision setting of the Trainer means for bytes and rates.
+    """The bytes and the matmul type of a Trainer's precision.
 
     Attributes:
-        name: as in the recipe.
-        compute_bytes: of an activation that a matmul takes.
-        weight_bytes: of a parameter at rest.
-        grad_bytes: of a gradient.
+        name: the Trainer's name.
+        compute_bytes: bytes per element of a matmul's input.
+        weight_bytes: bytes per parameter.
+        grad_bytes: bytes per gradient element.
         fp8: linear layers multiply in FP8.
-        tf32: matmuls are in FP32, taken to run as TF32, at half the BF16 rate on every accelerator of the table.
+        tf32: matmuls run as TF32, at half the BF16 speed.
     """
 
     name: str
@@ -48,17 +48,17 @@ class Precision:
 
 
 def precision_of(name: str | int | None, *, fp8: bool = False) -> Precision:
-    """The meaning of ``Trainer(precision=name)``; ``fp8`` for a plugin that multiplies in FP8.
+    """Return the precision for ``Trainer(precision=name)``; ``fp8`` means that a plugin multiplies in FP8.
 
     Raises:
-        ValueError: for a setting that a plan cannot be made for.
+        ValueError: if plans do not support the setting.
     """
     text = check_precision(name)
     if text in ("bf16-mixed", "16-mixed"):
         return Precision(text, 2, 4, 4, fp8)
     if text in ("bf16-true", "16-true"):
         return Precision(text, 2, 2, 2, fp8)
-    # FP8 plugins wrap another precision; without one named, activations between layers are taken as 16 bits
+    # an FP8 plugin wraps another precision; the default assumes 16-bit activations between layers
     return Precision(text, 2, 4, 4, True) if fp8 else Precision(text, 4, 4, 4, tf32=True)
 
 
@@ -70,18 +70,18 @@ class Line:
     slope: Work
 
     def at(self, samples: float) -> Work:
-        """The count at ``samples``."""
+        """Return the count at ``samples``."""
         return self.fixed.combined(self.slope, lambda fixed, slope: fixed + slope * samples)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A block, or what is before or after the blocks.
+    """A block, or the part of the module before or after the blocks.
 
     Attributes:
-        forward: its forward pass.
-        backward: its backward pass.
-        parameters: how many parameters it alone has.
+        forward: work of the forward pass.
+        backward: work of the backward pass.
+        parameters: number of parameters that no other part has.
     """
 
     forward: Line
@@ -91,25 +91,25 @@ class Part:
 
 @dataclass(frozen=True)
 class ModuleProfile:
-    """All that a plan knows of a module.
+    """The profile of a module.
 
     Attributes:
-        name: of the module's class.
-        stack: dotted path of the blocks, or None where the module has none.
+        name: the module's class.
+        stack: dotted path of the blocks, or None.
         blocks: each block.
-        before: what runs before the first block.
-        after: what runs after the last one, the loss included.
-        shared_parameters: used both before and after the blocks (tied embeddings); they count in ``before.parameters``.
-        hidden_bytes: of one sample's hidden state between two blocks.
-        tokens: of one sample; 0 where the batch holds no token ids.
-        widths: numbers that a tensor parallel size has to divide: heads, and widths of the blocks' matrices.
-        precision: what it was profiled in.
-        state_bytes: of the optimizer, for each parameter.
-        notes: what was assumed, for people.
-        stream_bytes: as ``hidden_bytes``, in the type in which blocks hand it on (FP32 in mixed precision); 0 is the same.
-        paired: tensor parallelism divides a block's attention and MLP, with one exchange after each; else every linear
-            layer by itself, whose results come together on all ranks.
-        fp8_share: of the FLOPs of the blocks' linear layers, in those that FP8 makes faster.
+        before: the part before the first block.
+        after: the part after the last block, including the loss.
+        shared_parameters: parameters used before and after the blocks (tied embeddings), also in ``before.parameters``.
+        hidden_bytes: bytes of one sample's hidden state between two blocks.
+        tokens: tokens per sample, or 0 if the batch has no token ids.
+        widths: numbers that a tensor parallel size must divide: heads, and dimensions of the blocks' matrices.
+        precision: the precision of the profile.
+        state_bytes: bytes of optimizer state per parameter.
+        notes: assumptions to report.
+        stream_bytes: like ``hidden_bytes``, in the type between blocks (FP32 in mixed precision); 0 means the same.
+        paired: tensor parallelism divides attention and MLP as pairs, with one exchange after each. Otherwise it divides each
+            linear layer and gathers its output on all ranks.
+        fp8_share: fraction of the FLOPs of the blocks' linear layers that FP8 makes faster.
     """
 
     name: str
@@ -130,21 +130,21 @@ class ModuleProfile:
 
     @property
     def stream(self) -> float:
-        """Bytes of one sample's hidden state as it goes from block to block."""
+        """Bytes of one sample's hidden state in the type between blocks."""
         return self.stream_bytes or self.hidden_bytes
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """The number of parameters."""
         return self.before.parameters + self.after.parameters + sum(block.parameters for block in self.blocks)
 
     def model_flops(self, samples: float) -> float:
-        """Of a forward and a backward pass, nothing computed again."""
+        """Return the FLOPs of a forward and a backward pass without recomputation."""
         parts = (self.before, *self.blocks, self.after)
         return sum(p.forward.at(samples).flops + p.backward.at(samples).flops for p in parts)
 
     def record(self) -> dict[str, Any]:
-        """For JSON: sums, and the first block."""
+        """Return sums and the first block as plain values for JSON."""
         first = self.blocks[0] if self.blocks else self.after
         return {
             "module": self.name,
@@ -180,24 +180,24 @@ def profile_module(
     layers: str | Sequence[str] | None = None,
     notes: tuple[str, ...] = (),
 ) -> ModuleProfile:
-    """Run a training step of ``module`` on shapes alone, and count.
+    """Profile a training step of ``module``.
 
     Args:
-        module: built under ``fake_mode``, or really, if that is None.
-        batch: a real batch of the train loader; its samples are only shapes here.
-        precision: what the recipe trains in.
-        fake_mode: the mode that the module's parameters belong to; None runs the step really.
-        state_bytes: of the optimizer, for each parameter.
-        layers: the blocks, by a dotted path, a pattern or a list of paths; None looks for them.
-        notes: what was assumed so far.
+        module: the module, built under ``fake_mode`` or with real tensors.
+        batch: a real batch of the train loader.
+        precision: the recipe's precision.
+        fake_mode: the mode of the module's parameters; None runs the step with real data.
+        state_bytes: bytes of optimizer state per parameter.
+        layers: the blocks, as a dotted path, a pattern or a list of paths; None searches for them.
+        notes: assumptions so far.
 
     Raises:
-        ValueError: if the step cannot be run so, or the stack is ambiguous; the message says what to do.
+        ValueError: if the step fails, or the stack is ambiguous.
     """
     if not module.automatic_optimization:
         raise ValueError(
-            f"plan: {type(module).__name__} optimizes manually; expected automatic optimization, since a plan follows one"
-            " forward and one backward pass a step. There is no way round it."
+            f"plan: {type(module).__name__} optimizes manually, and a plan needs one forward and one backward pass per step."
+            " Set automatic_optimization = True."
         )
     if precision.weight_bytes == 2:
         with fake_mode or nullcontext():
@@ -215,9 +215,7 @@ def profile_module(
     for at, region in low.items():
         for key in region.parameters:
             owners.setdefault(key, set()).add(at)
-    for i, block in enumerate(
-        blocks
-    ):  # parameters that the step did not read, such as those of experts without a token
+    for i, block in enumerate(blocks):  # includes parameters that the step did not read, as in experts without tokens
         for p in block.parameters():
             owners.setdefault(storage_key(p), set()).add(i)
     outside = {key for key in sizes if not all(isinstance(at, int) for at in owners.get(key, {"before"}))}
@@ -258,10 +256,10 @@ def profile_module(
 def _stack(
     module: LightningModule, layers: str | Sequence[str] | None, batch: Any, fake_mode: FakeTensorMode | None
 ) -> Candidate | None:
-    """The stack that a plan divides; none where all lists of blocks run side by side, which a step on ``batch`` shows."""
+    """Return the stack to divide, or None if a step on ``batch`` shows that the blocks of every list run in parallel."""
     found = repeated(module)
     feeding = {c.path: Feeding() for c in found}
-    with fake_mode or nullcontext(), ExitStack() as scope, suppress(Exception):  # what it raises, the count tells
+    with fake_mode or nullcontext(), ExitStack() as scope, suppress(Exception):  # _count raises the same error
         for c in found:
             scope.enter_context(watched(c.named_blocks.values(), feeding[c.path].seen))
         _step(module)(batch)
@@ -272,7 +270,7 @@ def _stack(
 
 
 def _halve(module: nn.Module) -> None:
-    """``module.to(torch.bfloat16)``, which torch cannot do to fake parameters that have two names."""
+    """Convert the module to bfloat16; ``module.to`` cannot convert fake parameters that have two names."""
     halves: dict[int, Tensor] = {}
 
     def half(tensor: Tensor | None) -> Tensor | None:
@@ -284,7 +282,7 @@ def _halve(module: nn.Module) -> None:
             halves[id(tensor)] = nn.Parameter(copy, requires_grad=tensor.requires_grad) if is_parameter else copy
         return halves[id(tensor)]
 
-    keep = list(module.parameters())  # an id is another tensor's as soon as its own is gone
+    keep = list(module.parameters())  # the id of a freed tensor can be used again
     for m in module.modules():
         for tensors in (m._parameters, m._buffers):
             found: dict[str, Any] = dict(tensors)
@@ -299,7 +297,7 @@ def _line(low: Work, high: Work) -> Line:
 
 
 def _likes(counter: Counter, blocks: list[nn.Module]) -> list[int]:
-    """For each block the first one that did the same work with as many parameters."""
+    """Return, for each block, the index of the first block with the same work and parameter shapes."""
     kinds: dict[object, int] = {}
     likes: list[int] = []
     for i, block in enumerate(blocks):
@@ -317,7 +315,7 @@ def _second(
     precision: Precision,
     fake_mode: FakeTensorMode | None,
 ) -> Counter:
-    """The run at the other batch size: of the blocks up to the last that is of a new kind, or of all."""
+    """Count at the second batch size, with only the blocks up to the last new kind if the module allows it."""
     if stack is None:
         return _count(module, [], batch, _SIZES[1], precision, fake_mode)
     few = max(like) + 1
@@ -328,7 +326,7 @@ def _second(
                 counter = _count(module, stack.blocks[:few], batch, _SIZES[1], precision, fake_mode)
             if all(counter.regions[i].forward.flops for i in range(few)):
                 return counter
-        except (ValueError, TypeError):  # a module that counts on its depth: run all of it
+        except (ValueError, TypeError):  # the module relies on its depth, so run all blocks
             pass
         finally:
             stack.active = len(stack)
@@ -336,7 +334,7 @@ def _second(
 
 
 def _fitted(batch: Any, size: int, precision: Precision, fake_mode: FakeTensorMode | None) -> Any:
-    """``batch`` with ``size`` samples, as the step is handed it."""
+    """Return ``batch`` with ``size`` samples, in the types of the step."""
 
     def fitted(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -377,13 +375,13 @@ def _count(
                 counter.backward(loss)
         except Exception as error:
             way_out = (
-                "run it on real tensors by --profile real, on a machine where it fits"
+                "Pass --profile real to run it on real tensors, on a machine where it fits"
                 if fake_mode is not None
-                else "mend the training step: the plan runs it as it is, on the CPU"
+                else "Fix the training step, which the plan runs on the CPU"
             )
             raise ValueError(
-                f"plan: a training step of {type(module).__name__} on {size} samples did not run:"
-                f" {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; {way_out}."
+                f"plan: a training step of {type(module).__name__} on {size} samples failed"
+                f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). {way_out}."
             ) from error
         finally:
             module.zero_grad(set_to_none=True)
@@ -391,7 +389,7 @@ def _count(
 
 
 def _step(module: LightningModule) -> Callable[[Any], Any]:
-    """The training step as a function of the batch, with logging muted."""
+    """Return the training step as a function of the batch, with logging muted."""
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
 
     def run(batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The module, a batch and the settings that a LightningCLI config names, without a trainer and without its memory."""
+"""Builds the module, a batch and the settings of a LightningCLI config, without a trainer or memory for the weights."""
 
 import copy
 import importlib
@@ -23,22 +23,22 @@ from lightning_eff.bench.arms import undisturbed
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a config says, as far as a plan needs it.
+    """The parts of a config that a plan needs.
 
     Attributes:
-        module: built under ``fake_mode``, or really, if that is None.
-        batch: the train loader's first batch, real.
-        batch_size: its samples.
-        accumulate: gradient accumulation of the recipe.
-        precision: as the trainer's section has it.
-        fp8: a plugin of the trainer's section multiplies in FP8.
-        fake_mode: under which the module was built.
-        state_bytes: of the optimizer, for each parameter.
-        optimizer: as ``configure_optimizers`` gives it; None where it could not be built.
-        trainer: the trainer's section, as plain values.
+        module: the module, built under ``fake_mode`` or with real tensors.
+        batch: the first batch of the train loader, with real data.
+        batch_size: samples in the batch.
+        accumulate: the recipe's gradient accumulation.
+        precision: the trainer section's precision.
+        fp8: a plugin of the trainer section multiplies in FP8.
+        fake_mode: the mode of the module's tensors, or None if they are real.
+        state_bytes: bytes of optimizer state per parameter.
+        optimizer: the result of ``configure_optimizers``, or None if that failed.
+        trainer: the trainer section as plain values.
         callbacks: the classes of its callbacks.
-        batch_key: where the config has the batch size; None where it could not be told.
-        notes: what was assumed, for people.
+        batch_key: path of the batch size in the config, or None if unknown.
+        notes: assumptions to report.
     """
 
     module: LightningModule
@@ -57,32 +57,32 @@ class Recipe:
 
 
 def read_recipe(configs: Sequence[str], *, real: bool) -> Recipe:
-    """Build what the configs name, merged from left to right.
+    """Build the module and the data of the configs, which are merged from left to right.
 
     Args:
         configs: paths of LightningCLI configs.
-        real: allocate and initialise the module, rather than its shapes alone.
+        real: allocate and initialize the module. Otherwise its tensors have shapes but no data.
 
     Raises:
-        FileNotFoundError: if a config is not there.
-        ModuleNotFoundError: without jsonargparse, which LightningCLI needs.
-        ValueError: if the config names no data to take a batch from, or the module cannot be built.
+        FileNotFoundError: if a config does not exist.
+        ModuleNotFoundError: if jsonargparse, which LightningCLI needs, is not installed.
+        ValueError: if the config names no data, or the module cannot be built.
     """
     for path in configs:
         if not Path(path).is_file():
-            raise FileNotFoundError(f"--config {path}: there is no such file; expected a config of LightningCLI.")
+            raise FileNotFoundError(f"--config {path}: no such file. Pass the path of a LightningCLI config.")
     try:
         from jsonargparse import Namespace
 
         from lightning_eff._cli.config import ConfigCLI
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f'{error.name} is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
+            f'{error.name} is not installed, and LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
         ) from error
     mode = None if real else FakeTensorMode(allow_non_fake_inputs=True)
 
     class Shapes(ConfigCLI):
-        """Builds the module under the fake mode, the data really, and no trainer: its hardware is elsewhere."""
+        """Builds the module under the fake mode, the data with real values, and no trainer, since its hardware is elsewhere."""
 
         @override
         def _run_subcommand(self, subcommand: str) -> None:
@@ -117,8 +117,8 @@ def read_recipe(configs: Sequence[str], *, real: bool) -> Recipe:
             )
         except (TypeError, RuntimeError, NotImplementedError) as error:
             raise ValueError(
-                f"plan: the module of {', '.join(configs)} could not be built on shapes alone:"
-                f" {type(error).__name__}: {error}; build it really by --profile real, on a machine where it fits."
+                f"--config {', '.join(configs)}: the module cannot be built without data in its tensors"
+                f" ({type(error).__name__}: {error}). Pass --profile real on a machine where it fits."
             ) from error
     return _recipe(cli.model, cli.datamodule, cli.trainer_section, cli.plain, mode)
 
@@ -158,7 +158,7 @@ def _recipe(
     key = batch_key(plain, size)
     if key is None:
         notes.append(
-            f"the config has no batch_size of {size}, so the loader's batches stay: found no other to plan with"
+            f"the config has no batch_size of {size} that the plan could change, so it keeps the loader's batch"
         )
     return Recipe(
         module=module,
@@ -178,7 +178,7 @@ def _recipe(
 
 
 def import_object(path: str) -> Any:
-    """The class at a dotted path."""
+    """Import the object at a dotted path."""
     home, _, name = path.rpartition(".")
     return getattr(importlib.import_module(home), name)
 
@@ -192,20 +192,22 @@ def _first_batch(module: LightningModule, data: LightningDataModule | None) -> A
         source = module
     else:
         raise ValueError(
-            f"plan: the config names no data, and {type(module).__name__} has no train_dataloader; expected one of them,"
-            " to take the shapes of a batch from. Add a data: section."
+            f"plan: the config names no data, and {type(module).__name__} has no train_dataloader, so there is no batch to"
+            " profile. Add a data: section."
         )
     with undisturbed():
         batch = next(iter(source.train_dataloader()), None)
     if batch is None:
-        raise ValueError("plan: the train loader is empty; expected a first batch, to take its shapes.")
+        raise ValueError(
+            "plan: the train loader is empty, so there is no batch to profile. Add samples to the data set."
+        )
     return batch
 
 
 def batch_key(config: Mapping[str, Any], size: int) -> tuple[str, ...] | None:
-    """Where a config says that a batch has ``size`` samples: the one ``batch_size`` of that value, in data or model.
+    """Return the path of the only ``batch_size`` with the value ``size`` in the config's data or model section.
 
-    A second one of that value, or none, and it cannot be told which the loader reads.
+    If several have the value, the loader could read any of them, and the result is None.
     """
 
     def walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -223,7 +225,7 @@ def batch_key(config: Mapping[str, Any], size: int) -> tuple[str, ...] | None:
 
 
 def _optimizer(module: LightningModule, mode: FakeTensorMode | None, notes: list[str]) -> tuple[Any, float]:
-    """The optimizer, and its bytes of state for each parameter: a step of a like one on a small matrix is looked at."""
+    """Return the optimizer and its bytes of state per parameter, measured in a step on a small matrix."""
     configured: Any = None
     try:
         with undisturbed(), mode or nullcontext():
@@ -246,5 +248,5 @@ def _optimizer(module: LightningModule, mode: FakeTensorMode | None, notes: list
         return configured, held / weight.numel()
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else ""
-        notes.append(f"optimizer state assumed as AdamW's 8 bytes a parameter ({type(error).__name__}: {first})")
+        notes.append(f"optimizer state assumed as AdamW's 8 bytes per parameter ({type(error).__name__}: {first})")
         return configured if isinstance(configured, torch.optim.Optimizer) else None, 8.0

@@ -1,10 +1,18 @@
-"""Pipeline schedules as lists of operations: what each rank of the pipeline does, in order.
+"""The pipeline schedules of ``torch.distributed.pipelining``, as lists of each rank's operations.
 
-They are those of ``torch.distributed.pipelining``, written as generators of plain tuples so that hundreds can be simulated
-without processes; a test holds them equal, operation by operation, to torch's own schedule objects. Sources: GPipe (Huang
-et al. 2019, arXiv:1811.06965), 1F1B and its interleaving (Narayanan et al. 2021, arXiv:2104.04473), looped breadth-first
-(Lamy-Poirier 2023, arXiv:2211.05953), zero bubble and its V shape (Qi et al. 2024, arXiv:2401.10241), DualPipe in its V
-shape (DeepSeek-AI 2024, arXiv:2412.19437).
+They are functions that return plain tuples, so that the planner can simulate hundreds without processes. A test compares
+them, operation by operation, with torch's schedules.
+
+References:
+    GPipe: Huang et al. 2019, arXiv:1811.06965.
+
+    1F1B and interleaving: Narayanan et al. 2021, arXiv:2104.04473.
+
+    LoopedBFS: Lamy-Poirier 2023, arXiv:2211.05953.
+
+    Zero bubble and its V shape: Qi et al. 2024, arXiv:2401.10241.
+
+    DualPipeV: DeepSeek-AI 2024, arXiv:2412.19437.
 """
 
 from collections import defaultdict
@@ -18,8 +26,8 @@ class Op(NamedTuple):
 
     Attributes:
         kind: "F" forward, "B" backward, "I" backward for the input only, "W" backward for the weights only.
-        stage: index of the stage, from 0.
-        microbatch: index of the micro-batch, from 0.
+        stage: index of the stage.
+        microbatch: index of the micro-batch.
     """
 
     kind: str
@@ -29,13 +37,13 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule, by torch's name for it.
+    """A pipeline schedule.
 
     Attributes:
-        name: as ``torch.distributed.pipelining.schedules.get_schedule_class`` takes it.
+        name: torch's name, as ``get_schedule_class`` accepts it.
         interleaved: several stages on each rank.
-        v_shaped: exactly two stages on each rank, stage ``p - 1`` and ``p`` on the last.
-        splits_backward: has "I" and "W" beside or in place of "B".
+        v_shaped: exactly two stages on each rank; the last rank has stages ``p - 1`` and ``p``.
+        splits_backward: has "I" and "W" operations.
     """
 
     name: str
@@ -44,32 +52,32 @@ class Schedule:
     splits_backward: bool = False
 
     def refusal(self, p: int, v: int, m: int) -> str | None:
-        """Why torch would refuse ``p`` ranks of ``v`` stages and ``m`` micro-batches; None if it takes them."""
+        """Return why torch refuses ``p`` ranks of ``v`` stages and ``m`` micro-batches, or None if it accepts them."""
         if self.v_shaped and v != 2:
-            return f"{self.name} needs exactly 2 stages a rank"
+            return f"{self.name} needs exactly 2 stages per rank"
         if not self.interleaved and not self.v_shaped and v != 1:
-            return f"{self.name} needs exactly 1 stage a rank"
+            return f"{self.name} needs exactly 1 stage per rank"
         if self.name == "1F1B" and m < p:
             return "1F1B needs as many micro-batches as stages"
         if self.name == "DualPipeV" and m < 2 * p:
             return "DualPipeV needs as many micro-batches as stages"
         if self.name in ("Interleaved1F1B", "InterleavedZeroBubble") and m % max(1, m // p):
-            return f"{self.name} needs micro-batches in equal rounds"
+            return f"{self.name} needs a number of micro-batches that divides into equal rounds"
         return None
 
     def rank_of(self, stage: int, p: int) -> int:
-        """The rank of the pipeline that has ``stage``."""
+        """Return the rank that has ``stage``."""
         return min(stage, 2 * p - 1 - stage) if self.v_shaped else stage % p
 
     def ops(self, rank: int, p: int, v: int, m: int) -> list[Op]:
-        """What ``rank`` does in a step of ``m`` micro-batches, in order; ``p`` ranks of ``v`` stages each.
+        """Return the operations of ``rank`` in a step of ``m`` micro-batches, for ``p`` ranks of ``v`` stages each.
 
         Raises:
-            ValueError: if torch would refuse these sizes.
+            ValueError: if torch refuses these sizes.
         """
         refusal = self.refusal(p, v, m)
         if refusal:
-            raise ValueError(f"Schedule(p={p}, v={v}, m={m}): {refusal}; choose other sizes.")
+            raise ValueError(f"Schedule(p={p}, v={v}, m={m}): {refusal}. Choose other sizes.")
         return [Op(*op) for op in _GENERATORS[self.name](rank, p, v, m)]
 
 
@@ -95,10 +103,10 @@ def _looped_bfs(rank: int, p: int, v: int, m: int) -> Raw:
 
 
 def _rounds(rank: int, p: int, v: int, m: int, hop: int, on_forward: Callable[[int], object], back: str) -> list[int]:
-    """Walk an interleaved schedule; returns the order of its stages' backward passes.
+    """Walk an interleaved schedule and return the order of its stages' backward passes.
 
-    Micro-batches go round in groups of ``m / (m // p)``: all of a group through one stage, then through the next.
-    ``on_forward`` is called with a stage for each forward pass, and with ``-1 - stage`` for each backward pass.
+    A group of ``m / (m // p)`` micro-batches passes through one stage, then through the next. ``on_forward`` gets the stage
+    for each forward pass, and ``-1 - stage`` for each backward pass.
     """
     group = m // max(1, m // p)
     warm_up = min((v - 1) * group + hop * (p - 1 - rank), m * v)
@@ -127,7 +135,7 @@ def _interleaved(rank: int, p: int, v: int, m: int) -> Raw:
 
 
 def _interleaved_zero_bubble(rank: int, p: int, v: int, m: int) -> Raw:
-    """The rank's first ``rank`` weight passes are put off, and the pipeline's drain is filled with them."""
+    """Delay the rank's first ``rank`` weight passes, and run them while the pipeline drains."""
     ops: Raw = []
     seen: dict[tuple[str, int], int] = defaultdict(int)
     owed: list[int] = []
@@ -155,7 +163,7 @@ def _interleaved_zero_bubble(rank: int, p: int, v: int, m: int) -> Raw:
 
 
 class _Rank:
-    """Appends operations, numbering each kind's micro-batches stage by stage."""
+    """Appends operations, and numbers the micro-batches of each kind and stage."""
 
     def __init__(self, rank: int, p: int) -> None:
         self.down, self.up = rank, 2 * p - 1 - rank
@@ -169,8 +177,8 @@ class _Rank:
 
 
 def _zbv(rank: int, p: int, v: int, m: int) -> Raw:
-    """ZBV: forward, input and weight passes of equal length would leave no bubble."""
-    filled = max(2 * p - 1, m)  # the pattern needs so many; those beyond m are dropped at the end
+    """Return the operations of ZBV, which has no bubble if forward, input and weight passes take equal time."""
+    filled = max(2 * p - 1, m)  # the pattern needs at least 2p - 1; those beyond m are dropped at the end
     r = _Rank(rank, p)
     for _ in range(2 * (p - rank) - 1):
         r.add("F", r.down)
@@ -197,14 +205,14 @@ def _zbv(rank: int, p: int, v: int, m: int) -> Raw:
 
 
 class _Dual(_Rank):
-    """A rank of DualPipeV: full backward passes count as both halves, and weight passes may be owed."""
+    """A rank of DualPipeV, which can delay weight passes."""
 
     def __init__(self, rank: int, p: int) -> None:
         super().__init__(rank, p)
         self.owed: list[tuple[int, int]] = []
 
     def backward(self, stage: int, *, split: bool) -> None:
-        """A backward pass of the next micro-batch; a split one owes its weights' half."""
+        """Append a backward pass of the next micro-batch; if ``split``, delay its weight pass."""
         microbatch = self.seen["I", stage]
         self.seen["I", stage] += 1
         self.ops.append(("I" if split else "B", stage, microbatch))
@@ -212,14 +220,14 @@ class _Dual(_Rank):
             self.owed.append((stage, microbatch))
 
     def weights(self) -> None:
-        """The oldest weight pass that is owed, if any is."""
+        """Append the oldest delayed weight pass, if there is one."""
         if self.owed:
             stage, microbatch = self.owed.pop(0)
             self.ops.append(("W", stage, microbatch))
 
 
 def _dual_pipe_v(rank: int, p: int, v: int, m: int) -> Raw:
-    """DualPipeV; a forward and a backward pass that torch lets overlap are listed one after the other."""
+    """Return the operations of DualPipeV; passes that torch overlaps follow each other."""
     r = _Dual(rank, p)
     behind = p - rank - 1
     for _ in range(2 * behind):
@@ -265,7 +273,7 @@ _GENERATORS: dict[str, Callable[[int, int, int, int], Raw]] = {
     "DualPipeV": _dual_pipe_v,
 }
 
-#: Every schedule, by torch's name.
+#: All schedules by torch's name.
 SCHEDULES: dict[str, Schedule] = {
     s.name: s
     for s in (

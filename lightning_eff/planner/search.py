@@ -1,4 +1,4 @@
-"""The search: every layout's memory and a lower bound of its time; the best are simulated until no other can be better."""
+"""The search for the fastest layouts: it bounds the time of each layout, and simulates until no other can be faster."""
 
 import heapq
 from collections import Counter
@@ -20,22 +20,23 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """What the search found.
+    """The result of a search.
 
     Attributes:
-        profile: of the module.
-        accelerator: of the table.
-        assumptions: that it rests on.
-        gpus: accelerators in all.
-        global_batch: samples of a step.
-        best: the fastest layouts, fastest first.
-        timeline: of the first of them.
-        families: why the others lose.
-        refused: how many combinations could not be had, by reason.
-        enumerated: layouts that can be had.
-        out_of_memory: of them.
-        simulated: of them; all others have a lower bound above the last of the best.
-        smallest: bytes of the layout that needs the least.
+        profile: the module's profile.
+        accelerator: the table's entry.
+        assumptions: the numbers of the model.
+        gpus: total number of accelerators.
+        global_batch: samples per step.
+        best: the fastest layouts, fastest first. Of layouts that tie, it has the one that needs the least memory.
+        ties: for each of ``best``, the other layouts with the same time.
+        timeline: the simulated step of the first of ``best``.
+        families: reasons why other layouts are slower.
+        refused: number of impossible combinations by reason.
+        enumerated: number of possible layouts.
+        out_of_memory: number of layouts that do not fit.
+        simulated: number of layouts that were simulated. The rest cannot be faster than the last of ``best``.
+        smallest: bytes of the layout that needs the least memory.
     """
 
     profile: ModuleProfile
@@ -44,6 +45,7 @@ class Plan:
     gpus: int
     global_batch: int
     best: tuple[Candidate, ...]
+    ties: tuple[tuple[Layout, ...], ...]
     timeline: Timeline | None
     families: tuple[Family, ...]
     refused: dict[str, int]
@@ -53,14 +55,17 @@ class Plan:
     smallest: float
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the plan as plain values for JSON."""
         return {
             "gpus": self.gpus,
             "gpu": asdict(self.accelerator),
             "global_batch": self.global_batch,
             "assumptions": asdict(self.assumptions),
             "profile": self.profile.record(),
-            "best": [candidate.record() for candidate in self.best],
+            "best": [
+                {**candidate.record(), "ties": [asdict(layout) for layout in ties]}
+                for candidate, ties in zip(self.best, self.ties, strict=True)
+            ],
             "families": [asdict(family) for family in self.families],
             "refused": self.refused,
             "enumerated": self.enumerated,
@@ -84,21 +89,21 @@ def search(
     """Find the fastest layouts.
 
     Args:
-        profile: of the module.
-        accelerator: of the table.
-        gpus: how many of them, at least 1.
-        global_batch: samples of a step, at least 1.
-        assumptions: the defaults if None.
-        progress: is told now and then how far the search is.
-        able: what the recipe allows; everything if None.
-        only: values of a layout's fields that it has to have.
+        profile: the module's profile.
+        accelerator: an entry of the table.
+        gpus: number of accelerators, at least 1.
+        global_batch: samples per step, at least 1.
+        assumptions: the numbers of the model; None takes the defaults.
+        progress: called from time to time with a progress message.
+        able: options that the recipe excludes; None excludes nothing.
+        only: required values of a layout's fields.
 
     Raises:
-        ValueError: for numbers that are not positive.
+        ValueError: if ``gpus`` or ``global_batch`` is not positive.
     """
     for name, value in (("gpus", gpus), ("global_batch", global_batch)):
         if value < 1:
-            raise ValueError(f"plan({name}={value}): expected at least 1.")
+            raise ValueError(f"plan({name}={value}): expected at least 1. Pass a positive number.")
     assumptions = assumptions or Assumptions()
     evaluator = Evaluator(profile, accelerator, assumptions)
     refused: Counter[str] = Counter()
@@ -109,7 +114,7 @@ def search(
     every = enumerate_layouts(profile, gpus, accelerator.node_size, global_batch, refused, able, fp8=has_fp8)
     for layout in every:
         if any(getattr(layout, name) != value for name, value in (only or {}).items()):
-            refused["left out by --only"] += 1
+            refused["excluded by --only"] += 1
             continue
         size = evaluator.memory.of(layout).total
         fits = size <= evaluator.limit
@@ -120,21 +125,18 @@ def search(
         if tally.count % 500 == 0:
             tell(f"{tally.count:,} layouts, {len(queue):,} fit")
     heapq.heapify(queue)
-    found: list[Candidate] = []
-    first: Timeline | None = None
+    tied: dict[float, list[Candidate]] = {}
     fitting = len(queue)
     simulated = 0
-    while queue and (len(found) < _SHOWN or queue[0][0] < found[_SHOWN - 1].seconds):
-        candidate, line = evaluator.run(heapq.heappop(queue)[2])
+    while queue and (len(tied) < _SHOWN or queue[0][0] < sorted(tied)[_SHOWN - 1]):
+        candidate, _ = evaluator.run(heapq.heappop(queue)[2])
         simulated += 1
         tally.simulated(candidate)
-        found.append(candidate)
-        found.sort(key=lambda c: c.seconds)
-        if found[0] is candidate:
-            first = line
+        tied.setdefault(float(f"{candidate.seconds:.4g}"), []).append(candidate)
         if simulated % 10 == 0:
-            tell(f"{simulated:,} of {fitting:,} simulated, best {found[0].seconds:.4g} s a step")
-    best = tuple(found[:_SHOWN])
+            tell(f"{simulated:,} of {fitting:,} simulated, best {min(tied):.4g} s per step")
+    groups = [sorted(tied[seconds], key=lambda c: c.memory.total) for seconds in sorted(tied)[:_SHOWN]]
+    best = tuple(group[0] for group in groups)
     return Plan(
         profile,
         accelerator,
@@ -142,7 +144,8 @@ def search(
         gpus,
         global_batch,
         best,
-        first,
+        tuple(tuple(c.layout for c in group[1:]) for group in groups),
+        evaluator.run(best[0].layout)[1] if best else None,
         tuple(tally.families(best, evaluator.limit, lambda layout: evaluator.run(layout)[0])),
         dict(refused.most_common()),
         tally.count,

@@ -1,4 +1,4 @@
-"""Event simulation of a pipeline: every rank does its operations in order, each as soon as what it needs has arrived."""
+"""Event simulation of a pipeline: every rank runs its operations in order, each as soon as its inputs arrive."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from lightning_eff.planner.schedules import SCHEDULES, Op
 
 @dataclass(frozen=True)
 class StageTimes:
-    """How long one micro-batch takes in one stage, in seconds.
+    """Seconds of one micro-batch in one stage.
 
     Attributes:
-        forward: a forward pass.
-        backward_input: the backward pass down to the stage's input, with what is computed again for it.
-        backward_weight: the backward pass for the weights; a full backward pass takes both.
+        forward: the forward pass.
+        backward_input: the backward pass for the stage's input, including recomputation.
+        backward_weight: the backward pass for the weights. A full backward pass takes both.
     """
 
     forward: float
@@ -22,7 +22,7 @@ class StageTimes:
     backward_weight: float
 
     def of(self, kind: str) -> float:
-        """The seconds of an operation of ``kind``."""
+        """Return the seconds of an operation of ``kind``."""
         if kind == "F":
             return self.forward
         if kind == "I":
@@ -35,9 +35,9 @@ class Timeline:
     """A simulated step of the pipeline.
 
     Attributes:
-        ops: for each rank its operations with start and end, in seconds.
-        ends: when each rank is done.
-        busy: seconds that each rank computes.
+        ops: each rank's operations with start and end, in seconds.
+        ends: end of each rank's last operation, in seconds.
+        busy: seconds of computation per rank.
     """
 
     ops: list[list[tuple[Op, float, float]]]
@@ -46,39 +46,38 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the first operation's start to the last one's end."""
+        """The time from the first operation's start to the last one's end."""
         return max(self.ends)
 
     @property
     def bubble(self) -> float:
-        """The fraction of all ranks' time in which they wait."""
+        """The fraction of time that ranks wait."""
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds)
 
 
 @lru_cache(maxsize=8)
 def rank_lists(schedule: str, p: int, v: int, m: int) -> tuple[list[Op], ...]:
-    """The operations of every rank; the last few are kept."""
+    """Return the operations of every rank."""
     return tuple(SCHEDULES[schedule].ops(rank, p, v, m) for rank in range(p))
 
 
 def simulate(schedule: str, p: int, v: int, m: int, times: Sequence[StageTimes], send_seconds: float) -> Timeline:
-    """Run the schedule.
+    """Simulate a step of the schedule.
 
     Args:
-        schedule: torch's name of it.
+        schedule: torch's name of the schedule.
         p: ranks of the pipeline.
         v: stages on each rank.
         m: micro-batches.
-        times: of each of the ``p * v`` stages.
-        send_seconds: from the end of an operation to the arrival of its result on another rank; a rank goes on
-            computing while it sends.
+        times: times of each of the ``p * v`` stages.
+        send_seconds: time until a result arrives on another rank. The sender continues to compute.
 
     Raises:
-        ValueError: if the number of stages is another than that of ``times``.
-        RuntimeError: if the ranks wait for one another, which a schedule of torch never makes them.
+        ValueError: if ``times`` does not have ``p * v`` entries.
+        RuntimeError: if the ranks wait for each other, which none of torch's schedules causes.
     """
     if len(times) != p * v:
-        raise ValueError(f"simulate(p={p}, v={v}): got times of {len(times)} stages; expected p * v of them.")
+        raise ValueError(f"simulate(p={p}, v={v}): got times of {len(times)} stages. Pass the times of p * v stages.")
     shape, last = SCHEDULES[schedule], p * v - 1
     ranks = [shape.rank_of(stage, p) for stage in range(p * v)]
     lists = rank_lists(schedule, p, v, m)
@@ -121,7 +120,7 @@ def simulate(schedule: str, p: int, v: int, m: int, times: Sequence[StageTimes],
                 moved.add(rank)
             at[rank], clock[rank] = i, now
         if not moved:
-            raise RuntimeError(f"simulate({schedule!r}, p={p}, v={v}, m={m}): the ranks wait for one another.")
+            raise RuntimeError(f"simulate({schedule!r}, p={p}, v={v}, m={m}): the ranks wait for each other.")
         todo = [rank for rank in todo if at[rank] < len(lists[rank])]
     return Timeline(done, clock, busy)
 
@@ -129,11 +128,11 @@ def simulate(schedule: str, p: int, v: int, m: int, times: Sequence[StageTimes],
 def simulate_long(
     schedule: str, p: int, v: int, m: int, times: Sequence[StageTimes], send_seconds: float, most: int = 150_000
 ) -> Timeline:
-    """:func:`simulate`, but a step of more than ``most`` operations is continued from its steady state.
+    """Simulate like :func:`simulate`, but extrapolate a step of more than ``most`` operations from its steady state.
 
-    Once a schedule has come into its period, ``p`` more micro-batches take the same time each time; so it is run with a few
-    rounds of micro-batches and with one round more, and the difference is added for every round that is left. The
-    operations of the shorter run are those returned; ``ends`` and ``busy`` are those of the whole step.
+    In the steady state every ``p`` more micro-batches take the same time. The function simulates a few such rounds, and
+    then one round more. It adds the difference for each remaining round. ``ops`` are those of the shorter simulation;
+    ``ends`` and ``busy`` are those of the whole step.
     """
     few = 8 * p + m % p
     uneven = SCHEDULES[schedule].interleaved and m % p  # then rounds are longer than p, and change with m
@@ -151,11 +150,11 @@ def simulate_long(
 
 @lru_cache(maxsize=4096)
 def peak_in_flight(schedule: str, p: int, v: int, m: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """For each rank the sets of micro-batches that its stages hold at once, largest first in every direction.
+    """Return, for each rank, the largest numbers of micro-batches that its stages hold at once.
 
-    Activations of a micro-batch are held from its forward pass to the end of its backward pass, that for the weights
-    where it is split. A rank's entry is the list of those counts (one for each of its ``v`` stages, in order) which no
-    other moment exceeds in all stages; what memory they take depends on the stages' bytes.
+    A stage holds a micro-batch's activations from its forward pass to the end of its backward pass (the weight pass, if
+    the schedule splits it). A moment is one count for each of the rank's ``v`` stages. The result has the moments that no
+    other moment exceeds in all stages. Which of them needs the most memory depends on the stages' bytes.
     """
     found: list[tuple[tuple[int, ...], ...]] = []
     for rank in range(p):

@@ -1,4 +1,4 @@
-"""A picture of a simulated step: what every rank of the pipeline does when, whole and where it turns back."""
+"""A picture of a simulated step: the operations of every pipeline rank, in whole and around the first backward pass."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backwar
 
 
 def require_matplotlib() -> None:
-    """Look for what pictures need.
+    """Check that matplotlib is installed.
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
@@ -27,10 +27,10 @@ def draw(path: Path, title: str, candidate: Candidate, line: Timeline) -> None:
     """Write the picture as PNG.
 
     Args:
-        path: of the file; missing folders are made.
-        title: above the picture.
-        candidate: the layout that was simulated.
-        line: its timeline, perhaps of fewer micro-batches than a step has.
+        path: path of the file; missing folders are created.
+        title: title of the picture.
+        candidate: the simulated layout.
+        line: its timeline, which can have fewer micro-batches than the step.
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
@@ -53,9 +53,9 @@ def draw(path: Path, title: str, candidate: Candidate, line: Timeline) -> None:
     done = max(op.microbatch for op, _, _ in line.ops[0]) + 1
     of = candidate.layout.num_microbatches
     whole.set_title(
-        f"{title}\n{candidate.seconds:.4g} s a step, bubble {candidate.bubble:.1%}, MFU {candidate.mfu:.1%}"
+        f"{title}\n{candidate.seconds:.4g} s per step, bubble {candidate.bubble:.1%}, MFU {candidate.mfu:.1%}"
     )
-    whole.set_xlabel("seconds" + (f"; {done} of {of} micro-batches are drawn" if done < of else ""))
+    whole.set_xlabel("seconds" + (f"; {done} of {of} micro-batches are shown" if done < of else ""))
     near.set_xlabel("seconds, around the first backward pass; numbers are micro-batches")
     kinds = [kind for kind in _NAMES if any(op.kind == kind for ops in line.ops for op, _, _ in ops)]
     figure.legend(handles=[Patch(color=_COLOURS[k], label=_NAMES[k]) for k in kinds], loc="outside right upper")

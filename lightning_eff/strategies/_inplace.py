@@ -1,8 +1,7 @@
-"""Parameters that a forward pass changes in place (``nn.Embedding(max_norm=...)``, a clamp of weights): found by looking.
+"""Finds parameters that a forward pass changes in place, such as by ``nn.Embedding(max_norm=...)`` or a clamp of weights.
 
-Where each rank has a copy, a change that follows from its own samples lets ranks drift apart; where a copy is put together
-for the pass, the change is lost with it. Version counters and sums of values tell, in the first training step, before any
-weight has moved.
+If each rank has a copy, a change that depends on its samples makes the copies differ. If a copy is gathered only for the pass,
+the change is lost. The check compares version counters and sums of values in the first training step, before any weight moves.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ Mark = tuple[int, Tensor]
 
 @torch.no_grad()
 def mark(tensor: Tensor) -> Mark:
-    """The version of a tensor, which changes in place raise, and a number of its values, which ``.data`` changes too."""
+    """Return the tensor's version, which in-place changes increase, and a value that changes through ``.data`` too."""
     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     held = torch.view_as_real(held.detach()) if held.is_complex() else held.detach()
     value = held.sum(dtype=torch.float64)
@@ -40,17 +39,17 @@ def differ(before: Mark, after: Mark) -> bool:
 
 
 def changed(before: Mapping[str, Mark], after: Mapping[str, Mark]) -> list[str]:
-    """The names whose marks differ."""
+    """Return the names whose marks differ."""
     return [name for name, then in before.items() if differ(then, after[name])]
 
 
 def marks(module: nn.Module) -> dict[str, Mark]:
-    """The mark of each parameter that has memory."""
+    """Return the mark of each parameter that has memory."""
     return {name: mark(p) for name, p in module.named_parameters() if not p.is_meta}
 
 
 def lost(names: Iterable[str], where: str, *, who: str) -> ValueError:
-    """What to say of parameters whose changes in place are lost ``where``."""
+    """Return the error for parameters whose in-place changes are lost; ``where`` says why."""
     return ValueError(
         f"{who}: the forward pass changes {_listed(names)} in place {_EXAMPLES}, and {where}, so the change is lost."
         f" {_WAY_OUT}, or train on one device."
@@ -63,15 +62,15 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class Copies:
-    """Compares the copies of parameters that ranks hold, after the first training step.
+    """Compares the ranks' copies of parameters after the first training step.
 
-    If a rank has changed one in place and all copies are still the same, later steps are compared too. What a technique
-    writes to weights around the module's own ``training_step`` does not count: :meth:`own_step` stands around that alone.
+    If a rank changed one in place and all copies are still equal, it compares later steps too. Only changes within
+    :meth:`own_step` count, so techniques may change weights around the module's ``training_step``.
 
     Args:
-        group: the ranks; None for all.
-        who: for messages.
-        why: how copies come to differ, for the message.
+        group: the ranks; None means all.
+        who: name of the caller in messages.
+        why: reason in the message for copies that differ.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, who: str, why: str = "by the samples of each rank") -> None:
@@ -85,7 +84,7 @@ class Copies:
 
     @property
     def done(self) -> bool:
-        """Whether no step is to be compared any more."""
+        """Whether no further step needs a comparison."""
         return self._complete and not self._names
 
     @contextmanager
@@ -119,9 +118,9 @@ class Copies:
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
-        """Around the module's own step, in which alone changes count; a step may have several passes, or none.
+        """Return the context of the module's own step, in which changes count. A step can have several passes or none.
 
-        Passes beside training do not count, since techniques try other weights in them.
+        Passes outside training do not count, since techniques try other weights in them.
         """
         if (shown := self._shown) is None or beside():
             yield
@@ -131,14 +130,14 @@ class Copies:
         self._ran = True
         after = {name: mark(p) for name, p in shown.items()}
         for name in changed(before, after):
-            # at perturbed weights, which may be another on each rank, the value tells nothing
+            # perturbed weights can differ between ranks, so their values say nothing
             first = bool(before[name][1] == self._begun[name][1])
             if first or self._values.get(name) is None:
                 self._values[name] = float(after[name][1]) if first else None
 
 
 def _comparable(ranks: Iterable[tuple[bool, list[str], Mapping[str, float | None]]], name: str) -> Iterator[Any]:
-    """What ranks that hold a parameter found its values to be; "as it was" where it was not changed."""
+    """Yield the values of a parameter on the ranks that hold it, or "as it was" if it did not change."""
     for ran, held, values in ranks:
         if ran and name in held and values.get(name, 0.0) is not None:
             yield values.get(name, "as it was")

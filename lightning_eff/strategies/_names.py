@@ -1,4 +1,4 @@
-"""The strategy strings: of which class each is an instance, and with which arguments. Nothing is imported for them."""
+"""The strategy strings, each with its class and arguments. This module does not import the classes."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,14 +11,14 @@ _HERE = __name__.rpartition(".")[0]
 
 @dataclass(frozen=True)
 class StrategyName:
-    """One of the strings that ``Trainer(strategy=...)`` takes.
+    """A string for ``Trainer(strategy=...)``.
 
     Attributes:
         name: the string.
-        module: where the class is.
-        cls: the class's name.
-        description: for the registry.
-        arguments: that the class is made with.
+        module: module of the class.
+        cls: name of the class.
+        description: text for Lightning's registry.
+        arguments: arguments of the class.
     """
 
     name: str
@@ -76,7 +76,7 @@ NAMES: tuple[StrategyName, ...] = (
 
 
 def sized(name: str) -> StrategyName | None:
-    """The hybrid strategy with the sizes that ``name`` says, in any order, as "hybrid_pp3_tp12" does; None if it does not."""
+    """Return the hybrid strategy for a name such as "hybrid_pp3_tp12", with sizes in any order, or None."""
     word, *parts = name.lower().split("_")
     found = [re.fullmatch(rf"({'|'.join(_AXES)})([1-9]\d*)", part) for part in parts]
     sizes = {match[1]: int(match[2]) for match in found if match is not None}
@@ -84,13 +84,14 @@ def sized(name: str) -> StrategyName | None:
 
 
 def meant(name: str, known: Iterable[str] = ()) -> str | None:
-    """The string of this package that a misspelt ``name`` stands for, with its sizes.
+    """Return the string of this package, with its sizes, that ``name`` misspells.
 
     Args:
-        known: other packages' strings.
+        name: the unknown name.
+        known: strings of other packages.
 
     Returns:
-        None if the name is like none of them, or more like one of ``known``.
+        The string, or None if no string is similar or one of ``known`` is more similar.
     """
     import difflib
 
@@ -109,7 +110,7 @@ def meant(name: str, known: Iterable[str] = ()) -> str | None:
 
 
 def wrong(name: str, right: str) -> str:
-    """What a Trainer says of a misspelt string."""
+    """Return the Trainer's message for a misspelt string."""
     others = ", ".join(one.name for one in NAMES if not one.name.startswith("hybrid"))
     return (
         f"Trainer(strategy={name!r}): no strategy has this name. Did you mean {right!r}? lightning_eff has 'hybrid', with"
@@ -118,7 +119,7 @@ def wrong(name: str, right: str) -> str:
 
 
 def register(registry: Any, cls: type, known_as: str) -> None:
-    """Enter ``cls`` into Lightning's registry under the strings that stand for the class ``known_as``."""
+    """Add ``cls`` to Lightning's registry under the strings of the class ``known_as``."""
     for name in NAMES:
         if name.cls == known_as:
             registry.register(name.name, cls, name.description, override=True, **name.arguments)

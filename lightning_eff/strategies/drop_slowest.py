@@ -27,7 +27,7 @@ _HINT = "0.1 allows a tenth longer, math.inf waits for all ranks."
 
 
 def is_late(elapsed: float, survivors: float, *, grace: float) -> bool:
-    """Return whether ``t > (1 + grace) T``: whether a rank takes longer than the ranks that have finished.
+    """Whether ``t > (1 + grace) T``, that is, a rank takes longer than the ranks that have finished.
 
     Args:
         elapsed: the seconds ``t`` since this rank began its window.
@@ -122,7 +122,7 @@ class DropSlowest(Technique):
         self._window = self._done = 0  # micro-batches of the running window, and those that this rank did
         self._skips = self._announced = self._warned = False
         self._began = 0.0
-        self._windows = 0  # of this process, which keys are of
+        self._windows = 0  # windows of this process, for keys in the store
         self._key = ""
         self._totals = {"done": 0, "dropped": 0}
         self._share = 1.0
@@ -172,7 +172,7 @@ class DropSlowest(Technique):
                 assert tell is not None
                 tell()
 
-        if tell is not None:  # Lightning's exchange before each micro-batch, in which the others would wait
+        if tell is not None:  # Lightning's exchange before each micro-batch, in which other ranks would wait
             session.patches.set(loop, "_broadcast_sigterm_tensor", tell_at_windows)
         session.patches.set(session.module, "log", checked)
         session.chain.add(Stage.JOIN, self._outermost, order=-_FAR)
@@ -278,7 +278,7 @@ class DropSlowest(Technique):
         for part in ("through", "seconds"):
             _store().delete_key(f"{key}/{part}")
 
-    # -- what it tells and keeps
+    # -- reports and state
 
     @override
     def state_dict(self) -> dict[str, Any]:

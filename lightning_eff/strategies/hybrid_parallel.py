@@ -232,7 +232,7 @@ class HybridParallelStrategy(ReachedStrategy):
 
     @property
     def parts(self) -> list[Part]:
-        """In which ways this layout divides a run."""
+        """The ways in which this layout divides a run."""
         tensor, pipeline, data = int(self._tensor_parallel_size), self.pipeline_parallel_size, self._data_parallel_size
         copies = self.world_size // (tensor * pipeline) if data == "auto" else int(data)
         found = [Part.SHARD] if self.settings.shard and copies > 1 else []
@@ -252,7 +252,7 @@ class HybridParallelStrategy(ReachedStrategy):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of weights come in a backward pass of their own."""
+        """Whether a separate backward pass computes the gradients of weights."""
         from lightning_eff.strategies._pipeline.order import SPLIT_BACKWARD, schedule_name
 
         return self.pipeline_parallel_size > 1 and schedule_name(self.settings.schedule, who=WHO) in SPLIT_BACKWARD
@@ -267,7 +267,7 @@ class HybridParallelStrategy(ReachedStrategy):
     @override
     def setup_environment(self) -> None:
         self.set_world_ranks()
-        _ = self.layout  # an error of arithmetic comes before any process waits for another
+        _ = self.layout  # wrong sizes raise before any process waits for another
         self._setup_distributed()
         if self._device_mesh is None or not torch.distributed.is_initialized():
             self._device_mesh = layout.make_mesh(self.layout, self.root_device)
@@ -291,7 +291,7 @@ class HybridParallelStrategy(ReachedStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         from lightning_eff.strategies._hybrid.replica import (
-            Replica,  # with torch's engines, which imports need not load
+            Replica,  # loads torch's engines, which importing the package does not need
         )
 
         self.accelerator.setup(trainer)
@@ -305,7 +305,7 @@ class HybridParallelStrategy(ReachedStrategy):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        """Let DDP, where whole copies train, see anew which parameters take gradients."""
+        """Rebuild DDP, if it is used, so that it sees which parameters require gradients now."""
         assert self._replica is not None
         self.model = self._replica.wrap()
 
@@ -338,17 +338,17 @@ class HybridParallelStrategy(ReachedStrategy):
             return step(*args, **kwargs)
 
     def around_own_step(self) -> AbstractContextManager[None]:
-        """What stands around the module's own ``training_step``, inside all that techniques put around it."""
+        """Return the context of the module's own ``training_step``, inside everything that techniques put around it."""
         look = None if self._replica is None else self._replica.in_place
         return nullcontext() if look is None else look.own_step()
 
     def gradient_norm(self, pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
-        """The norm over all ranks of gradients, or tensors laid out as these are, each beside its parameter; collective."""
+        """Return the norm over all ranks of gradients, or of tensors in their layout, in pairs with parameters; collective."""
         assert self._replica is not None
         return self._replica.clipping.norm(pairs)
 
     def forward_step(self, *args: Any) -> Any:
-        """In a pipeline, ``training_step`` on a whole batch without gradients, on all ranks at once."""
+        """Run ``training_step`` on a whole batch without gradients, on all ranks of a pipeline at once."""
         assert self._replica is not None
         with self._replica.evaluation():
             return self._replica.look(*args)
@@ -395,7 +395,7 @@ class HybridParallelStrategy(ReachedStrategy):
         replica = self._replica
         self._end_run(gather=self.gather_after_fit, failed=failed)
         if not failed:
-            self.barrier()  # nobody takes a rank that is done for one that is dead
+            self.barrier()  # so that no rank takes a finished rank for a dead one
         if self._watch is not None:
             self._watch.end()
         if replica is not None and not failed:

@@ -69,7 +69,7 @@ def projected(w: Tensor, total: float, floor: float) -> Tensor:
         total: in [D p_min, D].
         floor: ``p_min``.
     """
-    # the sum over d is linear in c between the places where a number leaves p_min, or comes to 1
+    # the sum over d is linear in c between the points where a number leaves p_min or reaches 1
     at, order = torch.cat((floor / w, 1.0 / w)).sort()
     slope = torch.cat((w, -w))[order].cumsum(0)
     sums = len(w) * floor + torch.cat((w.new_zeros(1), (slope[:-1] * at.diff()).cumsum(0)))
@@ -92,12 +92,12 @@ def at_least_zero(loss: Tensor, w: Parameter) -> Tensor:
 
 
 class _Sent:
-    """What DDP's hook knows: which parameters were drawn, and what was sent.
+    """The state of DDP's hook.
 
     Attributes:
         left: ids of the parameters whose gradients are not sent.
-        numbers: that were sent in this step.
-        whole: what DDP would have sent.
+        numbers: number of gradient elements sent in this step.
+        whole: number of elements that DDP would have sent.
     """
 
     def __init__(self) -> None:
@@ -347,7 +347,7 @@ class JointSpar(Technique):
         self._thaw()
         self._layers = []
 
-    # -- what is told and kept
+    # -- reports and state
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

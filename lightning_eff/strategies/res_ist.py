@@ -290,7 +290,7 @@ class ResIST(Apart):
         if self._stack is not None:
             self._learnt, self._stack = self._stack.state_dict(), None
 
-    # -- what is told and kept
+    # -- reports and state
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def test_wrong_arguments_are_refused() -> None:
     x, w = torch.randn(3, 64), torch.ones(64)
     with pytest.raises(ValueError, match=r"compressed_rms_norm\(weight of shape \(3,\)\): expected \(64,\)"):
         compressed_rms_norm(x, torch.ones(3))
-    with pytest.raises(ValueError, match="expected a weight beside the bias"):
+    with pytest.raises(ValueError, match="a bias needs a weight"):
         compressed_layer_norm(x, None, w)
     with pytest.raises(ValueError, match="bits=5"):
         compressed_layer_norm(x, w, bits=5)

@@ -274,7 +274,7 @@ def test_several_backwards_and_not_twice_differentiable() -> None:
     loss.backward(retain_graph=True)
     with torch.no_grad():
         w += 1
-    with pytest.raises(RuntimeError, match=r"second backward.*changed in place since the first"):
+    with pytest.raises(RuntimeError, match=r"second backward.*changed in place"):
         loss.backward()
     for reduction in ("mean", "none"):
         loss = linear_cross_entropy(x, w, target, reduction=reduction).sum()

@@ -146,7 +146,7 @@ def test_wrong_arguments_are_refused() -> None:
     x, w = torch.randn(3, 64), torch.ones(64)
     with pytest.raises(ValueError, match=r"rms_norm\(weight of shape \(3,\)\): expected \(64,\)"):
         rms_norm(x, torch.ones(3))
-    with pytest.raises(ValueError, match="expected a weight beside the bias"):
+    with pytest.raises(ValueError, match="a bias needs a weight"):
         layer_norm(x, None, w)
     with pytest.raises(ValueError, match=r"shape \(0, 64\).*at least one element"):
         layer_norm(x[:0])

@@ -155,9 +155,9 @@ lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
 ```
 
 It prints the ten fastest layouts, shows where the time and memory of the first one go, and explains why the others are
-slower. `--timeline` draws a step. `--json` prints everything. `--out plan.yaml` writes the first layout as a config:
-strategy, techniques, precision, processes, accumulation and batch size. Pass it after your recipe, which keeps its own
-callbacks:
+slower. Layouts with the same predicted time share a row, which shows the one with the least memory. `--timeline` draws a
+step. `--json` prints everything. `--out plan.yaml` writes the first layout as a config: strategy, techniques, precision,
+processes, accumulation and batch size. Pass it after your recipe, which keeps its own callbacks:
 
 ```bash
 lightning-eff fit --config recipe.yaml --config plan.yaml
@@ -172,7 +172,7 @@ lightning-eff fit --config recipe.yaml --config plan.yaml
    where they apply. It skips combinations that raise an error at setup. `--without`, `--only` and `--exact` narrow the
    search.
 3. **Memory.** It adds up weights, gathered weights, gradients, optimizer state, activations and buffers of each rank.
-4. **Time.** It simulates the layouts that fit, operation by operation. A lower bound for each layout tells when to stop, so
+4. **Time.** It simulates the layouts that fit, operation by operation. A lower bound for each layout decides when to stop, so
    the ten layouts are the ten fastest under this model.
 
 ## Limits

@@ -176,7 +176,7 @@ class Peeking(GPT):
 
 def test_steps_that_cannot_be_run_are_said() -> None:
     batch = torch.zeros(2, 16, dtype=torch.long)
-    with pytest.raises(ValueError, match="run it on real tensors by --profile real"):
+    with pytest.raises(ValueError, match="Pass --profile real to run it on real tensors"):
         fake(lambda: Peeking(2, 32, 4, 64, 16), batch)
     assert profiled(Peeking(2, 32, 4, 64, 16), batch).parameters
     manual = GPT(2, 32, 4, 64, 16)

@@ -203,7 +203,7 @@ def test_a_schedule_goes_on_after_loading() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), "returned SGD; expected torch.optim.Adam or AdamW"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), "returned SGD, but the 1-bit optimizer replaces an Adam"),
         (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True. has no 1-bit form"),
         (lambda p: torch.optim.AdamW(p, maximize=True), "maximize=True. has no 1-bit form"),
     ],

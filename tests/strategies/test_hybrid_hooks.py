@@ -54,7 +54,7 @@ def test_hooks_see_the_whole_gradient_in_two_processes(tmp_path: Path) -> None:
     found = check(TWO, 2, tmp_path)
     for ranks in found["refused"]:
         for layout, said in ranks.items():
-            assert "Adaptive.on_before_optimizer_step makes numbers of gradients" in said["Adaptive"], layout
+            assert "Adaptive.on_before_optimizer_step computes numbers from gradients" in said["Adaptive"], layout
             assert "Stepping.optimizer_step calls clip_grad_norm_" in said["Stepping"], layout
 
 
@@ -69,7 +69,7 @@ def test_groups_that_a_hook_adds_are_saved(tmp_path: Path) -> None:
     for sharded in (True, False):
         assert found[f"sharded={sharded}"] == pytest.approx(found["alone"], rel=1e-5)
     assert len(found["said"]) == 2
-    assert all("SGD has 1 more parameter group(s) than configure_optimizers makes" in said for said in found["said"])
+    assert all("SGD has 1 more parameter group(s) than configure_optimizers creates" in said for said in found["said"])
 
 
 def looked_through(model: pl.LightningModule, layout: Layout, *callbacks: pl.Callback, **kwargs: Any) -> list[str]:
@@ -81,9 +81,9 @@ def looked_through(model: pl.LightningModule, layout: Layout, *callbacks: pl.Cal
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (hook_jobs.Adaptive, r"Adaptive\.on_before_optimizer_step makes numbers of gradients"),
-        (hook_jobs.Total, r"Total\.on_after_backward makes numbers of gradients \(\.grad in Total\._norm"),
-        (hook_jobs.Spoilt, r"Spoilt\.optimizer_step makes numbers of gradients"),
+        (hook_jobs.Adaptive, r"Adaptive\.on_before_optimizer_step computes numbers from gradients"),
+        (hook_jobs.Total, r"Total\.on_after_backward computes numbers from gradients \(\.grad in Total\._norm"),
+        (hook_jobs.Spoilt, r"Spoilt\.optimizer_step computes numbers from gradients"),
         (hook_jobs.Stepping, r"Stepping\.optimizer_step calls clip_grad_norm_.*on_before_optimizer_step"),
         (hook_jobs.Weighing, r"Weighing\.on_train_epoch_end reads parameters.*configure_optimizers"),
         (hook_jobs.WeighingOne, r"WeighingOne\.on_train_batch_end reads parameters"),
@@ -150,5 +150,5 @@ class OwnClipping(Precision):
 
 
 def test_a_precision_plugin_that_clips_by_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"OwnClipping has its own clip_grad_by_norm"):
+    with pytest.raises(ValueError, match=r"OwnClipping overrides clip_grad_by_norm"):
         looked_through(TinyGPT(), SHARDS, plugins=[OwnClipping()])

@@ -75,7 +75,7 @@ def test_every_rank_sees_what_one_process_does(seen: Any, alone: Any, name: str)
 
 def test_gradients_in_evaluation_are_refused(seen: Any) -> None:
     for rank in seen["with gradients"]:
-        assert "called with gradients enabled in a step of evaluation" in rank["error"]
+        assert "called with gradients enabled in an evaluation step" in rank["error"]
         assert "pipeline_parallel_size=1" in rank["error"]
 
 

@@ -49,7 +49,7 @@ def check(module: Any, schedule: str = "1F1B", batch: Any = None) -> Holdings:
         ("Noted", "of the first micro-batch would be"),
         ("Twice", "called where block 4 was expected"),
         ("Dropping", "called where block 1 was expected"),
-        ("TwoOutputs", r"tensors at \[1\] beside"),
+        ("TwoOutputs", r"tensors at \[1\], which"),
         ("Reentrant", "use_reentrant=False"),
         ("Nothing", "training_step returned NoneType"),
         ("Infinite", "a loss of nan"),

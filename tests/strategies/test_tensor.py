@@ -295,7 +295,7 @@ def test_heads_that_do_not_divide_are_refused(results: dict[str, Any]) -> None:
 
 def test_ranks_with_other_weights_or_batches_are_refused(results: dict[str, Any]) -> None:
     assert "'position' differs" in results["apart:weights"]["error"]
-    assert "the same batch on all of them" in results["apart:batch"]["error"]
+    assert "so their batches differ" in results["apart:batch"]["error"]
 
 
 def test_the_plan_prints_as_a_table(results: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that follow from what a norm or an activation saves, and need no codes of their own.
+"""Tensors that can be computed from the saved tensors of a norm or an activation, and need no separate codes.
 
 The input of a linear layer behind ``y = (x - mean) rstd weight + bias`` is computed from the decoded ``x`` and the norm's exact
 mean and rstd. The weight's gradient stays unbiased, since ``y`` is a line in ``x``. Behind GELU or SiLU, it is the function of

@@ -1,4 +1,4 @@
-"""Compressed activations: saved-tensor hooks that hold codes instead of tensors, and a ledger of what they hold.
+"""Compressed activations: saved-tensor hooks that hold codes instead of tensors, and a ledger of their bytes.
 
 The forward pass is exact. :class:`SavedTensors` identifies what an operation saves. It is compressed when it is saved, and
 decoded when the backward pass asks for it.
@@ -99,7 +99,7 @@ class Engine:
 
     @contextmanager
     def forward(self, seed: int, batch: Any) -> Iterator[None]:
-        """Compress what the code inside saves.
+        """Compress the tensors that code in this context saves.
 
         Args:
             seed: the seed for rounding, in [0, 2^63). Two passes with the same seed round alike.
@@ -292,7 +292,7 @@ class Engine:
             held.settle(fit=fit)
 
     def key(self) -> str:
-        """Return a name for what is being saved: module, operation, and the count of saves of this operation in this pass.
+        """Return a name for the present save: module, operation, and the number of saves of this operation in this pass.
 
         It does not depend on which other modules run, so a dropped block changes no other names.
         """
@@ -308,7 +308,7 @@ class Engine:
     # -- the ledger
 
     def _count(self) -> None:
-        """Fill the ledger with what is held now, unless nothing was saved since, or more was held before."""
+        """Record the present bytes in the ledger, unless nothing was saved since, or more was held before."""
         if self._counted == len(self._entries) > 0:
             return
         self._settle(0)

@@ -60,7 +60,7 @@ class Version:
 
 
 class Held:
-    """What is held for one saved tensor, and its size.
+    """The record of one saved tensor, and its size.
 
     Attributes:
         bits: the bits per element; ``EXACT_BITS`` if the tensor is kept as it is.

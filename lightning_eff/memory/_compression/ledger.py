@@ -50,7 +50,7 @@ class Ledger:
 
 
 def ledger_of(entries: Iterable[Entry], unfit: int) -> Ledger:
-    """Return what is held now. Codes that serve several tensors, and storages, count once, with the first of them.
+    """Return the present state. Codes that serve several tensors, and storages, count once, with the first of them.
 
     Args:
         entries: the entries of the tensors saved so far.

@@ -1,4 +1,4 @@
-"""Report what a pass held."""
+"""Report the bytes that a pass held."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Saved tensors that stay on their device, beside those that are offloaded."""
+"""Saved tensors that stay on their device while others are offloaded."""
 
 from torch import Tensor
 

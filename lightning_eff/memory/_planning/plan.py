@@ -1,4 +1,4 @@
-"""A plan of what a chain of blocks stores between forward and backward, and its predicted memory and time.
+"""A plan for the tensors that a chain of blocks stores between forward and backward, with predicted memory and time.
 
 A peak counts, at each moment, the stored inputs and saved tensors, the tensor and the gradient that travel along the chain,
 and what the running block needs beyond them. The input of the first block and the output of the last are included. Anything

@@ -219,7 +219,7 @@ class _Table:
     Args:
         levels: for each s the amounts m, ascending.
         index: a function that returns the index of amounts in the levels of s; below 0 if they are less than any.
-        tolerance: how far a level may be below the need. The exact peaks then decide what is within a budget.
+        tolerance: how far a level may be below the need. The exact peaks then decide whether a plan is within a budget.
     """
 
     def __init__(

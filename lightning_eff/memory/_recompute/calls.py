@@ -1,4 +1,4 @@
-"""Calls of a stack's blocks, redirected to the engine that decides what is stored."""
+"""Calls of a stack's blocks, redirected to the engine that decides which tensors are stored."""
 
 import functools
 from collections.abc import Callable

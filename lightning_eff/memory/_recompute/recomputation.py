@@ -82,7 +82,7 @@ class Recomputation:
     # -- the forward pass
 
     def call(self, index: int, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run block ``index`` as ``run(*args, **kwargs)``, storing what the plan says.
+        """Run block ``index`` as ``run(*args, **kwargs)``, and store the tensors of the plan.
 
         Raises:
             RuntimeError: if the block changes an argument in place, so that it could not run again. Later, in the backward

@@ -1,4 +1,4 @@
-"""The record of a block's call that allows it to run again: its arguments, its context, and what it saved."""
+"""The record of a block's call that allows it to run again: its arguments, its context, and its saved tensors."""
 
 import weakref
 from collections.abc import Callable

@@ -33,14 +33,13 @@ def recompute_statistics(
     """Running statistics at the module's present weights, as ``torch.optim.swa_utils.update_bn`` finds them.
 
     ``mean = (1/n) sum_j mean_j`` and ``var = (1/n) sum_j var_j`` over n training batches, of all ranks together. Layers
-    run in the mode they train in, so layers that the user froze keep what they have, but dropout is off, as in
-    evaluation.
+    run in their training mode, so frozen layers keep their statistics. Dropout is off, as in evaluation.
 
     Args:
-        session: the run; its module is left as it was.
+        session: the run. Its module does not change.
         training: :func:`modes` of the module in training.
-        num_batches: n on each rank; None for a whole epoch.
-        epoch: tells this draw of batches from others.
+        num_batches: n on each rank; None means a whole epoch.
+        epoch: number of the epoch, for the draw of batches.
 
     Returns:
         The buffers of each layer that saw data, by their dotted name.

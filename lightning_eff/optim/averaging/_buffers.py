@@ -1,8 +1,8 @@
-"""Buffers at averaged weights: which are averaged, and which follow from the weights, as spectral normalisation's vectors do.
+"""Buffers at averaged weights: running statistics are averaged, and some buffers are computed from the weights.
 
-A buffer may be a count, a mask, a table of codes, a quantiser's scale or a unit vector, of none of which a mean has a meaning.
-So only running statistics are averaged; all others are shown as training left them, but for those that a parametrisation
-computes from the weights, which are computed at the averaged ones.
+A mean has no meaning for a count, a mask, a table of codes, a quantizer's scale or a unit vector. So only running statistics
+are averaged. Buffers that a parametrization computes from weights, such as spectral normalization's vectors, are computed at
+the averaged weights. All others keep their values from training.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,10 +44,10 @@ def computed(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 @torch.no_grad()
 def compute(module: nn.Module, where: dict[str, tuple[str, ...]]) -> None:
-    """Let the buffers that :func:`computed` found be those of the present weights.
+    """Compute the buffers from :func:`computed` at the present weights.
 
-    Their modules compute them as in training, one power iteration at a time, until they move no more. Buffers that do not
-    come to rest stay as they were.
+    Their modules compute them as in training, one power iteration at a time, until they converge. Buffers that do not
+    converge keep their values.
     """
     buffers = dict(module.named_buffers())
     for path, names in where.items():
@@ -69,7 +69,7 @@ def compute(module: nn.Module, where: dict[str, tuple[str, ...]]) -> None:
             for b, kept in zip(held, first, strict=True):
                 b.copy_(kept)
         with _mode(owner, training=False):
-            for hook in _hooks(owner):  # its weight is no parameter, and is computed before a forward pass
+            for hook in _hooks(owner):  # its weight is not a parameter, and is computed before a forward pass
                 hook(owner, None)
 
 
@@ -87,7 +87,7 @@ def _computations(owner: nn.Module) -> Iterator[Callable[[], Any]]:
 
 
 class _mode:
-    """Within, a module and those in it are in training mode, or are not."""
+    """Sets the mode of a module and its submodules in a context."""
 
     def __init__(self, owner: nn.Module, training: bool) -> None:
         self._training = training

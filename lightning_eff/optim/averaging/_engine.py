@@ -1,4 +1,4 @@
-"""Averages of the weights: kept beside the trained weights and shown to validation, checkpoints and the end of the fit."""
+"""Averages of the weights, which validation, checkpoints and the end of the fit see instead of the trained weights."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,8 +58,8 @@ def pieces(session: Session) -> dict[str, Tensor]:
 class AveragedWeights(OtherWeights):
     """A technique that computes other weights from the trained ones, and shows them in validation and checkpoints.
 
-    A subclass yields the other weights in :meth:`average`, holds what they are made of, and calls :meth:`outdate` when they
-    change. The module holds the other weights while the trainer validates, and from the end of fit on. Every checkpoint's
+    A subclass yields the other weights in :meth:`average`, stores the tensors to compute them, and calls :meth:`outdate` when
+    they change. The module holds the other weights while the trainer validates, and from the end of fit on. Every checkpoint's
     ``state_dict`` contains them once there are any; the trained weights are in the callback's state. Buffers that a
     parametrisation computes from weights (such as spectral normalisation's vectors) are computed at the other weights.
     BatchNorm statistics are recomputed for them if ``recomputes`` is True.
@@ -78,8 +78,8 @@ class AveragedWeights(OtherWeights):
     recomputes: bool = True
 
     def _reset(self) -> None:
-        self._taken = 0  # how often trained weights were taken up
-        self._held: dict[str, Tensor] = {}  # the average, where one copy is all there is of it
+        self._taken = 0  # number of trained weights in the average
+        self._held: dict[str, Tensor] = {}  # the average, if it is a single copy
         self._raw: dict[str, Tensor] | None = None  # set while the module holds the other weights
         self._statistics: dict[str, Tensor] | None = None  # BatchNorm's, at the other weights; None until needed
         self._modes: dict[str, bool] = {}
@@ -99,19 +99,19 @@ class AveragedWeights(OtherWeights):
         return self._held
 
     def forget(self) -> None:
-        """Drop what is held, because another technique changed the network's blocks or overwrote weights."""
+        """Drop the stored tensors, because another technique changed the network's blocks or overwrote weights."""
         self._held = {}
 
     def to_devices(self, devices: Mapping[str, torch.device]) -> None:
-        """Move what a checkpoint gave to the module's devices."""
+        """Move the tensors of a checkpoint to the module's devices."""
         self._held = {name: value.to(devices[name]) for name, value in self._held.items()}
 
     def saved(self) -> dict[str, Any]:
-        """What is held, for a checkpoint."""
+        """Return the stored tensors for a checkpoint."""
         return {"held": dict(self._held)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`saved` gave."""
+        """Restore the result of :meth:`saved`."""
         self._held = dict(state["held"])
 
     def saved_weights(self, state: dict[str, Any]) -> Mapping[str, Tensor]:
@@ -132,7 +132,7 @@ class AveragedWeights(OtherWeights):
                 )
 
     def check_budget(self, session: Session, setting: str, otherwise: str) -> None:
-        """Raise ``ValueError`` if the run has no end, of which ``setting`` is a fraction."""
+        """Raise ``ValueError`` if ``setting`` is a fraction of the run and the run has no end."""
         if not session.progress.limits():
             raise ValueError(
                 f"{type(self).__name__}({setting}): this is a fraction of the run, and the Trainer has no max_steps, max_epochs"
@@ -306,5 +306,5 @@ def _divided(session: Session) -> bool:
 
 
 def _own(session: Session, state: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of what :meth:`AveragedWeights.state_dict` gave."""
+    """Return this rank's part of the result of :meth:`AveragedWeights.state_dict`."""
     return state["ranks"][session.replicas.process] if "ranks" in state else state

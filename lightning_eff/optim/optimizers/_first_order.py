@@ -37,7 +37,7 @@ class FirstOrder(Optimizer):
 
     @abstractmethod
     def begin(self, p: Tensor) -> dict[str, Any]:
-        """The state of a parameter before its first step."""
+        """Return the state of a parameter before its first step."""
 
     @abstractmethod
     def update(
@@ -47,7 +47,7 @@ class FirstOrder(Optimizer):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of all groups.
+        """Update all groups once.
 
         Args:
             closure: a function that computes the loss again, with gradients, and returns it.
@@ -81,7 +81,7 @@ class FirstOrder(Optimizer):
 
 
 def held(states: list[dict[str, Any]], name: str) -> list[Any]:
-    """The entry ``name`` of every state."""
+    """Return the entry ``name`` of every state."""
     return [state[name] for state in states]
 
 
@@ -93,7 +93,7 @@ def count(states: list[dict[str, Any]]) -> list[int]:
 
 
 def ratio_of_norms(over: list[Tensor], under: list[Tensor]) -> list[Tensor]:
-    """``|a| / |b|`` for each pair, scalars; 1 where either norm is zero."""
+    """Return the scalars ``|a| / |b|`` for each pair, or 1 if either norm is zero."""
     found = []
     for a, b in zip(lists.norm(over), lists.norm(under), strict=True):
         found.append(torch.where((a > 0) & (b > 0), a / b, torch.ones_like(a)))

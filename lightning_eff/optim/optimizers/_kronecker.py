@@ -1,5 +1,7 @@
-"""What update rules share that act on a matrix from both its sides: which parameters are matrices, how their tensors are
-folded into pieces that are stacked by shape, products of all sides, and Adam for all that is no matrix.
+"""The base of update rules that multiply a matrix from both sides.
+
+It finds the matrices, folds their tensors into pieces stacked by shape, and computes products of all sides. Other parameters
+use Adam.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,12 +19,12 @@ from lightning_eff.optim.optimizers._matrices import Layout, Split, layout_by_na
 
 @dataclass(frozen=True)
 class Fold:
-    """How the tensor of one parameter is folded into pieces with one side for each dimension.
+    """Folds the tensor of one parameter into pieces with one side per dimension.
 
     Attributes:
-        layout: of what matrices the tensor is made; None for a tensor that is taken as it is.
-        merge: kernels of a convolution are merged into its inputs up to this product; above it they are a side of their own.
-        block: pieces are no larger than this along any side; None for no limit.
+        layout: matrices in the tensor; None uses the tensor unchanged.
+        merge: largest product up to which a convolution's kernel is merged into its inputs; otherwise it is a separate side.
+        block: largest side of a piece; None means no limit.
     """
 
     layout: Layout | None
@@ -30,7 +32,7 @@ class Fold:
     block: int | None = None
 
     def apart(self, tensor: Tensor) -> list[Tensor]:
-        """The pieces, views of ``tensor`` if it is contiguous."""
+        """Return the pieces, which are views of ``tensor`` if it is contiguous."""
         if self.layout is None:
             pieces = [tensor]
         elif self.layout.form == "convolution":
@@ -45,8 +47,9 @@ class Fold:
 
 
 def merged(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
-    """(out, in, h, w, ...) as (out, in * h * w ...) where the product is at most ``limit``, else as (out, in, h * w ...);
-    sides of a kernel whose product is above it stay apart.
+    """Merge (out, in, h, w, ...) to (out, in * h * w ...) if the product is at most ``limit``.
+
+    Otherwise merge it to (out, in, h * w ...). Kernel sides with a larger product are not merged.
     """
     found: list[int] = []
     for size in reversed(shape[1:]):
@@ -58,16 +61,16 @@ def merged(shape: tuple[int, ...], limit: int) -> tuple[int, ...]:
 
 
 def unfolded(stack: Tensor, dim: int) -> Tensor:
-    """Pieces (n, d_0, d_1, ...) as matrices (n, d_dim, all else)."""
+    """Return pieces (n, d_0, d_1, ...) as matrices (n, d_dim, product of the rest)."""
     return stack.movedim(dim + 1, 1).flatten(2) if stack.ndim > 2 else stack.unsqueeze(-1)
 
 
 def multiplied(stack: Tensor, matrices: Mapping[int, Tensor], *, transposed: bool = False) -> Tensor:
-    """Each side of each piece times a matrix of its own: for two sides ``A^T X B``, or ``A X B^T`` where ``transposed``.
+    """Multiply each side of each piece by its matrix: for two sides ``A^T X B``, or ``A X B^T`` if ``transposed``.
 
     Args:
         stack: pieces ``X``, (n, d_0, d_1, ...).
-        matrices: of each side that has any, (n, d, d).
+        matrices: matrices (n, d, d) by side.
         transposed: see above.
     """
     for dim, matrix in matrices.items():
@@ -79,7 +82,7 @@ def multiplied(stack: Tensor, matrices: Mapping[int, Tensor], *, transposed: boo
 
 
 def outer(stack: Tensor, sides: Iterable[int]) -> dict[int, Tensor]:
-    """``X X^T`` of each of ``sides``, over all others: of pieces (n, d_0, d_1, ...) each (n, d, d)."""
+    """Return ``X X^T`` for each of ``sides``, summed over the others: (n, d, d) for pieces (n, d_0, d_1, ...)."""
     found: dict[int, Tensor] = {}
     for dim in sides:
         x = unfolded(stack, dim)
@@ -88,23 +91,23 @@ def outer(stack: Tensor, sides: Iterable[int]) -> dict[int, Tensor]:
 
 
 def working(dtype: torch.dtype) -> torch.dtype:
-    """What products and roots are computed in."""
+    """Return the dtype for products and roots."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Kronecker(FirstOrder):
-    """A rule that multiplies each side of a matrix by a matrix of its own; a subclass writes :meth:`update_folded`.
+    """A rule that multiplies each side of a matrix by a separate matrix; a subclass implements :meth:`update_folded`.
 
     Args:
         params: a module, its ``named_parameters()`` or ``parameters()``, or groups of them.
-        defaults: of the groups; with ``lr``, ``betas`` (two), ``eps``, ``weight_decay`` and ``algorithm`` for Adam.
+        defaults: defaults of the groups, with ``lr``, ``betas`` (two), ``eps``, ``weight_decay`` and ``algorithm`` for Adam.
         split: as in :class:`Muon`.
         merge: see :class:`Fold`.
         block: see :class:`Fold`.
-        vectors: fold tensors of one dimension too.
+        vectors: whether to fold tensors of one dimension too.
 
     Raises:
-        ValueError: if there is no matrix among the parameters; for DTensors; for groups of an unknown algorithm.
+        ValueError: if no parameter is a matrix, a parameter is a DTensor, or a group's algorithm is unknown.
     """
 
     def __init__(
@@ -132,13 +135,13 @@ class Kronecker(FirstOrder):
             shapes = [tuple(p.shape) for group in self.param_groups for p in group["params"]]
             raise ValueError(
                 f"{who}: no hidden matrix among {len(shapes)} parameters (shapes {shapes[:6]}"
-                f"{' ...' if len(shapes) > 6 else ''}); expected weights of linear maps or convolutions beside embeddings and"
-                f' heads. Use AdamW, or name the matrices by a parameter group with "algorithm": "{who.lower()}".'
+                f"{' ...' if len(shapes) > 6 else ''}); expected weights of linear layers or convolutions, without embeddings"
+                f' and heads. Use AdamW, or name the matrices in a parameter group with "algorithm": "{who.lower()}".'
             )
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; which of its parameters are matrices is told by their names and shapes."""
+        """Add a group, and find its matrices by names and shapes."""
         super().add_param_group(param_group)
         group, who = self.param_groups[-1], type(self).__name__
         if group["algorithm"] not in (None, who.lower(), "adamw"):
@@ -187,28 +190,28 @@ class Kronecker(FirstOrder):
                 act(settings, [params[i] for i in chosen], [grads[i] for i in chosen], [states[i] for i in chosen])
 
     def adam_settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        """What Adam does with a group's settings."""
+        """Return Adam's settings for a group."""
         return group
 
     def update_folded(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> None:
-        """One step of parameters that are matrices, in place, and of what is in ``states``."""
+        """Update matrices and their ``states`` in place."""
         raise NotImplementedError
 
     def buckets(self, params: list[Tensor], keys: list[Any]) -> dict[Any, list[tuple[int, int]]]:
-        """Which pieces can be stacked: (parameter, piece) by shape, dtype, device and their parameter's key."""
+        """Group pieces that can be stacked: (parameter, piece) by shape, dtype, device and the parameter's key."""
         found: dict[Any, list[tuple[int, int]]] = {}
         for i, (p, key) in enumerate(zip(params, keys, strict=True)):
             for j, piece in enumerate(self._folds[p].apart(p)):
                 found.setdefault((tuple(piece.shape), p.dtype, p.device, key), []).append((i, j))
         return found
 
-    # -- what a bare torch.optim.Optimizer would lose
+    # -- state that torch.optim.Optimizer would lose
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, each tensor of it in the dtype that it was saved in."""
+        """Load a state, with each tensor in its saved dtype."""
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
 
@@ -218,7 +221,7 @@ class Kronecker(FirstOrder):
 
 
 def adam(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> None:
-    """AdamW's step of ``params`` in place."""
+    """Do AdamW's step on ``params`` in place."""
     (b1, b2), lr, steps = group["betas"], group["lr"], count(states)
     for p, state in zip(params, states, strict=True):
         if "exp_avg" not in state:
@@ -238,5 +241,5 @@ def adam(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], state
 
 
 def sides(shape: tuple[int, ...], max_dim: int | None = None) -> list[int]:
-    """The sides of a piece that a matrix is kept for: those longer than one, and not above ``max_dim``."""
+    """Return the sides of a piece that have a matrix: those longer than one and at most ``max_dim``."""
     return [dim for dim, size in enumerate(shape) if size > 1 and (max_dim is None or size <= max_dim)]

@@ -1,7 +1,7 @@
-"""Which parameters are hidden matrices, and how the tensor of each is taken apart into them.
+"""Finds the hidden matrices of a module, and splits parameters into them.
 
-A matrix here is a linear map from activations to activations: ``y = W x`` with ``W`` of shape (out, in). Embeddings, heads,
-positions and tables are not, whatever their shape; fused projections are several.
+A hidden matrix is a weight between activations: ``y = W x`` with ``W`` of shape (out, in). Embeddings, heads, positions and
+tables are not hidden matrices, and a fused projection is several.
 """
 
 import re
@@ -34,13 +34,13 @@ _FUSED_PAIR = re.compile(r"gate_up_proj|fused_gate_up|w12")
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensor of one parameter is made of matrices (out, in).
+    """The matrices (out, in) in the tensor of one parameter.
 
     Attributes:
-        form: "matrix" for (out, in), "convolution" for (out, in, ...) that counts as (out, in * ...), "stack" for
-            (k, out, in), one matrix each.
-        transposed: the tensor is (in, out), or (k, in, out).
-        parts: sizes along ``out`` of the maps that are fused into it; empty for one.
+        form: "matrix" for (out, in), "convolution" for (out, in, ...) as (out, in * ...), "stack" for k matrices
+            (k, out, in).
+        transposed: whether the tensor is (in, out), or (k, in, out).
+        parts: sizes along ``out`` of fused layers, or empty.
     """
 
     form: str = "matrix"
@@ -48,7 +48,7 @@ class Layout:
     parts: tuple[int, ...] = ()
 
     def apart(self, tensor: Tensor) -> list[Tensor]:
-        """The matrices of ``tensor``, as views (but of a convolution whose memory is in another order, as a copy)."""
+        """Return the matrices of ``tensor`` as views, or as a copy for a convolution with another memory order."""
         if self.form == "convolution":
             return [tensor.flatten(1)]
         found: list[Tensor] = []
@@ -58,7 +58,7 @@ class Layout:
         return found
 
     def blocks(self, tensor: Tensor) -> list[Tensor]:
-        """The same in tensors (j, out, in) of as many matrices of one shape as lie together."""
+        """Return the matrices in tensors (j, out, in) of adjacent matrices with one shape."""
         if self.form == "convolution":
             return [tensor.flatten(1)[None]]
         matrices = tensor if self.form == "stack" else tensor[None]
@@ -70,12 +70,12 @@ class Layout:
         return [part[None] for matrix in matrices.unbind(0) for part in matrix.split(list(self.parts))]
 
     def targets(self, tensor: Tensor) -> list[Tensor]:
-        """The blocks as views always, so that they can be written to; a convolution as it is."""
+        """Return the blocks as views to write to; a convolution is returned unchanged."""
         return [tensor] if self.form == "convolution" else self.blocks(tensor)
 
 
 def layout_by_name(name: str | None, tensor: Tensor, split: Split) -> Layout | None:
-    """The layout of a parameter of which the name is known (or not: None) and nothing else; None if it is no matrix.
+    """Return the layout of a parameter from its name, which can be None; return None if it is not a matrix.
 
     A tensor of two dimensions or more counts as a matrix unless a component of its name says otherwise. A tensor of three
     is a stack of matrices where its name has "expert" in it, else a convolution.
@@ -92,7 +92,7 @@ def layout_by_name(name: str | None, tensor: Tensor, split: Split) -> Layout | N
 
 
 def _with_parts(layout: Layout, name: str | None, tensor: Tensor, split: Split) -> Layout:
-    """``layout`` with what ``split`` says of the maps fused into the parameter."""
+    """Return ``layout`` with the parts that ``split`` gives for the fused layers of the parameter."""
     if split is None or layout.form == "convolution":
         return layout
     rows, columns = tensor.shape[-2:]
@@ -122,26 +122,25 @@ def _divided(layout: Layout, name: str, tensor: Tensor, parts: int | Sequence[in
     sizes = (out // max(parts, 1),) * parts if isinstance(parts, int) else tuple(parts)
     if not sizes or sum(sizes) != out or min(sizes) < 1:
         raise ValueError(
-            f"split=...: {name} of shape {tuple(tensor.shape)} has {out} outputs, and got {parts!r}; expected a number of"
-            " equal parts that divides them, or the sizes of the parts, which add up to them."
+            f"split=...: {name} of shape {tuple(tensor.shape)} has {out} outputs, but got {parts!r}. Pass a number of equal"
+            f" parts that divides {out}, or sizes with the sum {out}."
         )
     return Layout(layout.form, layout.transposed, sizes)
 
 
 def hidden_matrices(module: nn.Module, split: Split = "auto") -> dict[str, Layout]:
-    """The hidden matrices of any module, by the parameter's name in ``module.named_parameters()``.
+    """Return the hidden matrices of any module by the parameter's name in ``module.named_parameters()``.
 
-    They are the weights of linear layers, of attention's fused input projection, of convolutions whose groups are one, and
-    stacks of experts' matrices. Embeddings, what is tied to one, heads, positions and other tables are never among them.
+    They are the weights of linear layers, of attention's fused input projection, of convolutions with one group, and stacks of
+    experts' matrices. Embeddings, weights tied to one, heads, positions and other tables do not count.
 
-    In a network with a stack of blocks that follow one another, everything in the blocks counts. Of what lies outside of the
-    stack, or in a network without one, the first reads the input, unless an embedding was recognised, and the last writes the
-    output, unless a head was. Those two are left out. A list whose blocks run side by side, such as the heads of an
-    attention, is no stack.
+    In a stack of consecutive blocks, all matrices count. Outside the stack, or without one, the first matrix reads the input
+    unless there is a known embedding. The last one writes the output unless there is a known head. Both are excluded. A list
+    whose blocks run in parallel, such as attention heads, is not a stack.
 
     Args:
-        module: a LightningModule, or any.
-        split: which of them are several maps in one tensor, as in :class:`Muon`.
+        module: any module.
+        split: the parameters with several layers in one tensor, as in :class:`Muon`.
     """
     lists = candidates(module)
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
@@ -178,7 +177,7 @@ def hidden_matrices(module: nn.Module, split: Split = "auto") -> dict[str, Layou
 
 
 def _has_stack(module: nn.Module, lists: Sequence[Candidate]) -> bool:
-    """Whether the blocks of any list follow one another; where nothing tells, those that are most of the module are."""
+    """Whether the blocks of a list follow each other; if unknown, a list with most of the module counts as such."""
     if any(isinstance(c.container, nn.Sequential) for c in lists):
         return True
     told = verdicts(module, lists)
@@ -188,7 +187,7 @@ def _has_stack(module: nn.Module, lists: Sequence[Candidate]) -> bool:
 
 
 def _is_input(held: Sequence[tuple[str, nn.Module, str]]) -> bool:
-    """Whether a parameter embeds the input: a table that is looked up, or what is named as one; positions alone do not."""
+    """Whether a parameter embeds the input: a lookup table, or a parameter named like one, except positions."""
     return any(
         (isinstance(owner, nn.Embedding | nn.EmbeddingBag) or any(_EMBEDDED.fullmatch(part) for part in parts))
         and not any(_POSITION.fullmatch(part) for part in parts)
@@ -198,7 +197,7 @@ def _is_input(held: Sequence[tuple[str, nn.Module, str]]) -> bool:
 
 
 def _is_head(held: Sequence[tuple[str, nn.Module, str]]) -> bool:
-    """Whether a parameter writes the output: what is named as a head, or a table that a linear layer shares."""
+    """Whether a parameter writes the output: a parameter named like a head, or a table shared with a linear layer."""
     tied = any(isinstance(owner, nn.Embedding) for _, owner, _ in held) and any(
         is_linear(owner) for _, owner, _ in held
     )
@@ -214,7 +213,7 @@ def _within(path: str, lists: Iterable[str]) -> bool:
 
 
 def _alike(path: str, other: str, lists: Iterable[str]) -> bool:
-    """Whether two weights stand at the same place in two blocks of one list."""
+    """Whether two weights have the same place in two blocks of one list."""
     for one in lists:
         if path.startswith(f"{one}.") and other.startswith(f"{one}."):
             return path.removeprefix(f"{one}.").partition(".")[2] == other.removeprefix(f"{one}.").partition(".")[2]
@@ -229,14 +228,14 @@ def _below(path: str, stacks: Iterable[str]) -> str:
 
 
 def _layout_in(owner: nn.Module, own: str, path: str, p: Tensor) -> Layout | None:
-    """How ``owner`` uses its parameter ``own``, if that is a linear map."""
+    """Return the layout of the parameter ``own`` of ``owner`` if it is a linear layer's weight."""
     if isinstance(owner, _CONVOLUTIONS):
         return Layout("convolution") if own == "weight" and owner.groups == 1 else None
     if isinstance(owner, nn.MultiheadAttention) and own == "in_proj_weight":
         return Layout()
     if isinstance(owner, nn.RNNBase):
         return Layout()
-    if type(owner).__name__ == "Conv1D" and own == "weight" and p.ndim == 2:  # transformers' linear map of (in, out)
+    if type(owner).__name__ == "Conv1D" and own == "weight" and p.ndim == 2:  # transformers' linear layer
         return Layout(transposed=True)
     if p.ndim == 3 and "expert" in path.lower():
         return Layout("stack", transposed=bool(getattr(owner, "is_transposed", False)))  # transformers says so
@@ -246,7 +245,7 @@ def _layout_in(owner: nn.Module, own: str, path: str, p: Tensor) -> Layout | Non
 
 
 def is_linear(owner: Any) -> bool:
-    """Whether a module with a 2-D weight is a linear map: torch's own, or one that has its shape's names."""
+    """Whether a module with a 2-D weight is a linear layer: torch's, or one with the same names of sizes."""
     if isinstance(owner, nn.Linear | nn.MultiheadAttention):
         return True
     return hasattr(owner, "in_features") and hasattr(owner, "out_features")
@@ -257,7 +256,7 @@ _MODULE: ContextVar[nn.Module | None] = ContextVar("module", default=None)
 
 @contextmanager
 def parameters_of(module: nn.Module) -> Iterator[None]:
-    """Optimizers that are made within may know the module whose parameters they get."""
+    """Let optimizers that are created in this context know the module of their parameters."""
     token = _MODULE.set(module)
     try:
         yield
@@ -266,10 +265,10 @@ def parameters_of(module: nn.Module) -> Iterator[None]:
 
 
 def layouts_of(module: nn.Module | None, split: Split) -> dict[int, Layout | None] | None:
-    """How each parameter of ``module`` is made of matrices, by its id; None for those that are none.
+    """Return the layout of each parameter of ``module`` by id, with None for parameters that are not matrices.
 
     Args:
-        module: any; None for that of :func:`parameters_of`, without which nothing is known.
+        module: the module; None uses that of :func:`parameters_of`. Without one the result is None.
         split: as in :class:`Muon`.
     """
     module = _MODULE.get() if module is None else module
@@ -280,5 +279,5 @@ def layouts_of(module: nn.Module | None, split: Split) -> dict[int, Layout | Non
 
 
 def named(params: Any) -> list[tuple[str | None, Tensor]]:
-    """Parameters with their names where they came with them."""
+    """Return the parameters with their names, if they have names."""
     return [one if isinstance(one, tuple) else (None, one) for one in params]

@@ -215,7 +215,7 @@ class Muon(Optimizer):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of all groups.
+        """Update all groups once.
 
         Args:
             closure: a function that computes the loss again, with gradients, and returns it.

@@ -1,4 +1,4 @@
-"""The factors of a module's maps over a run: sums over a window, their means over ranks and over time, and inverses."""
+"""The factors of a module's layers during a run: sums over a window, means over ranks and time, and inverses."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,18 +11,18 @@ from lightning_eff.optim.preconditioning._maps import Map
 
 
 class Estimates:
-    """Statistics of maps, by name, and what is made of them.
+    """Statistics of layers by name, and their inverses.
 
     Attributes:
-        factors: running means of the moments, and of how many steps each is.
-        inverses: of ``A`` and ``S``, damped, as they were last made.
-        scale: the loss in units of a mean of log-likelihoods: its running mean.
-        statistics: steps that statistics were taken in.
-        window: sums over the micro-batches of the step at hand, and :attr:`window_scale` those of the scale.
+        factors: running means of the moments, each with its number of steps.
+        inverses: the last damped inverses of ``A`` and ``S``.
+        scale: running mean of the loss in units of a mean of log-likelihoods.
+        statistics: number of steps with statistics.
+        window: sums over the micro-batches of the present step. :attr:`window_scale` is the sum of the scale.
 
     Args:
-        decay: of the means over time.
-        max_size: rows of the largest factor that is kept whole.
+        decay: decay of the means over time.
+        max_size: size of the largest full factor.
     """
 
     def __init__(self, *, decay: float, max_size: int) -> None:
@@ -35,25 +35,25 @@ class Estimates:
         self.window_scale = 0.0
 
     def drop_window(self) -> None:
-        """What is summed up is of a step whose gradients were of no use."""
+        """Drop the sums of a step whose gradients were not used."""
         self.window, self.window_scale = {}, 0.0
 
     def add(self, name: str, found: Moments) -> None:
-        """One call of a map, or a part of one."""
+        """Add one call of a layer, or a part of one."""
         self.window[name] = self.window[name] + found if name in self.window else found
 
     def average(
         self, maps: Iterable[Map], micro_batches: int, world_size: int, total: Callable[[Tensor], Tensor]
     ) -> None:
-        """The window is whole: average it over its micro-batches, over ranks and over time.
+        """Average the complete window over micro-batches, ranks and time.
 
-        Maps that no rank has rows of, or whose sums are not finite, keep their factors.
+        Layers without rows on any rank, or with sums that are not finite, keep their factors.
 
         Args:
-            maps: all of them, in an order that is the same on all ranks.
-            micro_batches: by which the loss of each is divided.
-            world_size: ranks.
-            total: the sum of a tensor over the ranks.
+            maps: all layers, in the same order on all ranks.
+            micro_batches: divisor of each micro-batch's loss.
+            world_size: number of ranks.
+            total: returns the sum of a tensor over the ranks.
         """
         window = self.window
         share = 1.0 / (micro_batches * world_size)
@@ -76,14 +76,14 @@ class Estimates:
                 self.factors[m.name] = (old.moved_towards(new, self._weight(number + 1)), number + 1)
 
     def _weight(self, number: int) -> float:
-        """What the newest of ``number`` statistics counts in their mean: ``1 - min(1 - 1 / t, decay)``."""
+        """Return the weight of the newest of ``number`` statistics in their mean: ``1 - min(1 - 1 / t, decay)``."""
         return 1.0 - min(1.0 - 1.0 / number, self.decay)
 
     def inverses_of(self, m: Map, damping: float, *, with_bias: bool) -> tuple[Tensor, Tensor]:
-        """The inverses of a map that has factors: those at hand, unless there are none of this form.
+        """Return the inverses for a layer with factors, and compute them if there are none of this form.
 
         Args:
-            m: the map.
+            m: the layer.
             damping: ``lambda``, in units of a mean loss's curvature.
             with_bias: whether its bias has a gradient.
         """
@@ -94,10 +94,10 @@ class Estimates:
             found = self.inverses[m.name] = inverses(factors, damping * self.scale)
         return found
 
-    # -- what is kept
+    # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the window: plain containers, numbers and tensors."""
+        """Return everything except the window, as plain containers, numbers and tensors."""
         return {
             "factors": {name: {**_saved(moments), "number": n} for name, (moments, n) in self.factors.items()},
             "inverses": {name: {"A": a.clone(), "S": s.clone()} for name, (a, s) in self.inverses.items()},
@@ -106,23 +106,23 @@ class Estimates:
         }
 
     def window_state(self) -> tuple[dict[str, Any], float]:
-        """The window of this rank."""
+        """Return this rank's window."""
         return {name: _saved(moments) for name, moments in self.window.items()}, self.window_scale
 
     def load(
         self, state: Mapping[str, Any], window: tuple[dict[str, Any], float] | None, maps: Mapping[str, Map]
     ) -> None:
-        """Take over what :meth:`state_dict` and :meth:`window_state` returned, on the devices of the maps.
+        """Load the results of :meth:`state_dict` and :meth:`window_state`, on the devices of the layers.
 
         Raises:
-            ValueError: if it is of other maps.
+            ValueError: if they belong to other layers.
         """
         unknown = [name for name in state["factors"] if name not in maps]
         if unknown:
             raise ValueError(
-                f"KFAC: the checkpoint has factors of {', '.join(unknown[:4])}, which is no map that the optimizers step;"
-                f" expected some of {', '.join(list(maps)[:4])}{', ...' if len(maps) > 4 else ''}. Resume the module that it"
-                " was saved of, or load its weights alone."
+                f"KFAC: the checkpoint has factors of {', '.join(unknown[:4])}, which the optimizers do not step; expected some"
+                f" of {', '.join(list(maps)[:4])}{', ...' if len(maps) > 4 else ''}. Resume with the module that the"
+                " checkpoint was saved from, or load only its weights."
             )
         for name, saved in state["factors"].items():
             device = maps[name].weight.device
@@ -137,7 +137,7 @@ class Estimates:
 
 
 def no_rows(m: Map, *, max_size: int) -> Moments:
-    """Sums over no rows of a map."""
+    """Return the sums over no rows of a layer."""
     outputs = m.weight.shape[1] if m.transposed else m.weight.shape[0]
     inputs = m.weight.numel() // outputs + m.has_bias
     like = {"dtype": torch.promote_types(m.weight.dtype, torch.float32), "device": m.weight.device}

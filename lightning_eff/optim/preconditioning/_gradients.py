@@ -83,8 +83,8 @@ class Preconditioner(Technique):
 
     It acts after micro-batches and ranks have been summed, a gradient scaler's factor has been removed, and every hook of the
     module and of other callbacks has seen the gradients. Clipping and the step come after it. A subclass gets gradients in
-    float32 or finer, by parameter name. Left alone are parameters without a gradient in this step, gradients that torch keeps
-    sparse, and all gradients of a step if one is not finite (a gradient scaler skips such a step).
+    float32 or finer, by parameter name. It skips parameters without a gradient in this step and sparse gradients. It skips the
+    whole step if a gradient is not finite, like a gradient scaler.
     """
 
     needs_optimizer: ClassVar[bool] = True

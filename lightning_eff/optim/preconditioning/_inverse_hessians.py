@@ -1,7 +1,7 @@
-"""``H g`` for inverse Hessians that pairs of a direction and its curvature tell: the two rules of Berahas et al. 2022.
+"""``H g`` for inverse Hessians from pairs of a direction and its curvature, by the two rules of Berahas et al. 2022.
 
-Both work on products alone: a vector is its coordinates in the basis ``[g, s_1 .. s_m, y_1 .. y_m]``, whose products with each
-other are all that is asked of it.
+Both rules need only inner products. A vector is represented by its coordinates in the basis ``[g, s_1 .. s_m, y_1 .. y_m]``,
+of which only the Gram matrix is needed.
 """
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @torch.no_grad()
 def lbfgs_weights(gram: Tensor, *, epsilon: float) -> tuple[Tensor, int]:
-    """``H g`` of the two-loop recursion, in coordinates of ``[g, s_1 .. s_m, y_1 .. y_m]``.
+    """Return ``H g`` of the two-loop recursion in coordinates of ``[g, s_1 .. s_m, y_1 .. y_m]``.
 
-    Pairs are taken in their order; the newest, ``m``, keeps the secant equation ``H y_m = s_m``. One counts where
-    ``s^T y >= epsilon ||s||^2``, which keeps ``H`` positive definite. ``H_0 = (s^T y / y^T y) I`` of the newest that counts.
+    Pairs are used in order, so the newest one, ``m``, satisfies the secant equation ``H y_m = s_m``. A pair counts if
+    ``s^T y >= epsilon ||s||^2``, which keeps ``H`` positive definite. ``H_0 = (s^T y / y^T y) I`` from the newest valid pair.
 
     Args:
         gram: the products of ``[g, S, Y]``, shape (1 + 2m, 1 + 2m), float64.
@@ -44,11 +44,11 @@ def lbfgs_weights(gram: Tensor, *, epsilon: float) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def lsr1_weights(gram: Tensor, *, epsilon: float) -> tuple[Tensor, int]:
-    """``H g`` of symmetric rank-one updates, in coordinates of ``[g, s_1 .. s_m, y_1 .. y_m]``.
+    """Return ``H g`` of symmetric rank-one updates in coordinates of ``[g, s_1 .. s_m, y_1 .. y_m]``.
 
-    ``H <- H + v v^T / v^T y`` with ``v = s - H y``, where ``|v^T y| >= epsilon ||v|| ||y||``; else the pair is passed over.
-    On a quadratic all pairs that count keep ``H y = s``, and as many as there are dimensions make ``H`` its inverse
-    Hessian. ``H`` need not be positive. It begins as ``(s^T y / y^T y) I`` of the last pair, by its absolute value.
+    ``H <- H + v v^T / v^T y`` with ``v = s - H y`` if ``|v^T y| >= epsilon ||v|| ||y||``; otherwise the pair is skipped. On a
+    quadratic all valid pairs satisfy ``H y = s``, and one pair per dimension makes ``H`` its inverse Hessian. ``H`` can be
+    indefinite. It starts as the absolute value of ``(s^T y / y^T y) I`` of the last pair.
 
     Args and returns as :func:`lbfgs_weights`.
     """

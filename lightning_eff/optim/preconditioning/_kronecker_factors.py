@@ -1,12 +1,14 @@
-"""Kronecker factors of a map's curvature, their damped inverses, and the step that they give.
+"""Kronecker factors of a layer's curvature, their damped inverses, and the resulting step.
 
-For a map ``y = W a`` whose loss has the gradient ``g`` at ``y``, the curvature of the loss along ``W`` is taken as
-``A (x) S``, ``A`` being the mean of ``a a^T`` and ``S`` the sum of ``g g^T`` over rows. Rows are all uses of ``W`` in a
-batch: its samples, the tokens of each, the places of a convolution, and several calls of one map (K-FAC-expand,
-Eschenhagen et al. 2023, arXiv:2311.00636). A grouped convolution is ``G`` maps side by side: everything has a first
-dimension ``G``, which is 1 elsewhere. A factor of too many rows is kept as its diagonal, of shape (G, n).
+Let ``y = W a`` be a layer, and ``g`` the loss's gradient at ``y``. The curvature along ``W`` is approximated by ``A (x) S``.
+``A`` is the mean of ``a a^T``, and ``S`` the sum of ``g g^T``, over rows. Rows are all uses of ``W`` in a batch: samples,
+tokens, positions of a convolution, and several calls of one layer (K-FAC-expand, Eschenhagen et al. 2023, arXiv:2311.00636).
 
-Martens & Grosse 2015 (arXiv:1503.05671), Grosse & Martens 2016 (arXiv:1602.01407).
+The first dimension ``G`` is the number of groups of a convolution, otherwise 1. A factor that would be too large is replaced
+by its diagonal, of shape (G, n).
+
+References:
+    Martens & Grosse 2015, arXiv:1503.05671. Grosse & Martens 2016, arXiv:1602.01407.
 """
 
 from dataclasses import dataclass, replace
@@ -17,11 +19,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the rows of a map, or running means of such sums.
+    """Sums over the rows of a layer, or running means of such sums.
 
     Attributes:
         A: the sum of ``a a^T``, shape (G, n, n), or its diagonal (G, n).
-        rows: how many rows had a gradient, shape (G,).
+        rows: number of rows with a gradient, shape (G,).
         S: the sum of ``g g^T``, shape (G, m, m), or its diagonal (G, m).
     """
 
@@ -33,36 +35,36 @@ class Moments:
         return Moments(self.A + other.A, self.rows + other.rows, self.S + other.S)
 
     def moved_towards(self, other: "Moments", weight: float) -> "Moments":
-        """``(1 - weight) * self + weight * other``."""
+        """Return ``(1 - weight) * self + weight * other``."""
         pairs = ((self.A, other.A), (self.rows, other.rows), (self.S, other.S))
         return Moments(*(torch.lerp(mine, theirs, weight) for mine, theirs in pairs))
 
     def to(self, device: torch.device) -> "Moments":
-        """On that device."""
+        """Return a copy on ``device``."""
         return Moments(self.A.to(device), self.rows.to(device), self.S.to(device))
 
     def without_bias(self) -> "Moments":
-        """Without the last entry of ``a``, which is the constant 1 that a bias is the weight of."""
+        """Remove the last entry of ``a``, the constant 1 for the bias."""
         return replace(self, A=self.A[..., :-1] if self.A.ndim == 2 else self.A[..., :-1, :-1])
 
     @property
     def finite(self) -> bool:
-        """Whether no number in it is infinite or nan."""
+        """Whether all numbers are finite."""
         return bool(self.A.isfinite().all() & self.S.isfinite().all())
 
 
 def second_moment(rows: Tensor, *, diagonal: bool) -> Tensor:
-    """``sum_r x_r x_r^T`` of rows (G, R, n), shape (G, n, n); or its diagonal (G, n)."""
+    """Return ``sum_r x_r x_r^T`` of rows (G, R, n), shape (G, n, n), or its diagonal (G, n)."""
     return rows.square().sum(dim=1) if diagonal else rows.mT @ rows
 
 
 def moments(a: Tensor, g: Tensor, *, max_size: int) -> Moments:
-    """The sums over rows. A row without a gradient, on which no loss depends, is none: padding, an expert's other tokens.
+    """Return the sums over rows with a gradient. The loss does not depend on others, such as padding or unrouted tokens.
 
     Args:
         a: inputs, shape (G, R, n).
         g: gradients at the outputs, shape (G, R, m).
-        max_size: of a factor that is kept whole.
+        max_size: largest size of a full factor.
     """
     with_gradient = (g != 0).any(dim=-1, keepdim=True)  # (G, R, 1)
     a = torch.where(with_gradient, a, 0.0)
@@ -74,16 +76,16 @@ def moments(a: Tensor, g: Tensor, *, max_size: int) -> Moments:
 
 
 def mean_of_diagonal(factor: Tensor) -> Tensor:
-    """``tr(F) / n``, shape (G,)."""
+    """Return ``tr(F) / n``, shape (G,)."""
     diagonal = factor if factor.ndim == 2 else factor.diagonal(dim1=-2, dim2=-1)
-    return (diagonal / diagonal.shape[-1]).sum(dim=-1)  # a sum before it is divided may overflow
+    return (diagonal / diagonal.shape[-1]).sum(dim=-1)  # divide before the sum, which can overflow
 
 
 def divided_damping(A: Tensor, S: Tensor, damping: float | Tensor) -> tuple[Tensor, Tensor]:
-    """What is added to the diagonals of ``A`` and ``S``: ``pi sqrt(lambda)`` and ``sqrt(lambda) / pi``, each (G,).
+    """Return the damping of ``A`` and ``S``: ``pi sqrt(lambda)`` and ``sqrt(lambda) / pi``, each (G,).
 
-    Their product is ``lambda``, and ``pi^2 = (tr(A) / n) / (tr(S) / m)`` divides it by the factors' sizes, which is what
-    makes the step the same whichever of the factors a constant stands in.
+    Their product is ``lambda``. ``pi^2 = (tr(A) / n) / (tr(S) / m)`` divides it by the factors' sizes, so the step does not
+    change if a constant moves from one factor to the other.
     """
     mean_a, mean_s = mean_of_diagonal(A), mean_of_diagonal(S)
     # pi = sqrt(tr(A) / n * m / tr(S))
@@ -93,14 +95,14 @@ def divided_damping(A: Tensor, S: Tensor, damping: float | Tensor) -> tuple[Tens
 
 
 def inverse(factor: Tensor, added: Tensor) -> Tensor:
-    """``(F + added I)^-1``; the pseudo-inverse where that is singular, as an undamped factor of few rows is.
+    """Return ``(F + added I)^-1``, or the pseudo-inverse of a singular matrix, such as an undamped factor from few rows.
 
     Args:
-        factor: symmetric, positive semi-definite, (G, n, n); or a diagonal (G, n).
+        factor: symmetric, positive semi-definite, (G, n, n), or a diagonal (G, n).
         added: shape (G,), >= 0.
 
     Returns:
-        Of the factor's shape and dtype.
+        The inverse in the factor's shape and dtype.
     """
     if factor.ndim == 2:
         diagonal = factor + added.unsqueeze(-1)
@@ -108,7 +110,7 @@ def inverse(factor: Tensor, added: Tensor) -> Tensor:
     n = factor.shape[-1]
     damped = factor + added.view(-1, 1, 1) * torch.eye(n, dtype=factor.dtype, device=factor.device)
     size = damped.diagonal(dim1=-2, dim2=-1).amax(dim=-1).clamp(min=torch.finfo(factor.dtype).tiny).view(-1, 1, 1)
-    cholesky, failed = torch.linalg.cholesky_ex(damped / size)  # of a size whose squares do not overflow
+    cholesky, failed = torch.linalg.cholesky_ex(damped / size)  # scaled so that squares do not overflow
     if bool((added > 0).all()) and not bool(failed.any()):
         return torch.cholesky_inverse(cholesky) / size
     values, vectors = torch.linalg.eigh(damped.double())
@@ -118,7 +120,7 @@ def inverse(factor: Tensor, added: Tensor) -> Tensor:
 
 
 def inverses(factors: Moments, damping: float | Tensor) -> tuple[Tensor, Tensor]:
-    """``(A + pi sqrt(lambda) I)^-1`` and ``(S + sqrt(lambda) / pi I)^-1`` of running means of sums.
+    """Return ``(A + pi sqrt(lambda) I)^-1`` and ``(S + sqrt(lambda) / pi I)^-1`` from running means of sums.
 
     Args:
         factors: ``A`` is their sum of ``a a^T`` divided by their rows.
@@ -131,13 +133,13 @@ def inverses(factors: Moments, damping: float | Tensor) -> tuple[Tensor, Tensor]
 
 
 def precondition(gradient: Tensor, inverse_a: Tensor, inverse_s: Tensor) -> Tensor:
-    """``V = S^-1 G A^-1`` for a gradient (G, m, n), of its shape."""
+    """Return ``V = S^-1 G A^-1`` for a gradient (G, m, n), in its shape."""
     left = inverse_s.unsqueeze(-1) * gradient if inverse_s.ndim == 2 else inverse_s @ gradient
     return left * inverse_a.unsqueeze(-2) if inverse_a.ndim == 2 else left @ inverse_a
 
 
 def clipping_factor(square: Tensor, kl_clip: float) -> Tensor:
-    """``nu = min(1, sqrt(kappa / |lr^2 V . G|))``: what keeps the step's estimate of the KL divergence below ``kappa``.
+    """Return ``nu = min(1, sqrt(kappa / |lr^2 V . G|))``, which limits the step's estimated KL divergence to ``kappa``.
 
     Args:
         square: ``lr^2 V . G`` summed over all maps, shape ().

@@ -1,4 +1,4 @@
-"""Which weights of a module are linear maps and convolutions that are called, and the rows of such a call."""
+"""Finds the weights of linear layers and convolutions that a module calls, and the rows of a call."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from lightning_eff._core._architecture.linear_maps import is_conv1d
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_PATCHES = 2**24  # entries of inputs' patches that are laid out at a time
+_PATCHES = 2**24  # elements of input patches in memory at a time
 
 
 @dataclass(frozen=True)
 class Map:
-    """A weight that is a linear map or a convolution, wherever the module calls it.
+    """The weight of a linear layer or a convolution, which several modules can own.
 
     Attributes:
-        name: of the weight among the module's parameters.
-        weight: of shape (out, in), (in, out) if ``transposed``, or (out, in / groups, ...) of a convolution.
-        bias_name: of its bias, of shape (out,); None where there is none, or one for each of several owners.
-        owners: the modules that have the weight.
-        transposed: transformers' ``Conv1D``.
-        groups: of a convolution: ``G`` maps side by side.
+        name: name of the weight in the module.
+        weight: shape (out, in), (in, out) if ``transposed``, or (out, in / groups, ...) for a convolution.
+        bias_name: name of its bias of shape (out,), or None without a bias, or with one per owner.
+        owners: the modules with the weight.
+        transposed: whether it is transformers' ``Conv1D``.
+        groups: ``G``, the number of groups of a convolution.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Map:
     groups: int
 
     def gradient(self, gradients: Mapping[str, Tensor]) -> tuple[Tensor, bool] | None:
-        """The gradient of the weight, with that of the bias as its last column, and whether that is there.
+        """Return the gradient of the weight, with the bias's as its last column, and whether it has that column.
 
-        Shape (G, m, n) or (G, m, n + 1). None where the weight has none.
+        The shape is (G, m, n) or (G, m, n + 1). The result is None if the weight has no gradient.
 
         Args:
-            gradients: by the names of the parameters.
+            gradients: gradients by parameter name.
         """
         if self.name not in gradients:
             return None
@@ -51,7 +51,7 @@ class Map:
         return torch.cat([g, gradients[self.bias_name].to(g.dtype).view(self.groups, -1, 1)], dim=-1), True
 
     def parts(self, values: Tensor, *, with_bias: bool) -> dict[str, Tensor]:
-        """``values``, of the shape that :meth:`gradient` returned, as weight and bias are, by their names."""
+        """Split ``values`` in the shape of :meth:`gradient` into weight and bias by name, in their shapes."""
         found: dict[str, Tensor] = {}
         if with_bias:
             assert self.bias_name is not None
@@ -63,12 +63,12 @@ class Map:
 
     @property
     def has_bias(self) -> bool:
-        """Whether inputs have a constant, as whose weight the bias counts."""
+        """Whether inputs get a constant 1, whose weight is the bias."""
         return self.bias_name is not None
 
 
 def maps_of(module: nn.Module, held: Collection[int]) -> tuple[list[Map], dict[str, str]]:
-    """The maps whose weights have their ids in ``held``, and what is left alone with the reason, by name."""
+    """Return the maps whose weights have an id in ``held``, and the reasons for skipped parameters by name."""
     owners: dict[int, list[nn.Module]] = {}
     for owner in module.modules():
         for p in owner.parameters(recurse=False):
@@ -93,7 +93,7 @@ def maps_of(module: nn.Module, held: Collection[int]) -> tuple[list[Map], dict[s
 
 
 def _kind(owner: nn.Module) -> type | None:
-    """Of what kind a module is a map, if it is one; a mean of calls is over those of one kind."""
+    """Return the kind of a linear layer or convolution, or None. Calls are averaged within one kind."""
     if isinstance(owner, nn.Linear):
         return nn.Linear
     if isinstance(owner, CONVOLUTIONS):
@@ -102,12 +102,12 @@ def _kind(owner: nn.Module) -> type | None:
 
 
 def _unfit(users: list[nn.Module], weight: nn.Parameter) -> str | None:
-    """Why a weight is left alone, or None."""
+    """Return why a weight is skipped, or None."""
     for owner in users:
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
             return "it is tied to an embedding"
         if isinstance(owner, NonDynamicallyQuantizableLinear):
-            return "nn.MultiheadAttention does not call the map that it has it in"
+            return "nn.MultiheadAttention does not call its output layer"
     if len({_kind(owner) for owner in users}) > 1 or any(
         owner._parameters.get("weight") is not weight for owner in users
     ):
@@ -121,13 +121,13 @@ def _unfit(users: list[nn.Module], weight: nn.Parameter) -> str | None:
 
 
 def rows_of(owner: nn.Module, a: Tensor, g: Tensor, *, bias: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of one call, in parts: inputs (G, R, n), with a last 1 where there is a bias, and gradients (G, R, m).
+    """Yield the rows of one call in parts: inputs (G, R, n), with a last 1 for a bias, and gradients (G, R, m).
 
     Args:
-        owner: the module that was called.
-        a: its input, (..., n) for a linear map, (N, C, ...) or (C, ...) for a convolution.
-        g: the gradient at what it returned.
-        bias: whether the input has a constant.
+        owner: the called module.
+        a: its input, (..., n) for a linear layer, (N, C, ...) or (C, ...) for a convolution.
+        g: the gradient at its output.
+        bias: whether to append a constant 1 to the input.
     """
     if not isinstance(owner, CONVOLUTIONS):
         yield _with_one(_fine(a.reshape(1, -1, a.shape[-1])), bias), _fine(g.reshape(1, -1, g.shape[-1]))
@@ -142,14 +142,14 @@ def rows_of(owner: nn.Module, a: Tensor, g: Tensor, *, bias: bool) -> Iterator[t
 
 
 def patches(x: Tensor, conv: nn.Module) -> Tensor:
-    """What a convolution of any dimension sees at each place.
+    """Return the input patches of a convolution of any dimension.
 
     Args:
         x: shape (N, C, ...).
         conv: ``nn.Conv1d``, ``Conv2d`` or ``Conv3d``.
 
     Returns:
-        Shape (G, N * L, C / G * k), the places of a sample in their order, entries as in ``weight.flatten(1)``.
+        Shape (G, N * L, C / G * k), with the positions of a sample in order and elements as in ``weight.flatten(1)``.
     """
     assert isinstance(conv, CONVOLUTIONS)
     padding: list[int] = []

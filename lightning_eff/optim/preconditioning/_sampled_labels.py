@@ -1,9 +1,9 @@
-"""Labels drawn from the model itself at the loss calls of a step, as gradients at what the calls were given.
+"""Draws labels from the model at the loss calls of a step, and computes the gradients of these losses.
 
-A loss of torch is the negative log-likelihood of a distribution of labels: of classes, of coins, of a normal or a Laplace
-distribution around the prediction. Drawn from it, ``y'``, a loss ``L = sum_e w_e l_e`` has the Gauss-Newton matrix
-``sum_e w_e E[d l_e(y') d l_e(y')^T]``: that of rows' gradients which are backpropagated from ``sum_e sqrt(w_e) d l_e(y')``,
-draws being independent. Weights ``w_e`` hold whatever reduces the losses, in the call or after it.
+torch's losses are negative log-likelihoods of a distribution of labels: over classes, a Bernoulli distribution, or a normal or
+Laplace distribution around the prediction. Let ``y'`` be drawn from it. The Gauss-Newton matrix of a loss ``L = sum_e w_e l_e``
+is ``sum_e w_e E[d l_e(y') d l_e(y')^T]``. Since draws are independent, it is that of the rows' gradients from the
+backpropagation of ``sum_e sqrt(w_e) d l_e(y')``. The weights ``w_e`` include every reduction of the losses.
 """
 
 import math
@@ -16,24 +16,24 @@ from lightning_eff._core.losses import SeenCall, counts_of
 
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _OF_COINS = (F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
-_MOST_WORK = 2**27  # multiplications for which noise is made orthogonal
+_MOST_WORK = 2**27  # largest number of multiplications to make noise orthogonal
 
 
 def weights_of(call: SeenCall, upstream: Tensor) -> Tensor:
-    """``w_e``: the curvature that each element of a call gives the step's loss, in units of a log-likelihood's; >= 0.
+    """Return ``w_e`` >= 0, the curvature of each element in the step's loss, in units of a log-likelihood's curvature.
 
     Args:
-        call: one whose input lies in the loss's graph.
-        upstream: the loss's gradient at what the call returned, of its shape.
+        call: a call whose input is in the loss's graph.
+        upstream: the loss's gradient at the call's result, in its shape.
     """
     units = curvature(call)
     if call.arguments["reduction"] == "mean":
         units = units / counts_of(call.fn, call.arguments, units).sum()
-    return (units * upstream).clamp(min=0)  # a loss that is taken away has none
+    return (units * upstream).clamp(min=0)  # a subtracted loss has none
 
 
 def curvature(call: SeenCall) -> Tensor:
-    """How many log-likelihoods the loss of each element counts as, before it is reduced; of the elements' shape."""
+    """Return the curvature of each element's unreduced loss in units of a log-likelihood's, in the elements' shape."""
     fn, arguments = call.fn, call.arguments
     z, target, weight = arguments["input"].detach(), arguments["target"].detach(), arguments.get("weight")
     if fn in _OF_CLASSES:
@@ -59,15 +59,15 @@ def curvature(call: SeenCall) -> Tensor:
 
 
 def sampled_gradients(call: SeenCall, weights: Tensor, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-    """``sqrt(w_e) d l_e(y') / d z`` with ``y'`` drawn from the model.
+    """Return ``sqrt(w_e) d l_e(y') / d z`` with ``y'`` drawn from the model.
 
     Args:
         call: the call.
-        weights: ``w_e``, of its elements' shape.
-        generator: on the CPU.
+        weights: ``w_e`` in the elements' shape.
+        generator: a generator on the CPU.
 
     Returns:
-        For each argument in a graph, predictions and, where the call is symmetric, perhaps targets: it, and the gradient.
+        Pairs of an argument in a graph and its gradient: predictions, and for symmetric calls possibly targets.
     """
     fn, z, target = call.fn, call.arguments["input"], call.arguments["target"]
     root, values = weights.sqrt(), z.detach()
@@ -96,33 +96,33 @@ def sampled_gradients(call: SeenCall, weights: Tensor, generator: torch.Generato
 
 
 def draw_classes(p: Tensor, generator: torch.Generator) -> Tensor:
-    """A class for each row of probabilities (..., C), shape (...), long; the same on every device."""
+    """Draw a class for each row of probabilities (..., C), shape (...), long; the same on every device."""
     up_to = p.cumsum(dim=-1)
     height = _uniform(p.shape[:-1], generator).to(p).unsqueeze(-1) * up_to[..., -1:]
     return torch.searchsorted(up_to, height, right=True).squeeze(-1).clamp(max=p.shape[-1] - 1)
 
 
 def balanced_noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Random numbers of mean 0 and variance 1 without correlations, whose rows ``e`` have just the ``sum e e^T`` expected.
+    """Return uncorrelated random numbers of mean 0 and variance 1 whose rows ``e`` have the expected ``sum e e^T`` exactly.
 
-    For R rows of d <= R it is ``R I`` exactly, so that a linear map's factor has no noise of sampling. For very
-    many numbers they are signs.
+    For R rows of d <= R it is ``R I``, so that a linear layer's factor has no sampling noise. For very many numbers the
+    result has random signs instead.
 
     Args:
         shape: (..., d).
-        generator: on the CPU.
+        generator: a generator on the CPU.
     """
     d = shape[-1] if len(shape) > 1 else 1
     rows = math.prod(shape) // max(d, 1)
     if min(rows, d) <= 1 or rows * d * min(rows, d) > _MOST_WORK:
         return signs(shape, generator)
     q, r = torch.linalg.qr(torch.randn(max(rows, d), min(rows, d), generator=generator, dtype=torch.float64))
-    q = q * r.diagonal().sign() * max(rows, d) ** 0.5  # of all orthonormal columns alike
+    q = q * r.diagonal().sign() * max(rows, d) ** 0.5  # uniform over orthonormal columns
     return (q if rows >= d else q.T).reshape(shape)
 
 
 def signs(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """+1 or -1, one as likely as the other."""
+    """Return +1 or -1 with equal probability."""
     return (_uniform(shape, generator) < 0.5).double() * 2 - 1
 
 

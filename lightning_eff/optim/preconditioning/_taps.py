@@ -1,4 +1,4 @@
-"""The inputs of maps and the gradients at their outputs, in one pass of an unchanged step and a backward pass through it."""
+"""Records the inputs of layers and the gradients at their outputs, in one forward and backward pass of an unchanged step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from lightning_eff._core.patches import hook_behind
 Take = Callable[[nn.Module, Tensor, Tensor], None]
 
 REENTRANT = (
-    "KFAC: a part of the network is checkpointed with use_reentrant=True, through which no gradients at maps can be asked for;"
-    " expected use_reentrant=False. In transformers that is gradient_checkpointing_kwargs={'use_reentrant': False}; or use"
-    " fisher='empirical', which needs no pass of its own."
+    "KFAC: a part of the network is checkpointed with use_reentrant=True, which hides the gradients at its layers. Set"
+    " use_reentrant=False (in transformers gradient_checkpointing_kwargs={'use_reentrant': False}), or use"
+    " fisher='empirical', which needs no separate pass."
 )
 
 
 class _Hold(torch.autograd.Function):
-    """Saves a tensor as autograd saves others, so that checkpointing, offloading and compression see to it."""
+    """Saves a tensor through autograd, so that checkpointing, offloading and compression handle it."""
 
     @staticmethod
     @override
@@ -36,19 +36,19 @@ class _Hold(torch.autograd.Function):
 
 
 class Taps:
-    """Hands each call of some modules to ``take``, once a backward pass has the gradient at what it returned.
+    """Passes each call of some modules to ``take``, once a backward pass computes the gradient at its output.
 
-    A call that is run again for the backward pass counts once, in either kind of checkpointing: a call without a graph has
-    no gradient, and the graph of a second run for its saved tensors gets none. The hooks must stay until the backward pass
-    is over, since a second run must save as many tensors as the first.
+    A recomputed call counts once, in both kinds of checkpointing. A call without a graph has no gradient, and neither has the
+    graph of a second run for saved tensors. The hooks must stay until the end of the backward pass, because a second run must
+    save as many tensors as the first.
 
     Args:
-        weights: the modules, each with its weight; calls while that takes no gradient are passed over.
-        take: of the module, its input and the gradient.
+        weights: the modules with their weights. Calls while a weight is frozen are skipped.
+        take: function of the module, its input and the gradient.
 
     Attributes:
-        armed: whether gradients that come are handed over.
-        edges: where in the graph the outputs are, of calls until :meth:`close`.
+        armed: whether gradients are passed to ``take``.
+        edges: graph edges of the outputs of calls until :meth:`close`.
     """
 
     def __init__(self, weights: Mapping[nn.Module, nn.Parameter], take: Take) -> None:
@@ -59,11 +59,11 @@ class Taps:
         self._handles: list[RemovableHandle] = [hook_behind(m, self._see, with_kwargs=True) for m in weights]
 
     def close(self) -> None:
-        """The forward pass is over."""
+        """Note the end of the forward pass."""
         self._open = False
 
     def remove(self) -> None:
-        """Take the hooks out; calling it again does nothing."""
+        """Remove the hooks; further calls do nothing."""
         self.armed = self._open = False
         while self._handles:
             self._handles.pop().remove()
@@ -91,7 +91,7 @@ class Taps:
 
 
 def as_computed(given: Tensor) -> Tensor:
-    """What autocast makes of a map's input: a copy of its own, which may be kept while the input is written to."""
+    """Return a copy of a layer's input in autocast's type, which is valid after the input is overwritten."""
     kind = given.device.type
     if torch.is_autocast_enabled(kind) and given.is_floating_point() and given.dtype is not torch.float64:
         return given.to(torch.get_autocast_dtype(kind))
@@ -99,17 +99,17 @@ def as_computed(given: Tensor) -> Tensor:
 
 
 def last_reached(roots: Iterable[Tensor], edges: Sequence[GradientEdge]) -> list[GradientEdge]:
-    """Those of ``edges`` from which a backward pass gets to no other of them: up to there, it comes by all.
+    """Return the ``edges`` after which a backward pass reaches no other edge. A pass up to them visits all edges.
 
     Args:
-        roots: where the backward pass begins.
-        edges: in the graph; those that are not reached from ``roots`` are left out.
+        roots: the tensors at which the backward pass begins.
+        edges: edges of the graph. Those that ``roots`` do not reach are skipped.
 
     Raises:
-        ValueError: if a part of the graph comes into being in the backward pass alone.
+        ValueError: if a part of the graph is only created in the backward pass.
     """
     wanted = {edge.node for edge in edges}
-    reaches: dict[Any, bool] = {}  # whether it is one of them, or comes by one
+    reaches: dict[Any, bool] = {}  # whether it is an edge, or reaches one
     last: set[Any] = set()
     for root in roots:
         stack: list[tuple[Any, list[Any]]] = []

@@ -116,7 +116,7 @@ class Trajectory(Technique):
         """Look at the classification calls of a pass that is over."""
 
     def describe(self, session: Session, calls: list[tuple[str, TargetCall]]) -> Any:
-        """What the other ranks must know of this rank's first step.
+        """Describe this rank's first step for the other ranks.
 
         Raises:
             ValueError: if the technique cannot work with such calls. It is raised on all ranks.

@@ -1,1 +1,1 @@
-"""What ``lightning-eff plan`` is given, and what it hands to ``lightning-eff fit``."""
+"""The input of ``lightning-eff plan``, and the config that it writes for ``lightning-eff fit``."""

@@ -1,4 +1,4 @@
-"""What the pack can do with a recipe's module: which layouts and techniques its strategies and plugins would not refuse."""
+"""Which layouts and techniques the strategies and plugins accept for a recipe's module."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,21 +17,21 @@ from lightning_eff.strategies._tensor.given import carried_plan
 from lightning_eff.strategies._tensor.styles import PACKED, features, is_linear
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "num_kv_heads", "nhead")
-#: What a layout is divided by, as :class:`Abilities` names it.
+#: The ways to divide a run, by the names that :class:`Abilities` uses.
 _AXES = {Part.SHARD: "shard", Part.TENSOR: "tensor", Part.PIPELINE: "pipeline"}
-#: Techniques that a plan chooses by itself: those of the recipe make way for them.
+#: Techniques that a plan chooses itself. Its choice replaces the recipe's.
 PLANNED = ("ActivationCompression", "OptimizerOffload", "Rematerialization")
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """What may be proposed; a reason (a string) stands for what may not. Everything may by default.
+    """The options that a plan must not propose, each with the reason.
 
     Attributes:
-        refused: reasons by what they rule out: "divided" (parameters in pieces), "shard", "tensor", "pipeline", "fp8", and
-            the names of techniques.
+        refused: from option to reason. Options: "divided" (parameters in pieces), "shard", "tensor", "pipeline", "fp8" and
+            names of techniques.
         must_fp8: the recipe multiplies in FP8 already.
-        batch: samples of a loader's batch, where the plan cannot set them; None where it can.
+        batch: samples in the loader's batch if the plan cannot set it, else None.
     """
 
     refused: dict[str, str] = field(default_factory=dict[str, str])
@@ -56,56 +56,56 @@ def abilities(
     without: Sequence[str],
     exact: bool,
 ) -> Abilities:
-    """Look at all that the strategies and techniques look at, as far as it can be known before a run.
+    """Repeat the checks of the strategies and techniques that need no run.
 
     Args:
-        module: of the recipe.
-        callbacks: the classes of the recipe's callbacks, but those of :data:`PLANNED`.
-        plugins: of the trainer's section, with ``class_path`` and ``init_args``.
-        precision: the Trainer's name of it.
-        optimizer: what ``configure_optimizers`` gives; None where it could not be built.
-        sync_batchnorm: of the trainer's section.
+        module: the recipe's module.
+        callbacks: the classes of the recipe's callbacks, without those in :data:`PLANNED`.
+        plugins: the trainer section's plugins, with ``class_path`` and ``init_args``.
+        precision: the Trainer's name for the precision.
+        optimizer: the result of ``configure_optimizers``, or None if that failed.
+        sync_batchnorm: the trainer section's ``sync_batchnorm``.
         fp8: a plugin multiplies in FP8.
         batch: see :class:`Abilities`.
-        without: what the user wants left out: names of techniques, "shard", "tensor", "pipeline" or "fp8".
-        exact: leave out what changes gradients.
+        without: options that the user excludes: names of techniques, "shard", "tensor", "pipeline" or "fp8".
+        exact: exclude options that change gradients.
     """
-    found: dict[str, str] = dict.fromkeys(without, "left out by --without")
+    found: dict[str, str] = dict.fromkeys(without, "excluded by --without")
     for cls in callbacks:
         if is_subclass(cls, StochasticWeightAveraging, WeightAveraging, ModelPruning):
-            found.setdefault("divided", f"{cls.__name__} needs the parameters whole")
+            found.setdefault("divided", f"{cls.__name__} needs whole parameters")
         if issubclass(cls, Technique):
             for part, why in refused(cls.needs, cls.refuses, _AXES).items():
-                found.setdefault(_AXES[part], f"{cls.__name__} cannot train there, since {why}")
+                found.setdefault(_AXES[part], f"{cls.__name__} does not support it, since {why}")
         for name in PLANNED:
             if issubclass(cls, Technique) and name in cls.conflicts:
                 found.setdefault(name, f"{cls.__name__} refuses it")
         if cls.__name__ == "ActivationOffload":
             found.setdefault("ActivationCompression", "ActivationOffload refuses it")
     if precision == "16-mixed":
-        found.setdefault("divided", "a gradient scaler looks at each process by itself")
-        found.setdefault("OptimizerOffload", "a gradient scaler would unscale on the device")
+        found.setdefault("divided", "the gradient scaler of 16-mixed checks each process alone")
+        found.setdefault("OptimizerOffload", "the gradient scaler of 16-mixed unscales on the device")
     names = [str(plugin.get("class_path", "")).rpartition(".")[2] for plugin in plugins]
     for name, plugin in zip(names, plugins, strict=True):
         if name == "ACTPrecision":
-            found.setdefault("ActivationCompression", "ACTPrecision compresses already")
+            found.setdefault("ActivationCompression", "ACTPrecision already compresses activations")
         if name == "StochasticRoundingBF16":
-            found.setdefault("OptimizerOffload", "StochasticRoundingBF16 makes the steps by itself")
+            found.setdefault("OptimizerOffload", "StochasticRoundingBF16 runs the optimizer's step itself")
         if name.endswith("Precision") or name == "StochasticRoundingBF16":
             found.setdefault("fp8", f"the recipe has {name}")
         if (plugin.get("init_args") or {}).get("amax") == "delayed":
             found.setdefault("pipeline", "FP8 with a delayed amax cannot see a pipeline's backward passes")
     if sync_batchnorm:
-        found.setdefault("tensor", "sync_batchnorm sends over all processes")
-        found.setdefault("pipeline", "sync_batchnorm sends over all processes")
+        found.setdefault("tensor", "sync_batchnorm communicates across all processes")
+        found.setdefault("pipeline", "sync_batchnorm communicates across all processes")
     if is_overridden("backward", module, LightningModule):
         found.setdefault("pipeline", f"{type(module).__name__} overrides backward")
     if optimizer is not None and type(optimizer).__name__ == "LBFGS":
-        found.setdefault("divided", "LBFGS looks at all parameters together")
+        found.setdefault("divided", "LBFGS needs all parameters in one process")
     if optimizer is None or not is_per_parameter(optimizer):
-        found.setdefault("OptimizerOffload", "it is for torch.optim's own optimizers")
+        found.setdefault("OptimizerOffload", "it supports only optimizers of torch.optim")
     if precision not in ("bf16-mixed", "bf16-true"):
-        found.setdefault("fp8", "FP8 is proposed beside bf16-mixed and bf16-true alone")
+        found.setdefault("fp8", "plans use FP8 only with bf16-mixed or bf16-true")
     if exact:
         found.setdefault("fp8", "it changes gradients (--exact)")
         found.setdefault("ActivationCompression", "it changes gradients (--exact)")
@@ -115,7 +115,7 @@ def abilities(
 
 
 def widths(blocks: list[nn.Module], module: nn.Module) -> tuple[int, ...]:
-    """Head counts of the blocks and of the model's config, and both sides of the blocks' matrices."""
+    """Return the head counts of the blocks and of the model's config, and the dimensions of the blocks' matrices."""
     found: set[int] = set()
     holders = [m for block in blocks[:1] for m in block.modules()]
     holders += [config for m in module.modules() if blocks and (config := getattr(m, "config", None)) is not None]
@@ -128,9 +128,9 @@ def widths(blocks: list[nn.Module], module: nn.Module) -> tuple[int, ...]:
 
 
 def carries_pairs(module: nn.Module, blocks: list[nn.Module]) -> bool:
-    """Whether a Hugging Face plan within ``module`` divides a block's linear layers, each pair by columns and by rows.
+    """Whether a Hugging Face plan in ``module`` divides each pair of a block's linear layers by columns, then by rows.
 
-    A plan that the strategy would find by itself is found by numbers, in the processes that train; it is not relied upon.
+    The strategy can also find a plan itself, by numbers in the training processes. This check does not rely on that.
     """
     if not blocks:
         return False
@@ -142,7 +142,7 @@ def carries_pairs(module: nn.Module, blocks: list[nn.Module]) -> bool:
 
 
 def fp8_share(blocks: list[nn.Module]) -> float:
-    """The share of the first block's linear FLOPs in layers that FP8Precision takes, by its default ``skip``."""
+    """Return the fraction of the first block's linear FLOPs in layers that FP8Precision replaces with its default ``skip``."""
     sizes = [features(m) for block in blocks[:1] for m in block.modules() if is_linear(m)]
     every = sum(k * n for k, n in sizes)
     return sum(k * n for k, n in sizes if not too_small(k, n, "tensorwise")) / every if every else 0.0

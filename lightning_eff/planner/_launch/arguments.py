@@ -1,4 +1,4 @@
-"""The options of ``lightning-eff plan``, looked at as a whole before torch, Lightning or the user's module is imported."""
+"""The options of ``lightning-eff plan``, checked before torch, Lightning or the user's module is imported."""
 
 import argparse
 import difflib
@@ -26,7 +26,7 @@ WITHOUT = (
     "tensor",
     "pipeline",
 )
-#: What ``--only`` takes, and how it reads a value.
+#: The names that ``--only`` accepts, with a parser for each value.
 ONLY: dict[str, Callable[[str], Any]] = {
     "dp": int,
     "tp": int,
@@ -45,9 +45,9 @@ ONLY: dict[str, Callable[[str], Any]] = {
 }
 
 _DESCRIPTION = """\
-Which layout (data, sharded, tensor, pipeline; micro-batches, schedule, what is computed again) trains a recipe's module
-fastest on so many accelerators? From a profile of the module on this machine, on shapes alone, and a table of accelerators;
-every layout's memory is predicted, and the best are simulated operation by operation. No accelerator is needed.
+Find the layouts that train a recipe's module fastest on a number of accelerators. A layout sets data, sharded, tensor and
+pipeline parallelism, micro-batches, the pipeline schedule and rematerialization. The command profiles the module on this
+machine, predicts the memory of every layout, and simulates the best ones operation by operation. No accelerator is needed.
 
   lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
 """
@@ -56,14 +56,14 @@ _DEFAULT = Assumptions()
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for, checked.
+    """A checked request for a plan.
 
     Attributes:
-        options: as they were given.
-        accelerator: of the table.
-        assumptions: with what was set of them.
-        only: values that a layout has to have.
-        devices: accelerators in a node, all of which are used alike.
+        options: the parsed options.
+        accelerator: the table's entry for ``--gpu``.
+        assumptions: the defaults, changed by the options.
+        only: required values of a layout's fields.
+        devices: accelerators used in each node.
     """
 
     options: argparse.Namespace
@@ -74,110 +74,117 @@ class Request:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Build the parser of the command line."""
     options = Arguments(
         "lightning-eff plan", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = options.add_argument
-    add("--config", required=True, action="append", metavar="YAML", help="config of LightningCLI; several are merged")
-    add("--gpus", required=True, type=int, metavar="N", help="accelerators in all")
-    add("--gpu", required=True, metavar="NAME", help=f"which: {', '.join(ACCELERATORS)}")
+    add(
+        "--config",
+        required=True,
+        action="append",
+        metavar="YAML",
+        help="LightningCLI config; repeat the option to merge",
+    )
+    add("--gpus", required=True, type=int, metavar="N", help="total number of accelerators")
+    add("--gpu", required=True, metavar="NAME", help=f"type of accelerator: {', '.join(ACCELERATORS)}")
     add(
         "--global-batch",
         type=int,
         metavar="N",
-        help="samples of a step (default: what the recipe would have on so many accelerators under DDP: its batch size"
-        " x its accumulation x --gpus)",
+        help="samples per step (default: as under DDP, the recipe's batch size x its accumulation x --gpus)",
     )
-    add("--precision", help=f"in place of the recipe's: {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
-    add("--fp8", action="store_true", help="linear layers multiply in FP8 (known of a recipe with such a plugin)")
+    add("--precision", help=f"replace the recipe's precision: {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}")
+    add("--fp8", action="store_true", help="multiply linear layers in FP8 (implied by a recipe with an FP8 plugin)")
     add(
-        "--layers", metavar="PATH", help="path or pattern of the blocks, or several with commas; else the longest stack"
+        "--layers",
+        metavar="PATH",
+        help="path or pattern of the blocks, several separated by commas (default: the longest stack)",
     )
     add(
         "--efficiency",
         type=float,
         default=_DEFAULT.efficiency,
-        help="matmul rate in a model over that of the best matmul measured on the accelerator, in (0, 1]; a ceiling of"
-        f" MFU follows from it (default: {_DEFAULT.efficiency}, from a layer measured by Korthikanti et al. 2022)",
+        help="matmul speed in the module, as a fraction in (0, 1] of the best matmul measured on the accelerator; it limits"
+        f" the MFU (default: {_DEFAULT.efficiency}, from a layer measured by Korthikanti et al. 2022)",
     )
     add(
         "--assume",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any other assumption: " + ", ".join(f"{name}={getattr(_DEFAULT, name)}" for name in _numbers()),
+        help="set another assumption: " + ", ".join(f"{name}={getattr(_DEFAULT, name)}" for name in _numbers()),
     )
     add(
         "--fused",
         action="store_true",
-        help="take everything between two matmuls as one kernel, as torch.compile makes it; eager mode otherwise",
+        help="assume that torch.compile fuses everything between two matmuls into one kernel (default: eager mode)",
     )
     add(
         "--without",
         action="append",
         default=[],
         choices=WITHOUT,
-        help="leave it out of the search; several times",
+        help="exclude it from the search; can be repeated",
     )
     add(
         "--exact",
         action="store_true",
-        help="leave out what changes gradients: FP8 and ActivationCompression",
+        help="exclude options that change gradients: FP8 and ActivationCompression",
     )
     add(
         "--only",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help=f"search only layouts with it; several times. Names: {', '.join(ONLY)}",
+        help=f"search only layouts with this value; can be repeated. Names: {', '.join(ONLY)}",
     )
     add(
         "--assume-pairs",
         action="store_true",
-        help="tensor parallelism divides attention and MLP of the blocks in pairs, as the strategy tells at setup if it does;"
-        " without, that is relied upon where the module carries a plan of its own (Hugging Face)",
+        help="assume that tensor parallelism divides attention and MLP in pairs, which the strategy reports at setup (default:"
+        " only if the module has its own plan, as in Hugging Face)",
     )
     add(
         "--out",
         metavar="YAML",
-        help="write the best layout there, as a config for lightning-eff fit --config recipe.yaml --config YAML",
+        help="write the best layout as a config for lightning-eff fit --config recipe.yaml --config YAML",
     )
     add(
         "--profile",
         choices=("fake", "real"),
         default="fake",
-        help="run the training step on shapes alone, or really, where it depends on values (default: fake)",
+        help="profile the training step on shapes without data, or on real data if it reads values (default: fake)",
     )
     add(
         "--timeline",
         default="lightning_logs/plan/timeline.png",
         metavar="PNG",
-        help="picture of the best layout's step; none leaves it out (default: lightning_logs/plan/timeline.png)",
+        help="draw a step of the best layout; none skips the picture (default: lightning_logs/plan/timeline.png)",
     )
     add(
         "--json",
         metavar="FILE",
-        help="write everything there too; - writes it to the standard output in place of the table",
+        help="also write all results as JSON; - prints JSON instead of the report",
     )
-    add("--quiet", action="store_true", help="no progress on the standard error")
+    add("--quiet", action="store_true", help="show no progress")
     return options
 
 
 def read(argv: Sequence[str]) -> Request:
-    """Parse and check ``argv``, what follows ``plan``.
+    """Parse and check ``argv``, the arguments after ``plan``.
 
     Raises:
-        ValueError: where an option or a value is wrong.
-        FileNotFoundError: if a config is not there.
-        ModuleNotFoundError: if something that the request needs is not installed.
+        ValueError: if an option or a value is wrong.
+        FileNotFoundError: if a config does not exist.
+        ModuleNotFoundError: if a required package is not installed.
     """
     options = parser().parse_args(argv)
     accelerator = find_accelerator(options.gpu)
     for name in ("gpus", "global_batch"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
+            raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1. Pass a positive number.")
     precision = check_precision(options.precision) if options.precision is not None else None
     if options.fp8 and accelerator.fp8_matmul_flops is None:
         raise ValueError(no_fp8(accelerator))
@@ -197,7 +204,7 @@ def read(argv: Sequence[str]) -> Request:
             _check_output(option, path)
     if find_spec("jsonargparse") is None:
         raise ModuleNotFoundError(
-            'jsonargparse is not installed; LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
+            'jsonargparse is not installed, and LightningCLI needs it. Run: pip install "jsonargparse[signatures]"'
         )
     if options.timeline != "none" and find_spec("matplotlib") is None:
         raise ModuleNotFoundError(NO_MATPLOTLIB)
@@ -206,35 +213,35 @@ def read(argv: Sequence[str]) -> Request:
 
 
 NO_MATPLOTLIB = (
-    "matplotlib, which draws the timeline, is not installed. Pass --timeline none, or run in a clone of lightning_eff:"
+    "matplotlib is not installed, and the timeline needs it. Pass --timeline none, or run in a clone of lightning_eff:"
     f" {install('bench')}"
 )
 
 
 def no_fp8(accelerator: Accelerator) -> str:
-    """What to say of FP8 where there is none."""
+    """Return the message for an accelerator without FP8."""
     able = ", ".join(a.name for a in ACCELERATORS.values() if a.fp8_matmul_flops is not None)
-    return f"plan(gpu={accelerator.name}): it has no FP8, which the recipe or --fp8 asks for; choose one of {able}."
+    return f"--gpu {accelerator.name}: it has no FP8, which the recipe or --fp8 requires. Choose one of {able}."
 
 
 def check_precision(name: str | int | None) -> str:
-    """The Trainer's name of a precision that a plan can be made for; None is Lightning's default.
+    """Return the Trainer's full name for a precision; None means Lightning's default.
 
     Raises:
-        ValueError: for another one.
+        ValueError: if plans do not support the precision.
     """
     text = str(name if name is not None else "32-true")
     text = SYNONYMS.get(text, text)
     if text not in PRECISIONS:
         raise ValueError(
-            f"plan(precision={name!r}): expected {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}; set one of them by"
-            " --precision, for the plan only."
+            f"plan(precision={name!r}): expected {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}. Pass one of them as"
+            " --precision, which changes only the plan."
         )
     return text
 
 
 def did_you_mean(given: str, known: Sequence[str]) -> str:
-    """The nearest of what is known, as the end of a message; nothing if none is near."""
+    """Return " Did you mean ...?" with the closest known name, or an empty string."""
     near = difflib.get_close_matches(given, known, 1)
     return f" Did you mean {near[0]}?" if near else ""
 
@@ -244,7 +251,7 @@ def _numbers() -> list[str]:
 
 
 def _assumed(texts: Sequence[str]) -> dict[str, float]:
-    """``NAME=VALUE``, several times."""
+    """Parse the values of ``--assume``, each ``NAME=VALUE``."""
     found: dict[str, float] = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -253,47 +260,47 @@ def _assumed(texts: Sequence[str]) -> dict[str, float]:
         except ValueError:
             name = "" if name in _numbers() else name
         if name not in _numbers():
-            expected = f"expected NAME=NUMBER with one of {', '.join(_numbers())}."
+            expected = f"expected NAME=NUMBER. Names: {', '.join(_numbers())}."
             raise ValueError(f"--assume {text}: {expected}{did_you_mean(name, _numbers()) if name else ''}")
     return found
 
 
 def _only(texts: Sequence[str]) -> dict[str, Any]:
-    """``NAME=VALUE``, several times."""
+    """Parse the values of ``--only``, each ``NAME=VALUE``."""
     found: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
         try:
             found[name] = ONLY[name](value)
         except (KeyError, ValueError):
-            expected = f"expected NAME=VALUE with one of {', '.join(ONLY)}, and a value of its kind."
+            expected = f"expected NAME=VALUE with a value of the right type. Names: {', '.join(ONLY)}."
             raise ValueError(f"--only {text}: {expected}{did_you_mean(name, list(ONLY))}") from None
     return found
 
 
 def _check_config(path: str) -> None:
     if not Path(path).is_file():
-        raise FileNotFoundError(f"--config {path}: there is no such file; expected a config of LightningCLI.")
+        raise FileNotFoundError(f"--config {path}: no such file. Pass the path of a LightningCLI config.")
     import yaml
 
     try:
         content: Any = yaml.safe_load(Path(path).read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: it is no YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"--config {path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(
-            f"--config {path}: it holds a {type(content).__name__}; expected a mapping with model:, data: and trainer:, as"
-            " LightningCLI has it."
+            f"--config {path}: it contains a {type(content).__name__}. Pass a LightningCLI config, a mapping with model:,"
+            " data: and trainer:."
         )
 
 
 def _check_output(option: str, path: str) -> None:
-    """That a file can be written there, before minutes of searching are spent on it."""
+    """Check that the file can be written, before the search spends minutes."""
     where = Path(path)
     if where.is_dir():
-        raise ValueError(f"{option} {path}: that is a folder; expected the path of a file.")
+        raise ValueError(f"{option} {path}: it is a folder. Pass the path of a file.")
     folder = where.parent
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(where if where.exists() else folder, os.W_OK):
-        raise ValueError(f"{option} {path}: it cannot be written; expected a file in a folder that is yours to write.")
+        raise ValueError(f"{option} {path}: it cannot be written. Pass a file in a folder that you may write to.")

@@ -1,4 +1,4 @@
-"""``lightning-eff budget``: what size of model and how many tokens FLOPs, accelerator-hours or money are best spent on."""
+"""``lightning-eff budget``: the best model size and number of tokens for FLOPs, accelerator-hours or money."""
 
 import contextlib
 import io
@@ -10,19 +10,19 @@ from typing import Any
 from lightning_eff._cli.errors import Arguments, UsageError, check_configs, told
 from lightning_eff.budget.compute_optimal import PUBLISHED, REFIT, check_amount
 
-_STEPS = 6  # of a measurement, the first of which is counted
+_STEPS = 6  # of a measurement; the first one counts FLOPs
 _DESCRIPTION = """\
-Tells how large a language model, and how many tokens, a budget is best spent on: the size and the tokens of lowest loss by
-Hoffmann et al. 2022 with the fit of Besiroglu et al. 2024, at 6 FLOPs for each parameter and token. The fit is of
-transformers on web text in one pass; elsewhere it is a first guess. With --config, the module's own FLOPs and its speed on this
-machine are measured in a few steps, and the budget is told in its tokens and steps."""
+Print the size of a language model, and the number of training tokens, that give the lowest loss for a budget. The scaling law
+is that of Hoffmann et al. 2022 with the fit of Besiroglu et al. 2024, at 6 FLOPs per parameter and token. The fit is for
+transformers trained on web text for one epoch; for other tasks it is a first guess. With --config, the command measures the
+module's FLOPs and its speed on this machine in a few steps, and prints the budget in its tokens and steps."""
 
 
 def main(argv: Sequence[str], *, debug: bool = False) -> None:
-    """``argv`` after ``budget``; with ``debug`` every error is raised as it came.
+    """Run the command on ``argv``, the arguments after ``budget``; ``debug`` lets every error through with its traceback.
 
     Raises:
-        SystemExit: with status 2 where the arguments or the config cannot be used, 1 where measuring failed.
+        SystemExit: with status 2 if the arguments or the config are wrong, 1 if the measurement failed.
     """
     with told("lightning-eff budget", debug=debug):
         _run(argv)
@@ -30,19 +30,17 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
 
 def _arguments() -> Arguments:
     parser = Arguments("lightning-eff budget", description=_DESCRIPTION)
-    amount = parser.add_argument_group("the budget, one of")
+    amount = parser.add_argument_group("budget (choose one)")
     amount.add_argument("--flops", type=float, help="FLOPs of the whole training")
-    amount.add_argument("--hours", type=float, help="accelerator-hours: 8 accelerators for an hour are 8")
-    amount.add_argument("--money", type=float, help="money, at --price-per-hour")
+    amount.add_argument("--hours", type=float, help="accelerator-hours: 8 accelerators for one hour are 8")
+    amount.add_argument("--money", type=float, help="amount of money, with --price-per-hour")
     parser.add_argument("--price-per-hour", type=float, help="of one accelerator, in the currency of --money")
-    speed = parser.add_argument_group(
-        "how fast an accelerator is, for --hours and --money; measured where --config is given"
-    )
-    speed.add_argument("--flops-per-second", type=float, help="that one reaches in training")
-    speed.add_argument("--gpu", help="one of the planner's table, such as h100")
-    speed.add_argument("--mfu", type=float, help="the share of its BF16 peak that training reaches; 0.4 by default")
+    speed = parser.add_argument_group("speed of one accelerator, for --hours and --money (measured with --config)")
+    speed.add_argument("--flops-per-second", type=float, help="FLOP/s that it reaches in training")
+    speed.add_argument("--gpu", help="name in the planner's table, such as h100")
+    speed.add_argument("--mfu", type=float, help="fraction of its BF16 peak that training reaches (default: 0.4)")
     parser.add_argument(
-        "--config", action="append", default=[], help="LightningCLI config of a module; again to merge more"
+        "--config", action="append", default=[], help="LightningCLI config of a module; repeat the option to merge"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -56,17 +54,17 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def spend(options: Any) -> dict[str, Any]:
-    """What a budget buys; ``options`` as the command line has them.
+    """Work out the best use of a budget from the parsed options.
 
     Raises:
-        UsageError: for options that do not go together.
-        ValueError: for amounts out of range, an unknown accelerator, or a module without tokens.
+        UsageError: if the options do not go together.
+        ValueError: if an amount is out of range, the accelerator is unknown, or the module has no tokens.
     """
     given = [name for name in ("flops", "hours", "money") if getattr(options, name) is not None]
     if len(given) != 1:
         raise UsageError(
-            f"got {' and '.join(f'--{name}' for name in given) or 'no budget'}; expected one of --flops 1e21, --hours 5000 and"
-            " --money 10000 --price-per-hour 2.5. More: lightning-eff budget --help"
+            f"got {' and '.join(f'--{name}' for name in given) or 'no budget'}; expected exactly one of --flops, --hours and"
+            " --money. Pass, for example, --flops 1e21, or --hours 5000 --gpu h100."
         )
     for name, unit in (
         ("flops", "FLOPs"),
@@ -74,25 +72,23 @@ def spend(options: Any) -> dict[str, Any]:
         ("money", "an amount of money"),
         ("price-per-hour", "the price of an accelerator's hour"),
         ("flops-per-second", "FLOP/s of one accelerator"),
-        ("mfu", "a share of the peak"),
+        ("mfu", "a fraction of the peak"),
     ):
         check_amount(name, getattr(options, name.replace("-", "_")), unit)
     if options.mfu is not None and options.mfu > 1:
-        raise UsageError(f"--mfu {options.mfu:g}: expected a share of the peak in (0, 1], such as 0.4.")
+        raise UsageError(f"--mfu {options.mfu:g}: expected a fraction of the peak in (0, 1], such as 0.4.")
     if options.mfu is not None and options.gpu is None:
-        raise UsageError("--mfu is a share of an accelerator's peak; expected --gpu too, such as --gpu h100.")
+        raise UsageError("--mfu: it needs an accelerator. Add --gpu, such as --gpu h100.")
     if options.gpu is not None and options.flops_per_second is not None:
         raise UsageError(
-            "got --gpu and --flops-per-second, which both say how fast an accelerator is; expected one of them."
+            "got --gpu and --flops-per-second, which both set the accelerator's speed. Pass only one of them."
         )
     if (options.money is None) != (options.price_per_hour is None):
-        raise UsageError(
-            "--money and --price-per-hour belong together: expected both, such as --money 10000 --price-per-hour 2.5."
-        )
+        raise UsageError("--money needs --price-per-hour. Pass both, such as --money 10000 --price-per-hour 2.5.")
     if options.flops is None and not options.config and options.gpu is None and options.flops_per_second is None:
         raise UsageError(
-            f"--{given[0]} says nothing of FLOPs by itself; expected --gpu NAME, --flops-per-second, or --config of a module"
-            " whose speed is measured on this machine."
+            f"--{given[0]}: the speed of the accelerator is unknown. Add --gpu NAME, --flops-per-second, or the --config of a"
+            " module to measure on this machine."
         )
     module = measured(options.config) if options.config else None
     rate, source = _rate(options, module)
@@ -117,7 +113,7 @@ def spend(options: Any) -> dict[str, Any]:
 
 
 def _rate(options: Any, module: dict[str, Any] | None) -> tuple[float | None, str | None]:
-    """FLOP/s of one accelerator, and where that is from."""
+    """Return the FLOP/s of one accelerator and their source."""
     if options.flops_per_second is not None:
         return options.flops_per_second, "given"
     if options.gpu is not None:
@@ -132,10 +128,10 @@ def _rate(options: Any, module: dict[str, Any] | None) -> tuple[float | None, st
 
 
 def measured(configs: Sequence[str]) -> dict[str, Any]:
-    """FLOPs of a token and speed of the configs' module, in a few steps of training on this machine.
+    """Measure the FLOPs per token and the speed of the configs' module in a few training steps on this machine.
 
     Raises:
-        ValueError: where the data holds no tokens, or FLOPs cannot be counted.
+        ValueError: if the data has no tokens, or FLOPs cannot be counted.
     """
     from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
@@ -150,8 +146,8 @@ def measured(configs: Sequence[str]) -> dict[str, Any]:
     name = type(recipe.module).__name__
     if not tokens:
         raise ValueError(
-            f"--config: the batch of {name}, a {type(recipe.batch).__name__}, has no tokens; expected a 2-D integer tensor in"
-            " it, because the law is of language models. Give --flops, --hours or --money without --config."
+            f"--config: the batch of {name}, a {type(recipe.batch).__name__}, has no tokens, so the law for language models"
+            " does not apply. Use a batch that contains a 2-D integer tensor, or remove --config."
         )
     seen = EfficiencyMonitor(activations=False)
     quiet: dict[str, Any] = dict.fromkeys(
@@ -167,8 +163,8 @@ def measured(configs: Sequence[str]) -> dict[str, Any]:
     if told["flops_unknown"] is not None or not told["flops_batches"] or told["flops_per_second"] is None:
         why = told["flops_unknown"] or "no step was timed"
         raise ValueError(
-            f"--config: the FLOPs of {name} cannot be counted: {why}. Expected a module that is not compiled; or give"
-            " --flops-per-second without --config."
+            f"--config: the FLOPs of {name} cannot be counted: {why}. Use a module that is not compiled, or replace --config"
+            " by --flops-per-second."
         )
     return {
         "name": name,
@@ -181,7 +177,7 @@ def measured(configs: Sequence[str]) -> dict[str, Any]:
 
 
 def _of_module(module: dict[str, Any], flops: float) -> dict[str, Any]:
-    """What the budget is for the module as it is."""
+    """Express the budget in tokens and steps of the module at its present size."""
     size, tokens = module["parameters"], flops / module["flops_per_token"]
     best = REFIT.loss(*REFIT.best(flops))
     return {
@@ -195,7 +191,7 @@ def _of_module(module: dict[str, Any], flops: float) -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """For people."""
+    """Format the result of :func:`spend` for people."""
     refit, published, module = found["best"]["refit"], found["best"]["published"], found["module"]
     lines = [f"A budget of {found['flops']:.3g} FLOPs"]
     if found["hours"] is not None:
@@ -203,24 +199,24 @@ def text(found: dict[str, Any]) -> str:
         lines[0] += f", {found['hours']:,.4g} accelerator-hours at {rate}"
     lines += [
         "",
-        f"  best spent on   {_count(refit['parameters'])} parameters and {_count(refit['tokens'])} tokens,"
-        f" {refit['tokens_per_parameter']:.3g} tokens a parameter",
-        f"  by              {refit['source']}; 6 FLOPs a parameter and token",
+        f"  best size       {_count(refit['parameters'])} parameters and {_count(refit['tokens'])} tokens,"
+        f" {refit['tokens_per_parameter']:.3g} tokens per parameter",
+        f"  source          {refit['source']}; 6 FLOPs per parameter and token",
         f"  not             {_count(published['parameters'])} and {_count(published['tokens'])}"
-        f" ({published['tokens_per_parameter']:.3g} a parameter), which the published constants give: printed to two digits,"
-        " their exponents contradict the paper's own 70B model on 1.4T tokens",
+        f" ({published['tokens_per_parameter']:.3g} per parameter), from the published constants. Their exponents are rounded"
+        " to two digits, and contradict the paper's own 70B model on 1.4T tokens",
     ]
     if module is not None:
         larger = module["parameters"] / refit["parameters"]
         lines += [
             "",
-            f"  {module['name']} has {_count(module['parameters'])} parameters, {larger:.3g} times the best size, and takes"
-            f" {module['flops_per_token']:,.4g} FLOPs a token ({module['flops_per_parameter_and_token']:.3g} a parameter),"
+            f"  {module['name']} has {_count(module['parameters'])} parameters, {larger:.3g} times the best size. It needs"
+            f" {module['flops_per_token']:,.4g} FLOPs per token ({module['flops_per_parameter_and_token']:.3g} per parameter),"
             " measured",
-            f"  the budget is   {_count(module['tokens'])} of its tokens, {module['steps']:,.0f} steps of"
-            f" {module['tokens_per_step']:,}, {module['tokens_per_parameter']:.3g} tokens a parameter",
-            f"  its loss        {module['loss_above_best']:.3g} above the best size's, by the same law"
-            f" (it ran {module['tokens_per_second']:,.0f} tokens/s on one device here)",
+            f"  its budget      {_count(module['tokens'])} tokens, {module['steps']:,.0f} steps of"
+            f" {module['tokens_per_step']:,}, {module['tokens_per_parameter']:.3g} tokens per parameter",
+            f"  its loss        {module['loss_above_best']:.3g} above that of the best size, by the same law"
+            f" (measured speed: {module['tokens_per_second']:,.0f} tokens/s on one device)",
         ]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""A layout as a config that ``lightning-eff fit`` runs: strategy, callbacks, precision and batches, with every argument."""
+"""Turn a layout into a config for ``lightning-eff fit``: strategy, callbacks, precision and batch size."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,17 @@ from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
 
 @dataclass(frozen=True)
 class Section:
-    """What the recipe's config says of the run, as far as a plan changes it.
+    """The parts of the recipe's config that a plan changes.
 
     Attributes:
-        callbacks: of the trainer's section, each with ``class_path`` and ``init_args``.
-        plugins: likewise.
-        precision: the Trainer's name of it, or None.
-        batch_key: where the config has the loader's batch size, such as ("data", "init_args", "batch_size"); None where
-            it could not be found.
-        batch_size: that it has.
-        layers: the blocks, by a dotted path, a pattern or a list of paths, or None.
+        callbacks: the trainer's callbacks, with ``class_path`` and ``init_args``.
+        plugins: the trainer's plugins, in the same form.
+        precision: the Trainer's name for the precision, or None.
+        batch_key: path of the loader's batch size in the config, such as ("data", "init_args", "batch_size"), or None.
+        batch_size: the loader's batch size.
+        layers: the blocks, as a dotted path, a pattern, a list of paths, or None.
         configs: paths of the configs.
-        package: the name of Lightning that the module is written with.
+        package: the name of the Lightning package that the module uses.
     """
 
     callbacks: Sequence[Mapping[str, Any]]
@@ -40,17 +39,17 @@ class Section:
 
 
 def loader_batch(layout: Layout) -> int:
-    """Samples that the loader of a replica has to give at once: a pipeline divides them, else they are accumulated."""
+    """Return the loader's batch size per replica: a pipeline divides it, other layouts accumulate micro-batches."""
     return layout.micro_batch * (layout.num_microbatches if layout.pp > 1 else 1)
 
 
 def strategy(layout: Layout, split: Sequence[range], section: Section) -> dict[str, Any] | str:
-    """The strategy with every argument; on one accelerator Lightning's "auto", which knows the device.
+    """Return the strategy with every argument, or "auto" for a single accelerator.
 
     Args:
-        layout: which.
+        layout: the layout.
         split: the blocks of each stage.
-        section: of the recipe.
+        section: the recipe's config.
     """
     if layout.plain:
         if layout.gpus == 1:
@@ -75,14 +74,14 @@ def strategy(layout: Layout, split: Sequence[range], section: Section) -> dict[s
             "num_microbatches": layout.num_microbatches,
             "pipeline_split": [len(blocks) for blocks in split],
         }
-    HybridParallelStrategy(**arguments)  # what it would refuse is not printed
+    HybridParallelStrategy(**arguments)  # raises here instead of in the user's run
     seconds = {name: int(v.total_seconds()) for name, v in arguments.items() if isinstance(v, timedelta)}
     arguments |= {name: f"{s // 3600}:{s // 60 % 60:02}:{s % 60:02}" for name, s in seconds.items()}
     return {"class_path": "lightning_eff.HybridParallelStrategy", "init_args": arguments}
 
 
 def callbacks(layout: Layout, layers: str | Sequence[str] | None) -> list[dict[str, Any]]:
-    """The techniques of the layout, with every argument."""
+    """Return the techniques of the layout, with every argument."""
     found: list[dict[str, Any]] = []
     if layout.remat != "none":
         budget = layout.budget if layout.remat == "optimal" else None
@@ -106,16 +105,16 @@ def callbacks(layout: Layout, layers: str | Sequence[str] | None) -> list[dict[s
 
 
 def configuration(layout: Layout, split: Sequence[range], devices: int, section: Section) -> dict[str, Any]:
-    """What goes beside the recipe's config, and stands over it.
+    """Return the config to merge over the recipe's.
 
     Args:
-        layout: which.
+        layout: the layout.
         split: the blocks of each stage.
-        devices: accelerators in a node.
-        section: of the recipe.
+        devices: accelerators in each node.
+        section: the recipe's config.
 
     Raises:
-        ValueError: if the strategy does not take the layout.
+        ValueError: if the strategy refuses the layout.
     """
     kept = [dict(c) for c in section.callbacks if str(c["class_path"]).rpartition(".")[2] not in PLANNED]
     plugins = [dict(plugin) for plugin in section.plugins]
@@ -146,8 +145,12 @@ def configuration(layout: Layout, split: Sequence[range], devices: int, section:
 
 
 def as_yaml(found: Mapping[str, Any], section: Section, path: str, devices: int, nodes: int) -> str:
-    """The config as text, headed by the command that runs it."""
+    """Return the config as text, after a comment with the command that runs it."""
     configs = " ".join(f"--config {config}" for config in (*section.configs, path))
     run = f"lightning-eff fit {configs}"
-    told = f"On each of the {nodes} nodes, by torchrun or another launcher" if nodes > 1 else "It starts all processes"
-    return f"# {run}\n# {told}; {devices} accelerators a node.\n" + yaml.safe_dump(dict(found), sort_keys=False)
+    start = (
+        f"Run it on each of {nodes} nodes, with torchrun or another launcher"
+        if nodes > 1
+        else "It starts all processes"
+    )
+    return f"# {run}\n# {start}; {devices} accelerators per node.\n" + yaml.safe_dump(dict(found), sort_keys=False)

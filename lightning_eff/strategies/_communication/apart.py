@@ -21,11 +21,11 @@ from lightning_eff.strategies._communication.gathering import gather_on_first
 
 
 def average_in_place(parameters: list[Parameter]) -> None:
-    """``w <- (1/N) sum_i w_i`` over all ranks, in place.
+    """Compute ``w <- (1/N) sum_i w_i`` over all ranks, in place.
 
     Args:
-        parameters: the same, in shape and order, on all ranks; those without a gradient too, because a rank that did
-            not use one would otherwise send less than the others, which then wait for ever.
+        parameters: the parameters, with equal shapes and order on all ranks. They include those without a gradient, because
+            a rank that sends less than others would block them forever.
     """
     if dist.get_world_size() > 1:
         plain_mean([p.detach() for p in parameters], group=None, traffic=Traffic())
@@ -112,7 +112,7 @@ class Apart(OtherWeights):
         wrap, load, state_dict = strategy.configure_ddp, strategy.load_checkpoint, strategy.lightning_module_state_dict
 
         def configure_ddp() -> None:
-            if self._distributed:  # built anew in mid-run, which would give all ranks the weights of rank 0
+            if self._distributed:  # DDP is rebuilt during the run, which would give all ranks the weights of rank 0
                 self._average(session)
             wrap()
             model = strategy.model
@@ -169,7 +169,7 @@ class Apart(OtherWeights):
         super().detach(session)
         self._hook = None
 
-    # -- the mean, for others to see
+    # -- the mean, for validation and checkpoints
 
     def _parameters(self, session: Session) -> dict[str, Parameter]:
         return {name: p for name, p in session.module.named_parameters() if p.requires_grad}
@@ -215,7 +215,7 @@ class Apart(OtherWeights):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.neutral or (self._session is not None and not self._session.fitting):
-            return  # the mean is what is validated or tested
+            return  # validation and tests use the mean
         self._steps, self._averagings = state_dict["steps"], state_dict["averagings"]
         self._pending = state_dict
 
@@ -225,7 +225,7 @@ class Apart(OtherWeights):
 
 
 def _on_cpu(value: Any) -> Any:
-    """``value`` with copies of its tensors on the CPU."""
+    """Return ``value`` with copies of its tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -17,7 +17,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         bits: 1, 2, 4 or 8.
 
     Returns:
-        uint8 of shape (..., ceil(n * bits / 8)); what is missing in the last byte is 0.
+        uint8 of shape (..., ceil(n * bits / 8)), padded with 0 in the last byte.
     """
     per_byte = 8 // bits
     padded = F.pad(codes, (0, -codes.shape[-1] % per_byte))
@@ -26,18 +26,18 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The first ``count`` codes of what :func:`pack_codes` packed: uint8 of shape (..., count)."""
+    """Return the first ``count`` codes that :func:`pack_codes` packed, uint8 of shape (..., count)."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     codes = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return codes.flatten(-2)[..., :count]
 
 
 class Codec(ABC):
-    """Turns a stack of matrices into rows of bytes, of a length that follows from their shape alone, and back."""
+    """Encodes a stack of matrices as rows of bytes, whose length depends only on the shape, and decodes them."""
 
     @abstractmethod
     def num_bytes(self, rows: int, cols: int) -> int:
-        """How many bytes a float32 matrix of shape (rows, cols) becomes."""
+        """Return the number of bytes for a float32 matrix of shape (rows, cols)."""
 
     @abstractmethod
     def encode(self, x: Tensor, seed: int) -> Tensor:
@@ -45,7 +45,7 @@ class Codec(ABC):
 
         Args:
             x: float32 of shape (n, rows, cols).
-            seed: of the random numbers, if any; the same seed on the same device type gives the same bytes.
+            seed: random seed, if needed. The same seed on the same device type gives the same bytes.
 
         Returns:
             uint8 of shape (n, num_bytes(rows, cols)).
@@ -53,15 +53,15 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, data: Tensor, rows: int, cols: int) -> Tensor:
-        """What the bytes stand for: float32 of shape (n, rows, cols). The same bytes give the same numbers anywhere."""
+        """Decode to float32 of shape (n, rows, cols). The result is the same on all devices."""
 
 
 class SignCodec(Codec):
-    """One bit an element and one float a row: ``x[r, c] -> sign(x[r, c]) * scale[r]``.
+    """Sends one bit per element and one float per row: ``x[r, c] -> sign(x[r, c]) * scale[r]``.
 
-    ``scale[r] = mean |x[r, c]|`` over the columns that are not all zero. A row or a column of exact zeros (a token that the
-    batch has not, a dead unit) is decoded as exact zeros: a sign alone cannot say zero, and would move such weights by a
-    whole step. A zero elsewhere counts as positive, and error feedback takes it back. Deterministic.
+    ``scale[r] = mean |x[r, c]|`` over the columns that are not all zero. A row or column of zeros (a token that the batch does
+    not have, a dead unit) is decoded as zeros. Signs alone cannot represent zero, and would move such weights by a whole step.
+    Other zeros count as positive, and error feedback corrects them. The codec is deterministic.
     """
 
     @override
@@ -91,15 +91,15 @@ class SignCodec(Codec):
 
 
 class QuantizedCodec(Codec):
-    """QSGD in buckets, as CGX sends it: ``x -> scale * k / s`` with an integer ``|k| <= s = 2^(bits-1) - 1``.
+    """QSGD in buckets, as in CGX: ``x -> scale * k / s`` with an integer ``|k| <= s = 2^(bits-1) - 1``.
 
-    ``scale`` is the largest ``|x|`` of the bucket, and ``s |x| / scale`` is rounded up with a probability of its
-    fraction, so that the expectation is ``x``. With the largest element as scale, 4 bits and buckets of 1024, the error of
-    one rounding is a few percent of the energy, which is what makes error feedback contract.
+    ``scale`` is the largest ``|x|`` of the bucket. ``s |x| / scale`` is rounded up with the probability of its fraction, so
+    that the expectation is ``x``. With 4 bits and buckets of 1024, the error of one rounding is a few percent of the energy.
+    So error feedback contracts.
 
     Args:
-        bits: 2, 4 or 8 bits an element.
-        bucket_size: how many elements share a scale, >= 1.
+        bits: bits per element, 2, 4 or 8.
+        bucket_size: number of elements that share a scale, >= 1.
     """
 
     def __init__(self, bits: int, bucket_size: int) -> None:
@@ -108,7 +108,7 @@ class QuantizedCodec(Codec):
         self.levels = 2 ** (bits - 1) - 1
 
     def _layout(self, rows: int, cols: int) -> tuple[int, int]:
-        """How many elements share a scale in a matrix of this shape, and how many scales there are."""
+        """Return the number of elements per scale, and the number of scales, for a matrix of this shape."""
         size = min(self.bucket_size, rows * cols)
         return size, math.ceil(rows * cols / size)
 

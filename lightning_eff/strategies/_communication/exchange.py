@@ -1,4 +1,4 @@
-"""A mean over ranks that moves compressed bytes: scatter, average, compress again, gather; with error feedback."""
+"""A mean over ranks with compressed bytes and error feedback: scatter, average, compress again, gather."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,16 +14,16 @@ from lightning_eff.strategies._communication.codecs import Codec
 
 
 def as_real(x: Tensor) -> Tensor:
-    """``x``, or a view of a complex ``x`` as real numbers: of its shape, with real and imaginary parts along a last axis."""
+    """Return ``x``, or a real view of a complex ``x`` with real and imaginary parts along a new last axis."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def views_of(bucket: GradBucket) -> list[tuple[Tensor, Tensor]]:
-    """Each parameter of a DDP bucket with its gradient, as real numbers; a view of the bucket's buffer.
+    """Return each parameter of a DDP bucket with its gradient, a real view of the bucket's buffer.
 
-    DDP keeps complex gradients as real numbers, but ``bucket.gradients()`` counts complex ones, so that its views lie at the
-    wrong places. A complex matrix has a last axis of 2 here, a complex vector is one of twice the length, and empty parameters
-    are left out.
+    DDP stores complex gradients as real numbers, but ``bucket.gradients()`` counts complex ones, so its views have wrong
+    offsets. Here a complex matrix has a last axis of 2, and a complex vector has twice the length. Empty parameters are
+    skipped.
     """
     found: list[tuple[Tensor, Tensor]] = []
     flat, start = as_real(bucket.buffer()).view(-1), 0
@@ -38,13 +38,13 @@ def views_of(bucket: GradBucket) -> list[tuple[Tensor, Tensor]]:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """``x`` of at least one dimension as float32 of shape (x.shape[0], the rest); a copy only where it must be."""
+    """Return ``x`` of at least one dimension as float32 of shape (x.shape[0], rest), copied only if necessary."""
     return x.detach().float().reshape(x.shape[0], -1)
 
 
 @dataclass
 class Traffic:
-    """Bytes that this rank sends, under the usual ring and pairwise algorithms, and what plain DDP would have sent.
+    """The bytes that this rank sends with ring and pairwise algorithms, and the bytes that plain DDP would send.
 
     Attributes:
         sent: bytes sent.
@@ -55,16 +55,16 @@ class Traffic:
     plain: float = 0.0
 
     def all_reduce(self, num_bytes: float, world_size: int) -> None:
-        """Count an all-reduce of a tensor of ``num_bytes``: a ring sends ``2 (N - 1) / N`` times as much."""
+        """Count an all-reduce of ``num_bytes``, of which a ring sends ``2 (N - 1) / N`` times as much."""
         self.sent += 2 * num_bytes * (world_size - 1) / world_size
 
     def instead_of(self, num_bytes: float, world_size: int) -> None:
-        """Count what plain DDP would send for gradients of ``num_bytes``."""
+        """Count the bytes that plain DDP would send for gradients of ``num_bytes``."""
         self.plain += 2 * num_bytes * (world_size - 1) / world_size
 
 
 def log_traffic(module: LightningModule | None, name: str, traffic: Traffic) -> None:
-    """Log a step's bytes under ``eff/<name>/``, and their ratio; nothing before a step sent any."""
+    """Log a step's bytes under ``eff/<name>/``, and their ratio, once a step has sent some."""
     if module is not None and traffic.plain:
         values = {"sent_bytes": traffic.sent, "plain_bytes": traffic.plain, "ratio": traffic.sent / traffic.plain}
         logged = {f"eff/{name}/{key}": value for key, value in values.items()}
@@ -73,27 +73,27 @@ def log_traffic(module: LightningModule | None, name: str, traffic: Traffic) -> 
 
 @dataclass
 class Residuals:
-    """What compression has not sent yet, to be added to what is sent next; kept for each tensor by name.
+    """The compression errors of one tensor, which are added to the next values.
 
     Attributes:
-        worker: float32 of shape (rows, cols): what this rank has not sent of its own values.
-        server: float32 of shape (ceil(rows / N), cols): what it has not sent of the mean of its share of the rows.
+        worker: error of this rank's values, float32 of shape (rows, cols).
+        server: error of the mean of this rank's part of the rows, float32 of shape (ceil(rows / N), cols).
     """
 
     worker: dict[str, Tensor] = field(default_factory=dict)
     server: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> "Residuals":
-        """A copy on ``device``."""
+        """Return a copy on ``device``."""
         worker = {name: e.to(device, copy=True) for name, e in self.worker.items()}
         return Residuals(worker, {name: e.to(device, copy=True) for name, e in self.server.items()})
 
 
 def redistribute(ranks: list[Residuals], rank: int, world_size: int) -> Residuals:
-    """The residuals of one of ``world_size`` ranks, from those of a run that may have had another number of ranks.
+    """Return the residuals of one of ``world_size`` ranks, from those of all ranks of the saved run.
 
-    With the same number they are the rank's own. Otherwise the mean over ranks of what is still to be sent, which is all
-    that the sum of later updates depends on, is kept.
+    With the same number of ranks they are the rank's own. Otherwise the mean over ranks is preserved, since the sum of later
+    updates depends only on it.
     """
     if len(ranks) == world_size:
         return ranks[rank]
@@ -107,7 +107,7 @@ def redistribute(ranks: list[Residuals], rank: int, world_size: int) -> Residual
 
 
 def _share(x: Tensor, world_size: int) -> Tensor:
-    """The rows of ``x`` (rows, cols) in ``world_size`` equal shares, the last ones padded with zeros: (N, r, cols)."""
+    """Split the rows of ``x`` (rows, cols) into ``world_size`` equal parts, padded with zeros at the end: (N, r, cols)."""
     rows, cols = x.shape
     share = math.ceil(rows / world_size)
     return torch.nn.functional.pad(x, (0, 0, 0, share * world_size - rows)).view(world_size, share, cols)
@@ -123,24 +123,25 @@ def compressed_mean(
     seed: Callable[[str], int],
     traffic: Traffic,
 ) -> dict[str, Tensor]:
-    """The mean over ranks of each matrix, of which only codes are sent.
+    """Return the mean over ranks of each matrix, and send only codes.
 
-    Rank i sends ``C(x_i + e_i)`` by shares of rows, and keeps ``e_i <- x_i + e_i - C(x_i + e_i)``; the owner of a share
-    averages, sends ``C(mean + E)`` and keeps ``E <- mean + E - C(mean + E)`` (Tang et al. 2021, arXiv:2102.02888, algorithm
-    1). So at any time what was returned, plus ``E``, plus the mean of the ``e_i``, is the sum of the true means. Each
-    matrix is compressed by itself, so the result does not depend on which matrices travel together. All ranks get the
-    same bytes, and so the same numbers.
+    Rank i sends ``C(x_i + e_i)`` in parts of rows, and keeps ``e_i <- x_i + e_i - C(x_i + e_i)``. The owner of a part averages,
+    sends ``C(mean + E)``, and keeps ``E <- mean + E - C(mean + E)`` (Tang et al. 2021, arXiv:2102.02888, algorithm 1). So all
+    returned means, plus ``E``, plus the mean of the ``e_i``, equal the sum of the true means.
+
+    Each matrix is compressed separately, so the result does not depend on the grouping of matrices. All ranks get the same
+    bytes, and so the same numbers.
 
     Args:
-        matrices: float32 of shape (rows, cols), by name; the same names and shapes on all ranks. Not changed.
-        codec: what the bytes are.
+        matrices: float32 matrices (rows, cols) by name, with equal names and shapes on all ranks. They do not change.
+        codec: encodes the matrices.
         group: the ranks; None means all.
-        residuals: the error feedback, updated in place; None for none.
-        seed: gives the seed of a name's random numbers, different on each rank.
-        traffic: counts what is sent.
+        residuals: the error feedback, updated in place, or None.
+        seed: returns the random seed for a name, different on each rank.
+        traffic: counts the sent bytes.
 
     Returns:
-        The means, of the same shapes.
+        The means, in the same shapes.
     """
     world_size = dist.get_world_size(group)
     payloads, shapes = [], []
@@ -181,7 +182,7 @@ def compressed_mean(
 
 @torch.no_grad()
 def plain_mean(tensors: list[Tensor], *, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
-    """Replace each tensor by its mean over ranks, in one all-reduce for each dtype; complex ones as real numbers."""
+    """Replace each tensor by its mean over ranks, with one all-reduce per dtype; complex tensors are sent as real ones."""
     world_size = dist.get_world_size(group)
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for x in map(as_real, tensors):

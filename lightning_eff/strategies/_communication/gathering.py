@@ -1,4 +1,4 @@
-"""What each rank alone keeps, brought into rank 0's host memory for a checkpoint."""
+"""Gathers the state of all ranks into rank 0's host memory for a checkpoint."""
 
 import io
 import pickle
@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_MOST_BYTES = 64 * 2**20  # that rank 0 has on its device at once
+_MOST_BYTES = 64 * 2**20  # bytes on rank 0's device at once
 
 
 def gather_on_first(mine: Any, device: torch.device) -> list[Any] | None:
-    """The objects of all ranks on rank 0, None on the others; collective.
+    """Return the objects of all ranks on rank 0, and None on other ranks; collective.
 
-    ``torch.distributed.gather_object`` would hold all of them on rank 0's device at once: with tensors as large as the
-    parameters, as many copies of the model as there are ranks. Here they come in pieces.
+    ``torch.distributed.gather_object`` would hold all objects on rank 0's device at once. With tensors as large as the
+    parameters, this is one copy of the model per rank. This function sends them in pieces.
 
     Args:
-        mine: an object whose tensors lie in host memory, so that they do on rank 0, too.
-        device: where messages are sent from.
+        mine: this rank's object, with tensors in host memory.
+        device: device for messages.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]

@@ -1,4 +1,4 @@
-"""DDP communication hooks that send fewer bytes, with their state kept by parameter, so that it survives a resume."""
+"""DDP communication hooks that send fewer bytes, with state by parameter name, which survives a resume."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -27,25 +27,24 @@ from lightning_eff.strategies._communication.exchange import (
 
 
 def run_hook(state: "GradientHook", bucket: GradBucket) -> Future[Tensor]:
-    """What DDP registers: the hook's object is its state."""
+    """The function that DDP registers; the hook object is its state."""
     return state.reduce(bucket)
 
 
 class GradientHook(ABC):
-    """A communication hook; which gradients share a bucket does not change what it computes.
+    """A communication hook whose result does not depend on the buckets.
 
-    DDP regroups its buckets after the first step of each process, so what is kept from step to step is kept by the
-    parameter's name.
+    DDP regroups its buckets after the first step of each process, so the hook stores its state by parameter name.
 
     Args:
         names: the name of each parameter.
-        start_step: how many steps the gradients are all-reduced as they are, >= 0.
-        seed: of random numbers; the same on all ranks.
+        start_step: number of steps without compression at the start, >= 0.
+        seed: random seed, the same on all ranks.
 
     Attributes:
-        step: how many steps were reduced.
+        step: number of reduced steps.
         traffic: bytes sent in the current step.
-        last: bytes sent in the step that was reduced last.
+        last: bytes sent in the last reduced step.
     """
 
     def __init__(self, names: dict[Tensor, str], *, start_step: int, seed: int) -> None:
@@ -75,7 +74,7 @@ class GradientHook(ABC):
         return future
 
     def begin(self) -> None:
-        """The first bucket of a step has come."""
+        """Start a step, at its first bucket."""
         self.traffic = Traffic()
 
     @abstractmethod
@@ -83,15 +82,15 @@ class GradientHook(ABC):
         """Average the bucket's gradients, sending fewer bytes, and count them."""
 
     def rewrapped(self, names: dict[Tensor, str]) -> None:
-        """DDP is built anew, with other buckets."""
+        """Note that DDP was rebuilt with other buckets."""
         self.names = names
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, on the CPU, in plain containers."""
+        """Return this rank's state on the CPU in plain containers."""
         return {"step": self.step, "seed": self.seed}
 
     def load_state_dict(self, ranks: list[dict[str, Any]]) -> None:
-        """Take over the state of this rank from those of all ranks of the run that saved it."""
+        """Load this rank's state from the states of all ranks of the saved run."""
         self.step, self.seed = ranks[0]["step"], ranks[0]["seed"]
 
     def _named(self, bucket: GradBucket) -> list[tuple[str, Tensor]]:
@@ -99,11 +98,11 @@ class GradientHook(ABC):
 
 
 class CodecHook(GradientHook):
-    """Signs or few-bit codes of matrices, by :func:`compressed_mean`; vectors (norms, biases) as they are.
+    """Sends matrices as signs or few-bit codes by :func:`compressed_mean`, and vectors (norms, biases) unchanged.
 
     Args:
-        codec: what is sent.
-        error_feedback: keep what was not sent, and send it next time.
+        codec: encodes the matrices.
+        error_feedback: add the compression error to the next gradient.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class CodecHook(GradientHook):
 
 
 class BF16Hook(GradientHook):
-    """torch's ``bf16_compress_hook``: gradients are rounded to bfloat16 and averaged in it."""
+    """torch's ``bf16_compress_hook``, which rounds gradients to bfloat16 and averages them."""
 
     @override
     def compress(self, bucket: GradBucket) -> Future[Tensor]:
@@ -156,7 +155,7 @@ class BF16Hook(GradientHook):
 
 
 class _Views:
-    """A bucket, as torch's hooks take one, with other views of its buffer as gradients."""
+    """A bucket for torch's hooks with other views of its buffer as gradients."""
 
     def __init__(self, bucket: GradBucket, gradients: list[Tensor]) -> None:
         self._bucket, self._gradients = bucket, gradients
@@ -165,17 +164,17 @@ class _Views:
         return getattr(self._bucket, name)
 
     def gradients(self) -> list[Tensor]:
-        """Views that cover the buffer."""
+        """Return views that cover the buffer."""
         return self._gradients
 
 
 class PowerSGDHook(GradientHook):
-    """torch's ``powerSGD_hook``, whose memory is by bucket: here it is taken apart by parameter whenever buckets change.
+    """torch's ``powerSGD_hook``, whose memory by bucket is converted to memory by parameter when buckets change.
 
     Args:
-        rank: of the approximation, >= 1.
+        rank: rank of the approximation, >= 1.
         error_feedback: as in torch.
-        min_compression_rate: as in torch: a matrix that would not shrink by this factor is sent as it is.
+        min_compression_rate: as in torch; a matrix that does not shrink by this factor is sent unchanged.
     """
 
     def __init__(
@@ -231,13 +230,13 @@ class PowerSGDHook(GradientHook):
         return _in_order(powerSGD_hook(self.inner, views), bucket)
 
     def _sizes(self, shape: torch.Size) -> tuple[int, int, int]:
-        """Rows, columns and rank of the approximation of a gradient; rank 0 where torch sends it as it is."""
+        """Return rows, columns and rank of a gradient's approximation; rank 0 if torch sends it unchanged."""
         n, m = shape[0] if shape else 1, shape[1:].numel()
         r = min(n, m, self.approximation_rank)
         return n, m, r if _should_compress(n, m, r, self.min_compression_rate)[0] else 0
 
     def _compressed(self, layout: list[tuple[str, torch.Size]]) -> list[tuple[str, int, int, int]]:
-        """(name, rows, columns, rank) in the order in which torch lays them out: by shape, then as they come."""
+        """Return (name, rows, columns, rank) in torch's order: by shape, then by occurrence."""
         by_shape: dict[tuple[int, int], list[tuple[str, int, int, int]]] = {}
         for name, shape in layout:
             n, m, r = self._sizes(shape)
@@ -246,7 +245,7 @@ class PowerSGDHook(GradientHook):
         return [entry for entries in by_shape.values() for entry in entries]
 
     def _take_apart(self) -> None:
-        """From torch's memory by bucket to ours by name."""
+        """Convert torch's memory by bucket to memory by name."""
         errors, qs = self._by_name()
         self._errors.update(errors)
         self._qs.update(qs)
@@ -265,7 +264,7 @@ class PowerSGDHook(GradientHook):
         return errors, qs
 
     def _put_together(self, index: int, gradients: list[tuple[str, Tensor]], buffer: Tensor) -> None:
-        """From our memory by name to torch's of this bucket; a Q that is not there yet is drawn by its name."""
+        """Convert memory by name to torch's memory of this bucket; a missing Q is drawn with a seed from its name."""
         layout = [(name, g.shape) for name, g in gradients]
         self._layout[index] = layout
         if self.inner.use_error_feedback and any(name in self._errors for name, _ in layout):
@@ -306,12 +305,12 @@ class PowerSGDHook(GradientHook):
 
 
 def _done(value: Tensor) -> Future[Tensor]:
-    """A future that is done: on a GPU the work is queued on the current stream, which the result is tied to."""
+    """Return a completed future; on a GPU the work is queued on the current stream, to which the result belongs."""
     future: Future[Tensor] = Future(devices=[value.device]) if value.is_cuda else Future()
     future.set_result(value)
     return future
 
 
 def _in_order(future: Future[Tensor], bucket: GradBucket) -> Future[Tensor]:
-    """On the CPU, wait for the result: gloo runs callbacks in threads of its own, in an order that ranks do not share."""
+    """Wait for the result on the CPU, because gloo runs callbacks in separate threads, in a different order on each rank."""
     return future if bucket.buffer().is_cuda else _done(future.wait())

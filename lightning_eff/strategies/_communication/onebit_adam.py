@@ -1,4 +1,4 @@
-"""1-bit Adam: after a start as Adam, the variance stays and the momentum travels as signs (Tang et al. 2021, 2102.02888)."""
+"""1-bit Adam: after a start as Adam, it freezes the variance and sends momenta as signs (Tang et al. 2021, 2102.02888)."""
 
 import math
 
@@ -9,11 +9,11 @@ from lightning_eff.strategies._communication.onebit_optimizer import OneBitOptim
 
 
 class OneBitAdam(OneBitOptimizer):
-    """Adam for ``freeze_step`` steps; then momenta, not gradients, are averaged, through signs with error feedback.
+    """Adam for ``freeze_step`` steps; then it averages momenta instead of gradients, as signs with error feedback.
 
     ``m_i <- beta1 m + (1 - beta1) g_i``, ``m <- C(mean_i C(m_i + e_i) + E)``,
-    ``theta <- theta - lr m_hat / (sqrt(v_hat) + eps)`` with ``v_hat`` that of step ``freeze_step``. Bias corrections and
-    weight decay are the source's, so the start is the user's Adam or AdamW itself.
+    ``theta <- theta - lr m_hat / (sqrt(v_hat) + eps)``, where ``v_hat`` comes from step ``freeze_step``. Bias corrections and
+    weight decay are those of the source, so the start equals the user's Adam or AdamW.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""1-bit LAMB: after a start as LAMB, momenta as signs and trust ratios scaled from frozen ones (Li et al. 2021, 2104.06069)."""
+"""1-bit LAMB: after a start as LAMB, it sends momenta as signs and scales frozen trust ratios (Li et al. 2021, 2104.06069)."""
 
 import torch
 from torch import Tensor
@@ -11,17 +11,17 @@ from lightning_eff.strategies._communication.onebit_optimizer import OneBitOptim
 class OneBitLamb(OneBitOptimizer):
     """LAMB for ``freeze_step`` steps, without bias correction and with weight decay inside the trust ratio; then 1-bit.
 
-    After the start the trust ratio of a tensor is ``c r``: ``c`` is the moving average of its ratios in the start, and
-    ``r = max (sqrt(v) + eps) / (sqrt(v_fresh) + eps)`` with the frozen ``v``, and a ``v_fresh`` that goes on from gradients
-    reconstructed as ``(m_t - beta1 m_{t-1}) / (1 - beta1)``. ``r`` is kept in ``factor_range``, and changes by at most
-    ``factor_threshold`` of itself a step.
+    After the start the trust ratio of a tensor is ``c r``. ``c`` is the moving average of its ratios in the start.
+    ``r = max (sqrt(v) + eps) / (sqrt(v_fresh) + eps)``, with the frozen ``v``. ``v_fresh`` continues with gradients
+    reconstructed as ``(m_t - beta1 m_{t-1}) / (1 - beta1)``. ``r`` stays in ``factor_range``, and changes by at most a
+    fraction ``factor_threshold`` per step.
 
     Args:
-        source: the user's Adam or AdamW, whose lr, betas, eps and weight decay are used.
-        freeze_step: steps of LAMB, >= 1.
-        ratio_range: the smallest and the largest trust ratio in the start.
-        ratio_decay: of the moving average of the ratios, in [0, 1).
-        factor_range: the smallest and the largest ``r``.
+        source: the user's Adam or AdamW, for lr, betas, eps and weight decay.
+        freeze_step: number of LAMB steps, >= 1.
+        ratio_range: smallest and largest trust ratio in the start.
+        ratio_decay: decay of the moving average of ratios, in [0, 1).
+        factor_range: smallest and largest ``r``.
         factor_threshold: > 0.
     """
 

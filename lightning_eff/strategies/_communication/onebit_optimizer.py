@@ -1,4 +1,4 @@
-"""What the optimizers that send signs share: the user's parameter groups, means over ranks, state of each rank."""
+"""The base class of optimizers that send signs: the user's parameter groups, means over ranks, and state per rank."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -22,38 +22,37 @@ from lightning_eff.strategies._communication.exchange import (
 
 
 def check_source(optimizer: Optimizer, *, who: str) -> None:
-    """Raise ValueError unless ``optimizer`` is a torch Adam or AdamW whose settings the 1-bit rules have a meaning for."""
+    """Raise ValueError unless ``optimizer`` is a torch Adam or AdamW with settings that the 1-bit rules support."""
     if type(optimizer) not in (Adam, AdamW):
         raise ValueError(
-            f"{who}: configure_optimizers returned {type(optimizer).__name__}; expected torch.optim.Adam or AdamW, whose"
-            " lr, betas, eps and weight_decay are taken over. Return one of them."
+            f"{who}: configure_optimizers returned {type(optimizer).__name__}, but the 1-bit optimizer replaces an Adam. Return"
+            " torch.optim.Adam or AdamW, for its lr, betas, eps and weight_decay."
         )
     if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            f"{who}: {type(optimizer).__name__} has complex parameters, and momenta that travel as signs are of real ones."
-            " Keep real parameters, as torch.view_as_real gives them, or take strategy='ddp'."
+            f"{who}: {type(optimizer).__name__} has complex parameters, but only real momenta can be sent as signs."
+            " Use real parameters (torch.view_as_real), or strategy='ddp'."
         )
     for group in optimizer.param_groups:
         for name in ("amsgrad", "maximize", "differentiable"):
             if group.get(name):
                 raise ValueError(
-                    f"{who}: {type(optimizer).__name__}({name}=True) has no 1-bit form; expected {name}=False. Leave it out."
+                    f"{who}: {type(optimizer).__name__}({name}=True) has no 1-bit form. Remove {name}=True."
                 )
 
 
 class OneBitOptimizer(Optimizer, ABC):
-    """An optimizer made of an Adam's parameter groups, which does its own communication once it is past its start.
+    """An optimizer with an Adam's parameter groups that communicates itself after its start.
 
-    The groups are the source's own, so learning rate schedulers made for the source go on working. Matrices are sent as
-    signs, vectors as they are. While ``wants_mean`` gradients must have been averaged over ranks before :meth:`step`,
-    and must not have been otherwise.
+    It uses the source's groups, so learning rate schedulers of the source still work. It sends matrices as signs, and vectors
+    unchanged. Gradients must be averaged over ranks before :meth:`step` if ``wants_mean``, and must not be otherwise.
 
     Args:
         source: the user's Adam or AdamW, without state.
-        freeze_step: after so many steps the second moment stays what it is, >= 1.
+        freeze_step: number of steps before the second moment is frozen, >= 1.
 
     Attributes:
-        steps: how many steps were made.
+        steps: number of steps so far.
         traffic: bytes that the last step sent.
     """
 
@@ -70,10 +69,10 @@ class OneBitOptimizer(Optimizer, ABC):
         self._own: dict[str, Tensor] | None = None
 
     def begin(self, listener: Callable[[bool], None]) -> None:
-        """From now on steps count; those before are the engine's, to make buffers.
+        """Start counting steps; earlier ones are the engine's, which creates buffers.
 
         Args:
-            listener: is told after each step, and now, whether the next gradients must be averaged over ranks.
+            listener: called now and after each step with whether the next gradients must be averaged over ranks.
         """
         self._listener = listener
         listener(self.wants_mean)
@@ -85,7 +84,7 @@ class OneBitOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """Make step number ``self.steps``, which starts from 1."""
+        """Do step number ``self.steps``, which starts at 1."""
 
     @torch.no_grad()
     @override
@@ -109,13 +108,13 @@ class OneBitOptimizer(Optimizer, ABC):
     # -- pieces of the rules
 
     def named(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """(name, parameter, group) of each parameter; names are ``group.index``."""
+        """Yield (name, parameter, group) of each parameter; names are ``group.index``."""
         for i, group in enumerate(self.param_groups):
             for j, p in enumerate(group["params"]):
                 yield f"{i}.{j}", p, group
 
     def moments(self, p: Tensor) -> dict[str, Any]:
-        """The state of ``p``, with moments of zeros to begin with."""
+        """Return the state of ``p``, initially with zero moments."""
         state = self.state[p]
         if not state:
             state["exp_avg"] = torch.zeros_like(p)
@@ -123,18 +122,18 @@ class OneBitOptimizer(Optimizer, ABC):
         return state
 
     def gradient(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """The gradient, zeros where there is none, with the L2 term where the source is an Adam with weight decay."""
+        """Return the gradient or zeros, plus the L2 term if the source is an Adam with weight decay."""
         g = torch.zeros_like(p) if p.grad is None else p.grad
         if group["weight_decay"] and not group.get("decoupled_weight_decay"):
             g = g.add(p, alpha=group["weight_decay"])
         return g
 
     def decay(self, group: dict[str, Any]) -> float:
-        """What weights are multiplied with before a step: ``1 - lr * weight_decay`` for an AdamW, else 1."""
+        """Return the factor of weights before a step: ``1 - lr * weight_decay`` for an AdamW, else 1."""
         return 1 - float(group["lr"]) * group["weight_decay"] if group.get("decoupled_weight_decay") else 1.0
 
     def mean(self, tensors: dict[str, Tensor]) -> None:
-        """Replace each tensor by its mean over ranks, matrices through signs and residuals."""
+        """Replace each tensor by its mean over ranks; matrices are sent as signs with residuals."""
         if _world_size() == 1:
             return
         plain_mean([x for x in tensors.values() if x.ndim < 2], group=None, traffic=self.traffic)
@@ -146,10 +145,10 @@ class OneBitOptimizer(Optimizer, ABC):
             tensors[name].copy_(mean.view_as(tensors[name]))
 
     def freeze(self) -> None:
-        """Make the second moments fit to stay: one that is zero would turn a sign into a step without bound.
+        """Prepare the second moments for freezing, because a zero would turn a sign into an unbounded step.
 
-        An element whose gradient was always zero so far (a token not met yet) gets the mean of its tensor, and a tensor
-        without any gradient so far that of all.
+        An element whose gradients were all zero (a token that has not occurred) gets the mean of its tensor. A tensor without
+        gradients gets the mean of all tensors.
         """
         moments = [self.moments(p)["exp_avg_sq"] for _, p, _ in self.named()]
         means = [v[v > 0].mean() if (v > 0).any() else None for v in moments]
@@ -161,12 +160,12 @@ class OneBitOptimizer(Optimizer, ABC):
     # -- state
 
     def rank_state(self) -> dict[str, Any]:
-        """What :meth:`state_dict` does not hold: counters, and what is of this rank alone; on the CPU."""
+        """Return counters and this rank's own state, which :meth:`state_dict` does not have, on the CPU."""
         kept = self.residuals.to("cpu")
         return {"steps": self.steps, "worker": kept.worker, "server": kept.server}
 
     def load_rank_state(self, ranks: list[dict[str, Any]]) -> None:
-        """Take over what all ranks of a run saved, of any number of ranks, after :meth:`load_state_dict`."""
+        """Load the states of all ranks of a run, of any number, after :meth:`load_state_dict`."""
         self.steps = ranks[0]["steps"]
         saved = [Residuals(state["worker"], state["server"]) for state in ranks]
         device = self.param_groups[0]["params"][0].device
@@ -180,16 +179,16 @@ class OneBitOptimizer(Optimizer, ABC):
         super().load_state_dict(state_dict)
         self.source.param_groups = self.param_groups
 
-    # -- weights that ranks may hold of their own
+    # -- weights that differ between ranks
 
     @property
     def apart(self) -> bool:
-        """Whether ranks hold different weights at the moment."""
+        """Whether ranks have different weights now."""
         return False
 
     @torch.no_grad()
     def show_mean(self) -> None:
-        """Put the mean over ranks into the weights, if they are apart and it is not there."""
+        """Put the mean over ranks into the weights, if they differ and do not have it yet."""
         if self._own is None and self.apart and _world_size() > 1:
             self._own = {name: p.detach().clone() for name, p, _ in self.named()}
             plain_mean([p.detach() for _, p, _ in self.named()], group=None, traffic=Traffic())

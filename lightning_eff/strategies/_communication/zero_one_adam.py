@@ -1,4 +1,4 @@
-"""0/1 Adam: signs from the start, a variance renewed ever more rarely, then local steps (Lu et al. 2022, 2202.06009)."""
+"""0/1 Adam: signs from the start, ever rarer variance updates, then local steps (Lu et al. 2022, 2202.06009)."""
 
 import math
 from typing import Any
@@ -14,20 +14,21 @@ from lightning_eff.strategies._communication.onebit_optimizer import OneBitOptim
 
 
 class ZeroOneAdam(OneBitOptimizer):
-    """Two policies: when the variance is renewed, up to ``freeze_step``, and when ranks meet, after it.
+    """Updates the variance at growing intervals until ``freeze_step``, and then exchanges momenta at growing intervals.
 
-    Up to ``freeze_step``, every ``variance_interval`` steps gradients are averaged exactly and renew the variance; in the
-    others they travel as signs. The interval is 1 at first and doubles after every ``variance_updates`` renewals. Then
-    residuals are set to zero, the variance stays, and each rank makes ``local_interval`` steps with its own momentum,
-    after which the sum ``u`` of ``lr m_hat`` is averaged through signs: ``theta = anchor - u / (sqrt(v_hat) + eps)`` and
-    ``m = u / sum lr``. That interval doubles after every ``local_updates`` meetings, up to ``max_local_interval``.
+    Until ``freeze_step``, every ``variance_interval`` steps gradients are averaged exactly and update the variance. In other
+    steps they are sent as signs. The interval is 1 at first and doubles after every ``variance_updates`` updates.
+
+    Then residuals are set to zero and the variance is frozen. Each rank does ``local_interval`` steps with its own momentum.
+    After that, the sum ``u`` of ``lr m_hat`` is averaged through signs: ``theta = anchor - u / (sqrt(v_hat) + eps)`` and
+    ``m = u / sum lr``. This interval doubles after every ``local_updates`` exchanges, up to ``max_local_interval``.
 
     Args:
         source: the user's Adam or AdamW.
-        freeze_step: how many steps may renew the variance, >= 1.
+        freeze_step: number of steps that can update the variance, >= 1.
         variance_updates: the paper's kappa, >= 1.
-        local_updates: meetings before the local interval doubles, >= 1.
-        max_local_interval: the largest number of local steps, >= 1.
+        local_updates: number of exchanges before the local interval doubles, >= 1.
+        max_local_interval: largest number of local steps, >= 1.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from lightning_eff.strategies._hybrid.layout import Layout, check_shard
 
 @dataclass(frozen=True)
 class Settings:
-    """The strategy's arguments that describe how a replica is divided."""
+    """The strategy's arguments that decide how a replica is divided."""
 
     shard: bool | int
     min_num_params: int
@@ -31,11 +31,11 @@ class Settings:
 
 
 def imported(given: Any, *, who: str) -> Callable[[Any], float] | None:
-    """``microbatch_weight`` as a function; it may be the dotted path of one.
+    """Return ``microbatch_weight`` as a function, and import it if it is a dotted path.
 
     Raises:
-        ValueError: if nothing has that path.
-        TypeError: if it is no function.
+        ValueError: if the path cannot be imported.
+        TypeError: if it is not a function.
     """
     function: Any = given
     if isinstance(given, str):
@@ -74,10 +74,9 @@ def check_arguments(
     check_shard(shard, data_parallel_size, who=who)
     if context_parallel_size > 1:
         raise ValueError(
-            f"{who}({context_parallel_size=}): context parallelism is not supported, because torch's runs on GPUs only and"
-            " divides the sequence beneath the module's own code, which would compute positions and loss means from a part of"
-            " it (benchmarks/context_parallel.py shows what a module must do). For long sequences use tensor_parallel_size"
-            " with sequence_parallel=True, more pipeline stages, or Rematerialization."
+            f"{who}({context_parallel_size=}): context parallelism is not supported, because with torch's implementation the"
+            " module would compute positions and loss means from a part of the sequence. For long sequences use"
+            " tensor_parallel_size with sequence_parallel=True, more pipeline stages, or Rematerialization."
         )
     if find_unused_parameters and (shard is not False or sizes["tensor_parallel_size"] > 1):
         raise ValueError(
@@ -126,8 +125,8 @@ def check_run(trainer: Trainer, module: LightningModule, layout: Layout, *, repl
     """Raise ``ValueError`` at setup if this run cannot be trained in this layout.
 
     Args:
-        layout: sizes of the mesh.
-        replicated: every process holds the whole model.
+        layout: the sizes of the mesh.
+        replicated: whether every process holds the whole model.
     """
     divided = not replicated and layout.world > 1
     fitting = trainer.state.fn == "fit"
@@ -174,11 +173,11 @@ def check_run(trainer: Trainer, module: LightningModule, layout: Layout, *, repl
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], layout: Layout, *, replicated: bool, who: str) -> None:
-    """Raise ``ValueError`` if an optimizer looks at all parameters together, of which each process has a part."""
+    """Raise ``ValueError`` if an optimizer needs all parameters together and each process has only a part."""
     for optimizer in optimizers:
         if layout.world > 1 and not replicated and isinstance(optimizer, LBFGS):
             raise ValueError(
-                f"{who}: got {type(optimizer).__name__}, whose direction depends on products over all parameters, of which each"
-                f" process has a part with {layout}. Use an optimizer that treats each parameter separately, such as AdamW or"
+                f"{who}: got {type(optimizer).__name__}, which computes products over all parameters, but with {layout} each"
+                " process has only a part of them. Use an optimizer that treats each parameter separately, such as AdamW or"
                 f" SGD, or {who}(shard=False) without tensor and pipeline parallelism."
             )

@@ -1,4 +1,4 @@
-"""A batch of the run before it begins, for checks at setup: taken beside the loaders, whose own order stays."""
+"""Takes a batch for checks at setup, without changing the order of the loaders."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from lightning_eff._core.batches import tensors
 
 @contextmanager
 def stage(trainer: Trainer, name: Any) -> Iterator[None]:
-    """Let hooks that ask see the trainer in the stage ``name``."""
+    """Set the trainer's stage to ``name`` for hooks that read it."""
     before = trainer.state.stage
     trainer.state.stage = name
     try:
@@ -25,10 +25,10 @@ def stage(trainer: Trainer, name: Any) -> Iterator[None]:
 
 
 def first_training_batch(trainer: Trainer, module: LightningModule) -> Any:
-    """The first batch of the training data on the strategy's device, or None if this fit trains on none.
+    """Return the first training batch on the strategy's device, or None if this fit does not train.
 
-    Of the random state, what Lightning draws as it makes the loaders' iterators is drawn now and not later, so that they
-    shuffle as in one process; and the loaders' own order stays.
+    Lightning draws random numbers when it creates the loaders' iterators. They are drawn now instead of later, so that the
+    loaders shuffle as in one process.
     """
     from lightning.pytorch.trainer.states import RunningStage
 
@@ -47,7 +47,7 @@ def first_training_batch(trainer: Trainer, module: LightningModule) -> Any:
 
 
 def on_device(trainer: Trainer, module: LightningModule, batch: Any) -> Any:
-    """The batch after the precision plugin's and the module's own transfer hooks."""
+    """Return the batch after the precision plugin's and the module's transfer hooks."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
@@ -62,7 +62,7 @@ def agreed_batch(
     fitting: bool,
     who: str,
 ) -> Any:
-    """A training batch, the same on all ranks of ``group``, which draw the same numbers from now on; None outside of a fit."""
+    """Return a training batch, or None outside a fit. All ranks of ``group`` have the same batch and random state then."""
     same_randomness(group, device, source=dist.get_rank(group) == 0)
     batch = first_training_batch(trainer, module) if fitting else None
     if batch is not None:
@@ -79,17 +79,16 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, *, who: str) -> None:
     apart_from_first = [ranks[i] for i, value in enumerate(found) if value != found[0]]
     if apart_from_first:
         raise ValueError(
-            f"{who}: ranks {ranks} hold one replica of the model together, and {apart_from_first} got another first batch"
-            f" than rank {ranks[0]}; expected the same on all of them. A sampler or data set of your own must go by the"
-            " data-parallel rank (trainer.distributed_sampler_kwargs), not by the global one; and what it draws at random"
-            " must follow from a seed (seed_everything)."
+            f"{who}: ranks {ranks} hold one replica of the model together, but {apart_from_first} got another first batch"
+            f" than rank {ranks[0]}. Let a custom sampler or data set use the data-parallel rank"
+            " (trainer.distributed_sampler_kwargs) instead of the global rank, and set seed_everything."
         )
 
 
 def same_randomness(group: dist.ProcessGroup, device: torch.device, *, source: bool) -> None:
-    """Give every rank of ``group`` the random state of its first rank, that of its GPU too; collective."""
+    """Copy the random state of the group's first rank to all its ranks, including the GPU's; collective."""
     if device.type == "cuda":
-        torch.cuda.init()  # before it, the state of a GPU is not captured
+        torch.cuda.init()  # otherwise the GPU's state is not captured
     state: list[Any] = [rng.capture() if source else None]
     dist.broadcast_object_list(state, group=group, group_src=0)
     if not source:

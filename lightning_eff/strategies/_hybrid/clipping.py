@@ -1,4 +1,4 @@
-"""Norms of the gradients of the whole model, for Lightning's clipping and for hooks that take some."""
+"""Gradient norms of the whole model, for Lightning's clipping and for hooks."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -21,15 +21,15 @@ from lightning_eff.strategies._hybrid.shards import counted_here
 
 
 class Clipped(Protocol):
-    """What clipping needs of a replica.
+    """The part of a replica's interface that clipping uses.
 
     Attributes:
-        trainer: whose precision plugin clips.
-        module: this rank's part of it.
-        held: the names of the parameters that this rank holds.
-        optimizers: this rank's.
-        gathering: the ranks as holders of one module's tensors.
-        device: where norms are computed.
+        trainer: the trainer whose precision plugin clips.
+        module: this rank's part of the module.
+        held: names of the parameters that this rank holds.
+        optimizers: this rank's optimizers.
+        gathering: gathers tensors over the ranks.
+        device: device for norms.
     """
 
     trainer: Trainer
@@ -45,14 +45,14 @@ class Clipped(Protocol):
 
 
 class Clipping:
-    """Clips the gradients of one replica, whose pieces lie on the ranks."""
+    """Clips the gradients of one replica that is divided over ranks."""
 
     def __init__(self, replica: Clipped) -> None:
         self._replica = replica
-        self._norms: Norms | None = None  # while a hook runs that takes some
+        self._norms: Norms | None = None  # set while a hook runs that computes norms
 
     def install(self, patches: Patches, hooks: Iterable[Hook]) -> None:
-        """Stand in for the precision plugin's clipping, and around ``hooks``."""
+        """Replace the precision plugin's clipping, and wrap ``hooks``."""
         for inner in innermost(self._replica.trainer.precision_plugin):
             patches.set(inner, "clip_grad_by_norm", self._by_norm)
             patches.set(inner, "clip_grad_by_value", self._by_value)
@@ -76,7 +76,7 @@ class Clipping:
             self._norms.measure()
 
     def norm(self, pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
-        """The norm of gradients over all ranks, each beside its parameter; collective."""
+        """Return the norm over all ranks of gradients, in pairs with their parameters; collective."""
         names = {id(p): name for optimizer in self._replica.optimizers for name, p in optimizer.held.items()}
         gathering = self._replica.gathering
         return gradients.global_norm(
@@ -91,7 +91,7 @@ class Clipping:
         return gathering.owned(name) and counted_here(grad, gathering.coordinates)
 
     def _around(self, hook: Hook) -> Callable[..., Any]:
-        """The hook, in which torch's and Lightning's norms of gradients are those of the whole model."""
+        """Wrap the hook so that torch's and Lightning's gradient norms cover the whole model in it."""
         inner, replica = getattr(hook.owner, hook.name), self._replica
 
         @wraps(inner)

@@ -1,7 +1,7 @@
-"""Gradients: clipped, where they lie in pieces on the ranks, and those of a pipeline's pass kept until they are asked for.
+"""Clips gradients that are divided over ranks, and keeps a pipeline's gradients until Lightning calls ``backward``.
 
-Lightning's closure runs ``training_step``, then zeroes gradients, then calls ``backward``. A pipeline's schedule has run
-the backward passes within the first of these, so what it left is put aside, and ``backward`` puts it back.
+Lightning's closure runs ``training_step``, then zeroes gradients, then calls ``backward``. A pipeline's schedule runs the
+backward passes in ``training_step``. So its gradients are stored, and ``backward`` restores them.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -30,19 +30,19 @@ def global_norm(
     counts: Callable[[nn.Parameter], bool],
     device: torch.device,
 ) -> Tensor:
-    """``sqrt(sum g^2)`` over the gradients of the whole model, the same on every rank; collective over all ranks.
+    """Return ``sqrt(sum g^2)`` over the gradients of the whole model, the same on every rank; collective over all ranks.
 
-    Of equal copies one counts: along an axis on which a gradient is not divided, that of the first rank; of parameters
-    that several stages hold, that of the stage for which ``counts`` is true.
+    Only one of several equal copies counts. Along an axis that does not divide a gradient, this is the first rank's copy. If
+    several stages hold a parameter, it is the copy of the stage for which ``counts`` is true.
 
     Args:
-        gradients: of this rank's parameters; None adds nothing.
-        coordinates: this rank's place along the axes of data and tensor parallelism.
-        counts: whether the copy of a parameter on this stage is the one that counts.
-        device: where the sum is taken.
+        gradients: gradients of this rank's parameters; None adds nothing.
+        coordinates: this rank's index along the axes of data and tensor parallelism.
+        counts: whether this stage's copy of a parameter counts.
+        device: device for the sum.
 
     Returns:
-        A scalar in float64, whatever the gradients' types: of each gradient it is taken in float32, or its own if larger.
+        A float64 scalar. Each gradient's norm is computed in float32, or in the gradient's type if that is larger.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     counted = (g for p, g in gradients if g is not None and counts(p) and counted_here(g, coordinates))
@@ -55,27 +55,27 @@ def global_norm(
 
 @torch.no_grad()
 def clip_by_norm(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """``g *= min(1, max_norm / (norm + 1e-6))`` in place, as ``torch.nn.utils.clip_grad_norm_`` has it."""
+    """Compute ``g *= min(1, max_norm / (norm + 1e-6))`` in place, like ``torch.nn.utils.clip_grad_norm_``."""
     scale(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 @torch.no_grad()
 def scale(params: Iterable[nn.Parameter], factor: Tensor | float) -> None:
-    """``g *= factor`` in place."""
+    """Compute ``g *= factor`` in place."""
     for here in _lists(p.grad for p in params):
         torch._foreach_mul_(here, factor.to(here[0].device, here[0].dtype) if isinstance(factor, Tensor) else factor)
 
 
 @torch.no_grad()
 def clip_by_value(params: Iterable[nn.Parameter], max_value: float) -> None:
-    """``g = clamp(g, -max_value, max_value)`` in place."""
+    """Compute ``g = clamp(g, -max_value, max_value)`` in place."""
     for here in _lists(p.grad for p in params):
         torch._foreach_clamp_min_(here, -max_value)
         torch._foreach_clamp_max_(here, max_value)
 
 
 def _lists(grads: Iterable[Tensor | None]) -> Iterable[list[Tensor]]:
-    """The pieces that lie here, by device and type, so that a call for each list, and not for each gradient, does."""
+    """Group this rank's pieces by device and type, so that one call per group suffices."""
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         if grad is not None and (here := local(grad)).numel():
@@ -85,10 +85,10 @@ def _lists(grads: Iterable[Tensor | None]) -> Iterable[list[Tensor]]:
 
 @contextmanager
 def by_lists(optimizer: Optimizer) -> Iterator[None]:
-    """Let SGD, Adam and AdamW, where they are free to, step all DTensors on a CPU in one call, as they do on a GPU.
+    """Let SGD, Adam and AdamW step all DTensors on a CPU in one call, as on a GPU, unless the user set ``foreach``.
 
-    A call for each takes four times as long for small ones. No optimizer steps tensors of several kinds in one call, which
-    torch cannot do: DTensors of several meshes, or DTensors beside plain tensors.
+    Separate calls take four times as long for small tensors. torch cannot mix DTensors of several meshes, or DTensors and
+    plain tensors, in one call, so optimizers with such a mixture stay as they are.
     """
     listed = type(optimizer) in (SGD, Adam, AdamW)
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -109,13 +109,15 @@ def by_lists(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def steps_pieces(optimizer: Optimizer, computed: Callable[[], bool], *, who: str) -> Iterator[None]:
-    """Say what to do where an optimizer cannot step parameters that lie in pieces (torch's Adafactor, for one).
+    """Explain the error of an optimizer that cannot step divided parameters, such as torch's Adafactor.
 
     Args:
-        computed: whether the closure has returned: an error before that is the module's own.
+        optimizer: the optimizer.
+        computed: whether the closure has returned. An error before that comes from the module.
+        who: name of the caller in messages.
 
     Raises:
-        ValueError: instead of what torch raises for an operation that it does not have for DTensors.
+        ValueError: instead of torch's error for an operation that does not support DTensors.
     """
     try:
         yield
@@ -123,8 +125,8 @@ def steps_pieces(optimizer: Optimizer, computed: Callable[[], bool], *, who: str
         pieces = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
         if computed() and pieces and any(word in str(error).lower() for word in _OF_DTENSORS):
             raise ValueError(
-                f"{who}: {type(optimizer).__name__} cannot step parameters that lie in pieces on several processes (DTensor):"
-                f" {first_line(error)} Take an optimizer that can, such as AdamW or SGD, or {who}(shard=False)"
+                f"{who}: {type(optimizer).__name__} cannot step parameters that are divided over processes (DTensor):"
+                f" {first_line(error)} Use an optimizer that can, such as AdamW or SGD, or {who}(shard=False)"
                 " without tensor parallelism."
             ) from error
         raise
@@ -138,7 +140,7 @@ def _may_list(group: dict[str, Any]) -> bool:
 
 
 class Stash:
-    """Gradients put aside; it stands in for the module when a precision plugin calls ``backward``."""
+    """Stores gradients, and replaces the module when a precision plugin calls ``backward``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -146,7 +148,7 @@ class Stash:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Put aside the gradients that passes in here leave; those from before stay where they are."""
+        """Store the gradients of passes in this context; earlier gradients do not change."""
         params = list(self._module.parameters())
         before = [p.grad for p in params]
         for p in params:
@@ -159,7 +161,7 @@ class Stash:
                 p.grad = grad
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Add what was put aside to the parameters' gradients, as a backward pass from ``loss`` would have."""
+        """Add the stored gradients to the parameters' gradients, like a backward pass from ``loss``."""
         for p, grad in self._grads:
             p.grad = grad if p.grad is None else p.grad + grad
         self._grads = []

@@ -1,4 +1,4 @@
-"""Hooks that look at gradients or parameters, of which each process has a part: made right, or refused by name at setup."""
+"""Corrects or refuses hooks that use gradients or parameters, since each process has only a part of them."""
 
 from dataclasses import dataclass
 
@@ -27,12 +27,12 @@ _CLIPPING = ("clip_gradients", "clip_grad_by_norm", "clip_grad_by_value")
 
 @dataclass(frozen=True)
 class Hook:
-    """A hook that takes norms of gradients, which it shall be given of the whole model.
+    """A hook that computes gradient norms, which must be those of the whole model.
 
     Attributes:
         owner: the module or a callback.
-        name: the method's.
-        places: where it finds the functions that take norms.
+        name: name of the method.
+        places: namespaces and closures in which it finds the functions for norms.
     """
 
     owner: object
@@ -41,13 +41,13 @@ class Hook:
 
 
 def check_hooks(trainer: Trainer, module: LightningModule, layout: Layout, *, who: str) -> list[Hook]:
-    """Look through the hooks of the module, the callbacks and the precision plugin, where the model is divided.
+    """Check the hooks of the module, the callbacks and the precision plugin in a divided model.
 
     Returns:
-        Those that :class:`~.norms.Norms` have to stand by for.
+        The hooks that need :class:`~.norms.Norms`.
 
     Raises:
-        ValueError: if one reads what it cannot have, with the reason and the way out.
+        ValueError: if a hook reads gradients or parameters of which this process has only a part.
     """
     _check_clipping(trainer.precision_plugin, layout, who=who)
     found: list[Hook] = []
@@ -71,38 +71,37 @@ def _check_clipping(plugin: Precision, layout: Layout, *, who: str) -> None:
             written = [f for _, functions in hooks_of(inner, (name,)) for f in functions]
             if written:
                 raise ValueError(
-                    f"{who}: {type(inner).__name__} has its own {name}; expected Lightning's, since with {layout} each process"
-                    f" has a part of the gradients and {who} clips them by the norm of all. Take the method out, or"
+                    f"{who}: {type(inner).__name__} overrides {name}, but with {layout} each process has only a part of the"
+                    f" gradients, and {who} must clip them by the norm of all. Remove the method, or use"
                     f" {who}(shard=False) without tensor and pipeline parallelism."
                 )
 
 
 def _check(what: str, name: str, reads: Reads, trainer: Trainer, layout: Layout, *, who: str) -> None:
-    whole = f"or take {who}(shard=False) without tensor and pipeline parallelism"
+    whole = f"or use {who}(shard=False) without tensor and pipeline parallelism"
     if reads.gradients is not None:
         raise ValueError(
-            f"{who}: {what} makes numbers of gradients (.grad in {reads.gradients}), of which each process has a part with"
-            f" {layout}, so that they would be those of the part. Expected self.clip_gradients(...) or gradient_clip_val= to"
-            " clip, and torch.nn.utils.clip_grad_norm_ or lightning.pytorch.utilities.grad_norm for norms, which are taken"
-            f" over all processes. Call these, {whole}."
+            f"{who}: {what} computes numbers from gradients (.grad in {reads.gradients}), but with {layout} each process has"
+            " only a part of them. Use self.clip_gradients(...) or gradient_clip_val= to clip, and"
+            " torch.nn.utils.clip_grad_norm_ or lightning.pytorch.utilities.grad_norm for norms, which cover all processes,"
+            f" {whole}."
         )
     if reads.parameters is not None or (reads.lists is not None and layout.pipeline > 1):
         raise ValueError(
-            f"{who}: {what} reads parameters (in {reads.parameters or reads.lists}), of which each process has a part with"
-            f" {layout}, so that what it makes of them would be that of the part. Do it in configure_optimizers or before"
-            " the fit, where the parameters are whole, or after it, or on a checkpoint (trainer.save_checkpoint, whose"
-            f" weights are whole), {whole}."
+            f"{who}: {what} reads parameters (in {reads.parameters or reads.lists}), but with {layout} each process has only a"
+            " part of them. Do it in configure_optimizers, before or after the fit, or on a checkpoint"
+            f" (trainer.save_checkpoint), where the parameters are whole, {whole}."
         )
     if not reads.norms:
         return
     norms = ", ".join(dict.fromkeys(f.__name__ for f in reads.norms))
     if name not in _WITH_GRADIENTS:
         raise ValueError(
-            f"{who}: {what} calls {norms}, where the gradients of the step are not there yet, or not any more; each process"
-            f" has a part of them with {layout}. Call it in on_before_optimizer_step or configure_gradient_clipping, {whole}."
+            f"{who}: {what} calls {norms}, but with {layout} the step's gradients do not exist there. Call it in"
+            f" on_before_optimizer_step or configure_gradient_clipping, {whole}."
         )
     if name == "on_after_backward" and trainer.accumulate_grad_batches != 1:
         raise ValueError(
-            f"{who}: {what} calls {norms} after each of {trainer.accumulate_grad_batches} accumulated backward passes, when"
-            f" what the processes have with {layout} is not added up yet. Call it in on_before_optimizer_step, {whole}."
+            f"{who}: {what} calls {norms} after each of {trainer.accumulate_grad_batches} accumulated backward passes, but with"
+            f" {layout} the processes' gradients are not added up then. Call it in on_before_optimizer_step, {whole}."
         )

@@ -1,4 +1,4 @@
-"""First weights of a module that was built without memory: rank 0's, or made on rank 0 a module at a time."""
+"""Initial weights of a module that was built without memory: from rank 0, which creates them one module at a time."""
 
 import copy
 import inspect
@@ -15,14 +15,14 @@ from lightning_eff.strategies._hybrid.shards import fill, local, wrap_like
 
 
 class Initial:
-    """Takes real tensors out of the module and leaves it on the meta device on every rank.
+    """Moves the module to the meta device on every rank, and keeps rank 0's real tensors.
 
-    Rank 0 keeps what it has. What rank 0 has on the meta device too is made by the ``_init_weights`` of a module above
-    (Hugging Face) or by the owner's ``reset_parameters``, with that one module in memory.
+    If a tensor is on the meta device on rank 0 too, the ``_init_weights`` of a parent module (Hugging Face) or the owner's
+    ``reset_parameters`` creates it, with only that module in memory.
 
     Args:
-        module: on the meta device in whole or in part, on some rank.
-        who: for messages.
+        module: the module, wholly or partly on the meta device on some rank.
+        who: name of the caller in messages.
     """
 
     def __init__(self, module: nn.Module, *, who: str) -> None:
@@ -49,15 +49,15 @@ class Initial:
                 slot.put(slot.placeholder("meta"))
 
     def make(self, plain: Plain, held: set[str], device: torch.device) -> None:
-        """Fill every tensor that this rank holds, whole or in pieces, from rank 0; collective over all ranks.
+        """Fill this rank's tensors and pieces from rank 0; collective over all ranks.
 
         Args:
             plain: the record of the module on the meta device.
-            held: names of what this rank holds, now tensors or DTensors without memory.
-            device: where they go.
+            held: names of this rank's tensors and DTensors, which have no memory yet.
+            device: device for the tensors.
 
         Raises:
-            ValueError: on every rank, if a module has no way to make its weights.
+            ValueError: on every rank, if a module cannot create its weights.
         """
         current = plain.current()
         for name, slot in plain.slots.items():
@@ -85,7 +85,7 @@ class Initial:
 
     @torch.no_grad()
     def _make_module(self, name: str, owner: nn.Module, above: list[nn.Module]) -> dict[str, Tensor]:
-        """The owner's parameters and buffers with first values, on a shell of it that takes their memory only."""
+        """Return the owner's initialized parameters and buffers, from a shell that needs only their memory."""
         shell = owner
         fresh: dict[str, dict[str, Any]] = {"_parameters": {}, "_buffers": {}}
         for kind, made in fresh.items():
@@ -116,8 +116,8 @@ class Initial:
         if missing:
             raise ValueError(
                 f"{self.who}: {missing} of {type(owner).__name__} (at {name.rpartition('.')[0] or 'the root'!r}) are on the"
-                " meta device, and the module has no reset_parameters, nor a module above it an _init_weights, that makes"
-                " them. Give it one, or build the module with real weights on rank 0 (init_on='rank0')."
+                " meta device, and neither its reset_parameters nor a parent's _init_weights creates them. Add such a method,"
+                " or build the module with real weights on rank 0 (init_on='rank0')."
             )
         return tensors
 
@@ -127,7 +127,7 @@ def _unmade(tensors: dict[str, Tensor]) -> list[str]:
 
 
 def _above(root: nn.Module, path: str) -> list[nn.Module]:
-    """The modules above and at ``path``, nearest first."""
+    """Return the module at ``path`` and its parents, nearest first."""
     found, parts = [root], path.split(".") if path else []
     for part in parts:
         found.append(found[-1]._modules[part])  # pyright: ignore[reportArgumentType]

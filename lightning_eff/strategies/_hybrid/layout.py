@@ -1,4 +1,4 @@
-"""How many ways the processes are divided: sizes along the three axes, checked, and the device mesh of them."""
+"""The sizes of the mesh of processes along its three axes, their checks, and the device mesh."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,19 +9,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 PIPELINE, DATA, TENSOR = AXES = ("pipeline_parallel", "data_parallel", "tensor_parallel")
-REPLICAS, SHARDS = "data_parallel_replicas", "data_parallel_shards"  # in the place of DATA where both are more than one
+REPLICAS, SHARDS = "data_parallel_replicas", "data_parallel_shards"  # replace DATA if both are larger than one
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh (pipeline, data, tensor), whose product is the number of processes.
+    """The sizes of the mesh (pipeline, data, tensor), whose product is the number of processes.
 
-    Ranks next to one another are of one tensor-parallel group, which speaks most; then come those that share one copy of
-    the parameters, then the copies, then the stages.
+    Neighboring ranks form a tensor-parallel group, which communicates most. Then follow the ranks that share one copy of the
+    parameters, the copies, and the stages.
 
     Attributes:
-        copies: into how many groups the data-parallel ranks are divided, each of which shares one copy of the parameters
-            among its ranks (hybrid sharding); 1 where all share one, or where each rank has its own.
+        copies: number of groups of data-parallel ranks with hybrid sharding, in which each group shares one copy of the
+            parameters. Otherwise 1.
     """
 
     pipeline: int
@@ -39,12 +39,12 @@ class Layout:
 
     @property
     def model_parallel(self) -> bool:
-        """A model is spread over several processes by its layers or by its tensors."""
+        """Whether several processes hold one model, divided by layers or tensors."""
         return self.pipeline * self.tensor > 1
 
 
 def check_shard(shard: bool | int, data: Any, *, who: str) -> None:
-    """Raise ``ValueError`` unless a number of ranks that share a copy divides the data-parallel ranks, if they are known."""
+    """Raise ``ValueError`` if a numeric ``shard`` does not divide the data-parallel ranks, if their number is known."""
     if not isinstance(shard, bool) and isinstance(data, int) and data % shard:
         raise ValueError(
             f"{who}(shard={shard}): groups of {shard} ranks do not divide the {data} data-parallel ranks. Set shard to one of"
@@ -58,13 +58,18 @@ _MESHES: dict[tuple[Layout, str], tuple[Any, DeviceMesh, dist.ProcessGroup]] = {
 def resolve(
     data: int | Literal["auto"], tensor: int, pipeline: int, world: int, *, shard: bool | int = True, who: str
 ) -> Layout:
-    """The layout of ``world`` processes; ``data="auto"`` takes what the two other sizes leave.
+    """Return the layout of ``world`` processes.
 
     Args:
-        shard: a number of ranks that share one copy of the parameters; True for all and False for none make no copies.
+        data: data-parallel size; "auto" uses the processes that the other sizes leave.
+        tensor: tensor-parallel size.
+        pipeline: number of pipeline ranks.
+        world: number of processes.
+        shard: number of ranks that share one copy of the parameters; True means all, False none.
+        who: name of the caller in messages.
 
     Raises:
-        ValueError: if the sizes do not multiply to ``world``, or ``shard`` does not divide, with the arithmetic.
+        ValueError: if the sizes do not multiply to ``world``, or ``shard`` does not divide the data-parallel size.
     """
     layout = _sizes(data, tensor, pipeline, world, who=who)
     check_shard(shard, layout.data, who=who)
@@ -84,17 +89,17 @@ def _sizes(data: int | Literal["auto"], tensor: int, pipeline: int, world: int, 
     if layout.world != world:
         raise ValueError(
             f"{who}(data_parallel_size={data}, {asked}): {data} x {tensor} x {pipeline} = {layout.world}, but there are"
-            f" {world} processes (devices x num_nodes). Start {layout.world} processes, or take sizes that multiply to"
-            f" {world}; data_parallel_size='auto' takes what the others leave."
+            f" {world} processes (devices x num_nodes). Start {layout.world} processes, or use sizes that multiply to"
+            f" {world}, for example with data_parallel_size='auto'."
         )
     return layout
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The mesh of all processes, with the axes ``AXES``, or with two in the place of ``DATA`` (copies); collective.
+    """Return the mesh of all processes with the axes ``AXES``; copies replace ``DATA`` by two axes. Collective.
 
-    Runs of one layout in one process share it: its process groups have threads, and cannot be ended, because torch keeps
-    plans for DTensors by meshes that are equal.
+    Runs with the same layout in one process share the mesh. Its process groups have threads and cannot be ended, because
+    torch caches plans for DTensors by equal meshes.
     """
     world, made, _ = _MESHES.get((layout, device.type), (None, None, None))
     if made is None or world is not dist.group.WORLD:
@@ -108,24 +113,24 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def data_axes(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The axes of the mesh along which samples are divided."""
+    """Return the axes of the mesh that divide samples."""
     return tuple(name for name in mesh.mesh_dim_names or () if name not in (PIPELINE, TENSOR))
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The data-parallel ranks of this one's place in the other axes, as ``fully_shard`` takes them."""
+    """Return the mesh of this rank's data-parallel ranks for ``fully_shard``."""
     return mesh[data_axes(mesh)]
 
 
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of those ranks; of a mesh from :func:`make_mesh`."""
+    """Return the group of this rank's data-parallel ranks, for a mesh from :func:`make_mesh`."""
     return next(data for _, made, data in _MESHES.values() if made is mesh)
 
 
 def group_over(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
-    """The processes that differ from this one in ``axes`` alone: those of (pipeline, tensor) hold one replica together.
+    """Return the processes that differ from this one only in ``axes``. Over (pipeline, tensor) they hold one replica.
 
-    ``DATA`` stands for all axes along which samples are divided. Collective over all processes.
+    ``DATA`` means all axes that divide samples. Collective over all processes.
     """
     names = mesh.mesh_dim_names or ()
     axes = tuple(name for axis in axes for name in (data_axes(mesh) if axis == DATA else (axis,)))

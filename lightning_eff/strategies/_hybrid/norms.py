@@ -1,7 +1,7 @@
-"""Norms of the whole model's gradients for hooks that ask torch or Lightning for them, where each process has a part.
+"""Gradient norms of the whole model for hooks that call torch's or Lightning's functions for norms.
 
-Before such a hook begins, one message gives every rank the norm of each parameter's gradient, so that nothing waits for
-another rank within the hook, whatever it does there and on whichever rank.
+Before such a hook begins, one message sends every rank the norm of each parameter's gradient. So no rank waits for another
+within the hook, even if the hook does different things on different ranks.
 """
 
 import math
@@ -29,10 +29,10 @@ class Norms:
     """The norm of every parameter's gradient, in float64, the same on every rank.
 
     Args:
-        names: of the plain module's parameters, in its order.
-        held: this rank's parameters, by name.
-        counts: whether this rank's piece of a parameter counts: of equal copies on several ranks one does.
-        device: where the sums are taken.
+        names: names of the plain module's parameters, in order.
+        held: this rank's parameters by name.
+        counts: whether this rank's piece of a parameter counts. Only one of several equal copies does.
+        device: device for the sums.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Norms:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Take the norms again; collective over all ranks."""
+        """Compute the norms again; collective over all ranks."""
         sums = torch.zeros(2, len(self._names), dtype=torch.float64, device=self._device)
         most = torch.zeros(2, len(self._names), dtype=torch.float64, device=self._device)
         for i, name in enumerate(self._names):
@@ -65,7 +65,7 @@ class Norms:
                 for row, order in enumerate((1.0, 2.0)):
                     sums[row, i] = torch.linalg.vector_norm(here, order, dtype=dtype).double() ** order
         nan = most[0].isnan()
-        most[0].masked_fill_(nan, math.inf)  # which a maximum over ranks keeps; sums have the NaN
+        most[0].masked_fill_(nan, math.inf)  # a maximum over ranks keeps infinity; the sums have the NaN
         dist.all_reduce(sums)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         most[0].masked_fill_(sums[0].isnan(), math.nan)
@@ -74,32 +74,32 @@ class Norms:
         self._powers = {order: dict(zip(self._names, row.tolist(), strict=True)) for order, row in rows.items()}
 
     def of(self, names: Iterable[str], order: float) -> dict[str, float]:
-        """The norm of each parameter's gradient; those that have none are left out.
+        """Return the norm of each gradient by parameter name, without parameters that have no gradient.
 
         Raises:
-            ValueError: if ``order`` is none of 1, 2 and infinity.
+            ValueError: if ``order`` is not 1, 2 or infinity.
         """
         if order not in self._powers:
             raise ValueError(
-                f"got a gradient norm of order {order}, of which each process has a part; expected one of {_ORDERS}. Take"
-                " one of those."
+                f"got a gradient norm of order {order}, but each process has only a part of the gradients. Use an order of"
+                f" {_ORDERS}."
             )
         return {name: self._powers[order][name] for name in names if name in self._there}
 
     def total(self, names: Iterable[str], order: float) -> float:
-        """The norm over the gradients of ``names`` together."""
+        """Return the norm of the gradients of ``names`` together."""
         each = torch.tensor(list(self.of(names, order).values()), dtype=torch.float64)
         return float(torch.linalg.vector_norm(each, order)) if len(each) else 0.0
 
     def scaled(self, names: Iterable[str], factor: float) -> None:
-        """Take note that the gradients of ``names`` were multiplied by ``factor``."""
+        """Record that the gradients of ``names`` were multiplied by ``factor``."""
         for name in names:
             for norms in self._powers.values():
                 norms[name] *= factor
 
 
 class Within:
-    """The functions that hooks call, of the whole model; by their own names."""
+    """Replacements for the functions that hooks call, under the same names, for the whole model."""
 
     def __init__(self, norms: Norms, names: Mapping[int, str], device: torch.device) -> None:
         self._norms, self._names, self._device = norms, names, device
@@ -109,9 +109,8 @@ class Within:
         mine = [p for p in listed if id(p) in self._names]
         if len(mine) != len(listed):
             raise ValueError(
-                f"got {len(listed) - len(mine)} tensors that are not parameters of the LightningModule among those whose"
-                " gradients are clipped; expected its own, whose norm is taken over all processes. Clip others by"
-                " themselves."
+                f"got {len(listed) - len(mine)} tensors to clip that are not parameters of the LightningModule, so their norm"
+                " over all processes is unknown. Clip them in a separate call."
             )
         return mine, [self._names[id(p)] for p in mine]
 
@@ -142,7 +141,7 @@ class Within:
     ) -> None:
         params, _ = self._of(parameters)
         clip_by_value(params, float(clip_value))
-        self._norms.measure()  # no one rank alone may clip, so all of them are here
+        self._norms.measure()  # collective; all ranks clip together
 
     def grad_norm(self, module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Any]:
         order = float(norm_type)
@@ -162,14 +161,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clip_grad_value_": clip_grad.clip_grad_value_,
     "grad_norm": grad_norm,
 }
-"""What is made right within a hook, by the name of the method above that stands in for it."""
+"""The functions to replace within a hook, by the names of the methods above."""
 
 
 class Places:
-    """Where the :data:`FUNCTIONS` are found by hooks, and what stands there meanwhile.
+    """The variables in which hooks find the :data:`FUNCTIONS`, and their replacement.
 
     Args:
-        namespaces: of the hooks' functions, beside those of all modules that are imported.
+        namespaces: namespaces of the hooks' functions, in addition to those of all imported modules.
         cells: variables of closures.
     """
 
@@ -198,7 +197,7 @@ class Places:
 
     @contextmanager
     def acting(self, within: Within) -> Iterator[None]:
-        """Let the functions give the whole model's norms in here."""
+        """Replace the functions by those of ``within`` in this context."""
         self._now = within
         try:
             for namespace, key, _, mine in self._dicts:

@@ -1,4 +1,4 @@
-"""What a module reaches through the strategy: samples are counted once, whatever the number of ranks that see them."""
+"""The strategy's collective operations for modules, which count each sample once even if several ranks see it."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ReachedStrategy(SavingStrategy):
     """The part of the hybrid strategy that modules and callbacks call.
 
-    What counts samples goes over the data-parallel ranks. What keeps processes together goes over all of them.
+    Operations on samples use the data-parallel ranks. Operations that synchronize processes use all ranks.
     """
 
     _layout: "layouts.Layout | None"
@@ -31,21 +31,21 @@ class ReachedStrategy(SavingStrategy):
         return {"num_replicas": group.size(), "rank": group.rank()}
 
     def _replicas(self, group: Any) -> Any:
-        """The data-parallel ranks where ``group`` is all processes, and some of these see the same samples; else None."""
+        """Return the data-parallel ranks if ``group`` means all processes and some see the same samples, else None."""
         if everywhere(group) and self._layout is not None and self._layout.model_parallel:
             return layouts.data_group(self.device_mesh)
         return None
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the data-parallel ranks: what the processes of one replica hold is the same value."""
+        """Reduce over the data-parallel ranks, because the processes of one replica have the same value."""
         if not isinstance(tensor, Tensor):
             return tensor
         return _sync_ddp_if_available(tensor, self._replicas(group) or group, reduce_op=reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data-parallel ranks, so that each sample is there once."""
+        """Gather over the data-parallel ranks, so that the result has each sample once."""
         replicas = self._replicas(group)
         if replicas is None:
             return super().all_gather(tensor, group, sync_grads)
@@ -53,7 +53,7 @@ class ReachedStrategy(SavingStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decide over all processes, each of which has to go on or to stop."""
+        """Decide over all processes, so that all continue or stop together."""
         self._check_reach("reduce_boolean_decision")
         told = torch.tensor(int(decision), device=self.root_device)
         told = _sync_ddp_if_available(told, None, reduce_op="sum")
@@ -67,12 +67,12 @@ class ReachedStrategy(SavingStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send what process ``src`` has to all processes."""
+        """Send the object of process ``src`` to all processes."""
         self._check_reach("broadcast")
         return super().broadcast(obj, src)
 
     def _check_reach(self, name: str) -> None:
-        """Raise ``ValueError`` where only some of the processes would come."""
+        """Raise ``ValueError`` if only some of the processes would take part."""
         if self._replica is not None and self._replica.in_training_step:
             raise ValueError(
                 f"{type(self).__name__}: training_step calls the strategy's {name}, which waits for all processes, but pipeline"

@@ -1,8 +1,8 @@
-"""What a run's hooks read of gradients and parameters, found in their code, before each process has only a part of them.
+"""Finds hooks that read gradients or parameters by inspecting their code, before the model is divided.
 
-A norm that a hook takes over its own stage, or the number in a piece (``float`` of a DTensor's norm is that of the local
-piece), is wrong in silence. So hooks are looked through at setup: what their functions name, and the functions that they
-call, as far as those are the user's own.
+If a hook computes a norm over its own stage, or a number from a piece, the result is wrong without an error. For example,
+``float`` of a DTensor's norm is that of the local piece. So setup inspects the names in the code of hooks, and of the user's
+functions that they call.
 """
 
 import dis
@@ -25,7 +25,7 @@ _LIBRARIES = (
     "transformers",
 )
 _LISTS = ("parameters", "named_parameters", "state_dict")
-_VALUES = {  # what makes numbers of whole tensors; all else acts element by element, and is right on pieces
+_VALUES = {  # operations that reduce whole tensors; all others act on elements and are right on pieces
     *(
         "item",
         "tolist",
@@ -42,21 +42,20 @@ _VALUES = {  # what makes numbers of whole tensors; all else acts element by ele
     *("any", "all", "isnan", "isinf", "isfinite", "equal", "allclose", "save", "cpu", "cosine_similarity", "histogram"),
     *("add_histogram", "log", "log_dict", "cat", "stack", "parameters_to_vector"),
 }
-_BUILTINS = {"float", "bool", "print"}  # sum, max and the like are of Python's numbers as often
+_BUILTINS = {"float", "bool", "print"}  # not sum or max, which are as often used for Python's numbers
 
 
 @dataclass
 class Reads:
-    """What one hook reads.
+    """The gradients and parameters that one hook reads.
 
     Attributes:
-        gradients: where ``.grad`` is read together with something that makes a number of it; None if nowhere.
-        parameters: likewise for parameters.
-        lists: where parameters are listed at all, beyond what the norms take, and for another purpose than to change their
-            gradients element by element.
-        norms: the functions that take or clip norms.
-        namespaces: in which the functions that were looked through find what they name.
-        cells: the closures' variables that they name.
+        gradients: place where ``.grad`` is read and reduced to a number, or None.
+        parameters: place where parameters are read and reduced to a number, or None.
+        lists: place where parameters are listed for a purpose other than norms or element-wise changes of gradients.
+        norms: functions that compute or clip norms.
+        namespaces: namespaces of the inspected functions.
+        cells: variables of their closures.
     """
 
     gradients: str | None = None
@@ -68,7 +67,7 @@ class Reads:
 
 
 def hooks_of(owner: object, names: Iterable[str]) -> Iterator[tuple[str, list[FunctionType]]]:
-    """Each of the hooks ``names`` that the user wrote on ``owner``, with its functions, those of parents included."""
+    """Yield each of the hooks ``names`` that the user wrote on ``owner``, with its functions and those of base classes."""
     for name in names:
         found = _written(owner, name)
         if found:
@@ -76,7 +75,7 @@ def hooks_of(owner: object, names: Iterable[str]) -> Iterator[tuple[str, list[Fu
 
 
 def library(function: Any) -> bool:
-    """Whether ``function`` comes with a library that knows what it does."""
+    """Whether ``function`` belongs to a trusted library."""
     return (getattr(function, "__module__", None) or "").partition(".")[0] in _LIBRARIES
 
 
@@ -96,12 +95,12 @@ def _function(found: Any) -> FunctionType | None:
 
 
 class Reader:
-    """Looks through functions.
+    """Inspects functions.
 
     Args:
-        norms: the functions that take norms over parameters, as the user may have imported them.
-        owners: objects whose methods hooks may call.
-        keys: the names of parameters within their modules, such as "weight".
+        norms: functions that compute norms over parameters.
+        owners: objects whose methods hooks can call.
+        keys: names of parameters in their modules, such as "weight".
     """
 
     def __init__(self, norms: Iterable[Callable[..., Any]], owners: Iterable[object], keys: Iterable[str]) -> None:
@@ -111,11 +110,11 @@ class Reader:
 
     @classmethod
     def of(cls, module: nn.Module, owner: object, norms: Iterable[Callable[..., Any]]) -> "Reader":
-        """For the hooks of ``owner`` in a run of ``module``."""
+        """Create a reader for the hooks of ``owner`` in a run of ``module``."""
         return cls(norms, [owner, *module.modules()], {name for m in module.modules() for name in m._parameters})
 
     def read(self, functions: Iterable[FunctionType]) -> Reads:
-        """What ``functions`` read, and those that they call."""
+        """Return what ``functions`` and the functions that they call read."""
         found, seen, todo = Reads(), set[int](), list(functions)
         while todo:
             function = todo.pop()
@@ -125,7 +124,7 @@ class Reader:
         return found
 
     def _one(self, function: FunctionType, found: Reads) -> list[FunctionType]:
-        """Add what one function reads; returns those that it calls."""
+        """Add what one function reads to ``found``, and return the functions that it calls."""
         where = f"{function.__qualname__} ({function.__code__.co_filename}:{function.__code__.co_firstlineno})"
         calls: list[FunctionType] = []
         norms: list[Callable[..., Any]] = []
@@ -158,7 +157,7 @@ class Reader:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """``code`` and what is defined in it (comprehensions, inner functions)."""
+    """Yield ``code`` and the code of its comprehensions and inner functions."""
     yield code
     for const in code.co_consts:
         if isinstance(const, CodeType):
@@ -166,12 +165,12 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _names(code: CodeType, function: FunctionType) -> Iterator[tuple[str, Any, bool]]:
-    """Names that ``code`` loads: each with what it stands for, None if that is not known, and whether it is an attribute.
+    """Yield the names that ``code`` loads, each with its value (None if unknown) and whether it is an attribute.
 
-    A word in quotes (``getattr(p, "grad")``, ``group["params"]``) counts as an attribute.
+    A string (``getattr(p, "grad")``, ``group["params"]``) counts as an attribute.
     """
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    now: Any = None  # what was loaded last, whose attribute comes next
+    now: Any = None  # the value loaded last, whose attribute can come next
     for at in dis.get_instructions(code):
         name, before, now = at.argval, now, None
         if at.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

@@ -1,4 +1,4 @@
-"""One replica of the module on the ranks that hold it: divided at setup, run in steps, and put together at the end."""
+"""One replica of the module on its ranks: it is divided at setup, run in steps, and put together at the end."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -41,22 +41,22 @@ from lightning_eff.strategies._hybrid.shards import all_reduce_gradients, broadc
 from lightning_eff.strategies._hybrid.structure import Structure
 
 _BUCKET_BYTES = 250 * 2**20
-_EMPTY: WeakSet[nn.Module] = WeakSet()  # modules whose weights went with the processes' pieces at the end of a run
+_EMPTY: WeakSet[nn.Module] = WeakSet()  # modules whose weights were dropped with the processes' pieces after a run
 
 
 class Replica:
-    """The module in the hands of this rank.
+    """This rank's part of one replica of the module; :meth:`divide` creates it.
 
     Attributes:
-        plain: the record of the module as it was; from :meth:`divide` on.
-        pipeline: the stages here, with more than one pipeline rank.
-        tensor: the plan of split maps, with more than one tensor-parallel rank.
-        optimizers: the run's, with names.
-        files: its checkpoints; from :meth:`divide` on.
-        window: the gradients of an open accumulation window, for checkpoints; from :meth:`divide` on.
+        plain: the record of the plain module.
+        pipeline: this rank's stages, with several pipeline ranks.
+        tensor: the plan of split layers, with several tensor-parallel ranks.
+        optimizers: the run's optimizers with names of parameters.
+        files: the checkpoints.
+        window: the gradients of an open accumulation window, for checkpoints.
         replicated: every process holds the whole model.
-        in_place: what refuses forward passes that change parameters in place; once the module is divided.
-        in_training_step: a pipeline's rank runs the module's own training step.
+        in_place: refuses forward passes that change parameters in place.
+        in_training_step: a pipeline's rank is in the training step.
     """
 
     def __init__(
@@ -92,21 +92,21 @@ class Replica:
         self._buffers: list[Tensor] = []
         self._groups: list[dist.ProcessGroup] = []
         self.in_place: sharding.InPlace | None = None
-        self._late: list[nn.Parameter] = []  # frozen when DDP is built, which would not average them once they train
+        self._late: list[nn.Parameter] = []  # frozen when DDP is built, so DDP would not average them later
 
     # -- at setup
 
     def divide(self) -> nn.Module:
-        """Divide the module; returns what runs its steps. Collective over all ranks.
+        """Divide the module, and return the module that runs its steps; collective over all ranks.
 
         Raises:
-            ValueError: if it cannot be divided so, with the reason.
+            ValueError: if the module cannot be divided in this way.
         """
         module, layout = self.module, self.layout
         if module in _EMPTY and self.trainer.ckpt_path is None:
             raise ValueError(
-                f"{self.who}: the weights of {type(module).__name__} are gone: a run before ended by an error, or with"
-                " gather_after_fit=False, and left its module without them. Give a checkpoint"
+                f"{self.who}: {type(module).__name__} has no weights, because an earlier run failed or had"
+                " gather_after_fit=False. Give a checkpoint"
                 " (trainer.fit(..., ckpt_path=...), trainer.test(..., ckpt_path=...)), or a new module."
             )
         hooks = [] if self.replicated else check_hooks(self.trainer, module, layout, who=self.who)
@@ -114,12 +114,12 @@ class Replica:
         plugin = self.trainer.precision_plugin
         if plugin.convert_module(module) is not module:
             raise ValueError(
-                f"{self.who}: {type(plugin).__name__}.convert_module returned another module; expected the same one,"
-                " converted in place. Take another precision plugin."
+                f"{self.who}: {type(plugin).__name__}.convert_module returned another module instead of converting it in place."
+                " Use another precision plugin."
             )
         for inner in innermost(plugin):
             if self.fitting and isinstance(inner, WrappingPrecision):
-                inner._agree()  # where all ranks pass, and not in a step, which stages begin at different times
+                inner._agree()  # here all ranks take part; in a step, stages begin at different times
         if self.fitting and self._layer_sync is not None and layout.data > 1:
             self._layer_sync.apply(module)
             self._synced = True
@@ -132,7 +132,7 @@ class Replica:
             assert world is not None
             tensors = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
             broadcast(tensors.values(), world, most_bytes=_BUCKET_BYTES)
-        if layout.data == 1:  # the loader as it is: a sampler of Lightning's would shuffle it in another order
+        if layout.data == 1:  # keep the loader, since Lightning's sampler would shuffle in another order
             self._patches.set(self.trainer._accelerator_connector, "use_distributed_sampler", False)
         batch = None
         if layout.model_parallel:
@@ -155,7 +155,7 @@ class Replica:
         if deferred and self.pipeline is not None and batch is not None:
             with self.evaluation():
                 self.pipeline.learn(self._step, batch)
-        if layout.model_parallel:  # the ranks of a replica hold the same values: a sum over all would count them twice
+        if layout.model_parallel:  # ranks of a replica have the same values, which a sum would count twice
             self._patches.set(metric, "gather_all_tensors", over_replicas(data_group(self.mesh)))
         self.plain.release()
         self.files = Files(self.module, self.plain, self.gathering, self.device, whole=self.replicated, who=self.who)
@@ -183,7 +183,7 @@ class Replica:
         return bool(told)
 
     def _step(self, batch: Any) -> Any:
-        """The module's own training step in its precision."""
+        """Run the module's training step in its precision."""
         self._gather_roots()
         index = (0,) if takes_index(self.module.training_step) else ()
         return self._training_step(batch, *index)
@@ -197,7 +197,7 @@ class Replica:
             self.in_training_step = False
 
     def _divide_model(self, batch: Any) -> None:
-        """Tensor and pipeline parallelism, checked on ``batch`` if there is one."""
+        """Apply tensor and pipeline parallelism, and check them on ``batch`` if there is one."""
         layout, settings = self.layout, self.settings
         if layout.pipeline > 1:
             from lightning_eff.strategies._pipeline.pipeline import Pipeline
@@ -217,7 +217,7 @@ class Replica:
                 self.pipeline.verify(self._step, batch)
             elif self.fitting:
                 rank_zero_info(
-                    f"{self.who}: the pipeline's cut is not checked, since there is no batch or no weight yet."
+                    f"{self.who}: the pipeline's cut is not checked, because there is no batch, or weights do not exist yet."
                 )
         if layout.tensor > 1:
             from lightning_eff.strategies._tensor.plan import tensor_parallel
@@ -249,7 +249,7 @@ class Replica:
         self.gathering = Gathering(self.mesh, self.owner.__getitem__, self.device)  # it outlives this object
 
     def _wrap(self) -> None:
-        """Data parallelism around what is here: torch's DDP, FSDP2, or this strategy's own averaging of gradients."""
+        """Apply data parallelism to this rank's part: torch's DDP, FSDP2, or this strategy's averaging of gradients."""
         mesh = data_mesh(self.mesh)
         if self.layout.data == 1:
             return
@@ -270,14 +270,14 @@ class Replica:
             self._roots += sharding.shard_stages(self.pipeline.stages, mesh, keep=self.pipeline.splits_backward)
 
     def wrap(self) -> nn.Module:
-        """Put torch's DDP around whole copies anew; returns what runs the module's steps."""
+        """Rebuild torch's DDP around whole copies, and return the module that runs the steps."""
         if self.replicated:
             self._wrap()
         return self._model
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Show every parameter of the plain module, those that are elsewhere as placeholders."""
+        """Show every parameter of the plain module, with placeholders for those of other ranks."""
         if self.pipeline is None:
             yield
             return
@@ -299,12 +299,12 @@ class Replica:
 
     @property
     def target(self) -> Any:
-        """Whose ``backward`` the precision plugin calls: the module's own, or of what a pipeline's pass left."""
+        """The object whose ``backward`` the precision plugin calls: the module, or the stored gradients of a pipeline."""
         return self.module if self.pipeline is None else self._stash
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward passes in here leave their gradients on each rank."""
+        """Return a context in which backward passes do not exchange gradients."""
         self._accumulating = True
         own = isinstance(self._model, DistributedDataParallel)
         blocked: AbstractContextManager[Any] = self._model.no_sync() if own else nullcontext()  # pyright: ignore[reportCallIssue]
@@ -317,12 +317,12 @@ class Replica:
             self._accumulating = False
 
     def begin_step(self) -> None:
-        """Give all replicas the buffers of the first, as DDP does."""
+        """Copy the buffers of the first replica to all replicas, like DDP."""
         if self._buffers:
             broadcast(self._buffers, data_group(self.mesh), most_bytes=_BUCKET_BYTES)
 
     def run_pipeline(self, batch: Any, *args: Any) -> Tensor:
-        """Forward and backward passes of all micro-batches; the gradients wait for :meth:`Stash.backward`."""
+        """Run the passes of all micro-batches; :meth:`Stash.backward` later adds the gradients."""
 
         def step(micro_batch: Any) -> Any:
             self._gather_roots()
@@ -337,7 +337,7 @@ class Replica:
             )
 
     def look(self, batch: Any, *args: Any) -> Any:
-        """A training step on a whole batch for what it returns, run by every rank of the pipeline together."""
+        """Run a training step on a whole batch without gradients, on all ranks of the pipeline together."""
         self._gather_roots()
         return self.pipeline.look(lambda given: self._training_step(given, *args), batch)
 
@@ -346,7 +346,7 @@ class Replica:
             sharding.gather_root(root)
 
     def evaluate_pipeline(self, name: str, args: tuple[Any, ...]) -> Any:
-        """A validation, test or predict step, run by every rank of the pipeline together."""
+        """Run a validation, test or predict step on all ranks of the pipeline together."""
         context = getattr(self.trainer.precision_plugin, name.replace("validation", "val") + "_context")
 
         def step(batch: Any) -> Any:
@@ -358,13 +358,13 @@ class Replica:
             return self.pipeline.evaluate(step, args[0])
 
     def end_evaluation(self) -> None:
-        """After a validation, test or prediction run: let go of what it alone needs."""
+        """Free the memory of a validation, test or prediction run."""
         if self.pipeline is not None:
             self.pipeline.end_evaluation()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """After a step without a backward pass, which would do it, the pieces are the parameters again."""
+        """Return a context after which FSDP2's pieces are the parameters again, even without a backward pass."""
         try:
             yield
         finally:
@@ -372,7 +372,7 @@ class Replica:
                 sharding.reshard(root)
 
     def finish_gradients(self) -> None:
-        """After a backward pass: gradients lie as their parameters do and, unless they pile up, are averaged."""
+        """After a backward pass, lay gradients out like their parameters and, unless they accumulate, average them."""
         if self.replicated:
             if self._late and not self._accumulating:
                 all_reduce_gradients(self._late, data_group(self.mesh), mean=True)
@@ -388,7 +388,7 @@ class Replica:
     # -- at the end
 
     def undo(self, *, gather: bool | Literal["auto"]) -> None:
-        """Put the module back as it was, with the trained weights if ``gather`` says so; collective unless it is False."""
+        """Restore the plain module, with the trained weights if ``gather`` allows; collective unless it is False."""
         self._patches.restore()
         if not self._own_forward:  # Lightning's redirection through a wrapper leaves one on the instance
             self.module.__dict__.pop("forward", None)
@@ -398,7 +398,7 @@ class Replica:
             self._layer_sync.revert(self.module)
 
     def end_groups(self) -> None:
-        """Let go of the process groups that were made for this run: each has threads. Once all ranks are done."""
+        """End the process groups of this run, which have threads, after all ranks are done."""
         for group in self._groups:
             dist.destroy_process_group(group)
 

@@ -1,4 +1,4 @@
-"""FSDP2 around a module that knows nothing of it: one group for each block, the rest with the root, and the way back."""
+"""FSDP2 for an unchanged module: one group per block, everything else with the root, and the way back."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,9 +21,9 @@ from lightning_eff.strategies._inplace import Copies, Mark, differ, lost, mark
 
 
 class Root(nn.Module):
-    """Makes a step of the LightningModule one call of ``forward``, where FSDP2's root acts."""
+    """Runs a step of the LightningModule in one call of ``forward``, for FSDP2's root."""
 
-    around: Callable[[], AbstractContextManager[None]] = nullcontext  # what stands around the step, once all is whole
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # context of the step with whole parameters
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Root(nn.Module):
 
 
 def blocks_of(module: nn.Module, layers: str | Sequence[str] | None, *, who: str) -> list[nn.Module]:
-    """The repeated blocks of ``module``: those of the stack ``layers``, or of every stack; none is legal."""
+    """Return the blocks of the stack ``layers``, or of all stacks in ``module``, which can have none."""
     found = (
         [find_stack(module, layers, who=who)] if layers is not None else [c for c in repeated(module) if c.composite]
     )
@@ -52,18 +52,18 @@ def shard(
     reshard_after_forward: bool | None = None,
     with_rest: bool = True,
 ) -> None:
-    """Divide the parameters of ``root`` over ``mesh``, a block at a time; what is in no block goes with the root.
+    """Shard the parameters of ``root`` over ``mesh``, one group per block.
 
-    A block that shares a parameter with what is outside of it goes with the root too, and so does a small one. Parameters
-    that FSDP2 cannot divide (:func:`whole_in`) stay whole on every rank.
+    The root's group has everything else: modules outside the blocks, blocks that share a parameter with those, and small
+    blocks. Parameters that FSDP2 cannot shard (:func:`whole_in`) stay whole on every rank.
 
     Args:
         root: the module whose ``forward`` runs a step.
-        blocks: modules in it.
-        mesh: of the data-parallel ranks: one axis, or two, of copies and of the ranks that share each.
-        min_num_params: blocks with fewer are small: messages of their own would take longer than what they carry.
-        reshard_after_forward: free a block's whole parameters between forward and backward; None does so for blocks.
-        with_rest: divide what is in no block too; else it stays whole on every rank.
+        blocks: modules in ``root``.
+        mesh: mesh of the data-parallel ranks, with one axis, or with two for hybrid sharding.
+        min_num_params: least size of a block with its own group, since messages of small blocks cost more than they send.
+        reshard_after_forward: free whole parameters between forward and backward; None does so for blocks.
+        with_rest: shard the root's group; otherwise it stays whole on every rank.
     """
     users: dict[int, int] = {}
     ignored: set[nn.Parameter] = set()
@@ -91,23 +91,23 @@ def shard(
 
 
 def shard_stages(stages: Iterable[Any], mesh: DeviceMesh, *, keep: bool) -> list[nn.Module]:
-    """Shard each stage of a pipeline that is here; returns their roots.
+    """Shard each of this rank's pipeline stages, and return their roots.
 
     Args:
-        stages: the runners.
-        mesh: of the data-parallel ranks.
-        keep: weights stay whole between forward and backward passes. torch's split backward passes look weights up after a
-            reshard would have freed them, and train wrongly in silence.
+        stages: the runners of the stages.
+        mesh: mesh of the data-parallel ranks.
+        keep: keep whole weights between forward and backward passes. torch's split backward pass reads weights after a
+            reshard frees them, and then trains wrongly without an error.
     """
     roots = [*stages]
     for runner in roots:
-        # of two stages here, each would be a root: what both use stays whole, and is averaged after the pass
+        # each of two stages here is a root, so parameters that both use stay whole and are averaged after the pass
         shard(runner, runner.blocks, mesh, reshard_after_forward=False if keep else None, with_rest=len(roots) == 1)
     return roots
 
 
 def replicated(module: nn.Module, device: torch.device, options: Mapping[str, Any]) -> DistributedDataParallel:
-    """torch's DDP around the module, made beside what the device computes."""
+    """Wrap the module in torch's DDP, on a separate stream of the device."""
     ids = None if device.type == "cpu" else [device.index]
     stream = nullcontext() if ids is None else torch.cuda.stream(torch.cuda.Stream())
     with stream:
@@ -115,8 +115,11 @@ def replicated(module: nn.Module, device: torch.device, options: Mapping[str, An
 
 
 def whole_in(params: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """Those of one FSDP2 group that FSDP2 cannot divide: scalars, empty and complex ones, and, since it reduces gradients of
-    one dtype alone, those that train in another dtype than most elements of the group."""
+    """Return the parameters of an FSDP2 group that FSDP2 cannot shard.
+
+    These are scalars, empty and complex parameters. FSDP2 reduces gradients of only one dtype, so trained parameters in
+    another dtype than most elements of the group are included too.
+    """
     params = list(params)
     whole = {p for p in params if p.ndim == 0 or p.numel() == 0 or p.is_complex()}
     sizes: dict[torch.dtype, int] = {}
@@ -128,20 +131,20 @@ def whole_in(params: Iterable[nn.Parameter]) -> set[nn.Parameter]:
 
 
 def sharded_parameters(root: nn.Module) -> list[nn.Parameter]:
-    """The pieces, which FSDP2 steps with averaged gradients."""
+    """Return the sharded parameters of ``root``, whose gradients FSDP2 averages."""
     return [p.sharded_param for p in _managed(root)]
 
 
 def _managed(root: nn.Module) -> list[Any]:
-    """What FSDP2 knows of each parameter."""
+    """Return FSDP2's record of each parameter."""
     return [p for m in groups(root) for g in m._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params]
 
 
 def unreduced_gradients(root: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Each piece with the whole gradient of this rank that backward passes within :func:`no_sync` have summed."""
+    """Yield each sharded parameter with this rank's unsharded gradient from backward passes within :func:`no_sync`."""
     for p in _managed(root):
         grad = p.unsharded_accumulated_grad
-        if grad is None and hasattr(p, "_unsharded_param"):  # it has none before the first forward pass
+        if grad is None and hasattr(p, "_unsharded_param"):  # missing before the first forward pass
             grad = p._unsharded_param.grad
         if grad is not None:
             yield p.sharded_param, grad
@@ -151,7 +154,9 @@ def put_unreduced(root: nn.Module, grads: Mapping[int, Callable[[nn.Parameter], 
     """Let the next backward pass add to these gradients; collective.
 
     Args:
-        grads: id of a piece -> what makes the whole gradient, given the whole parameter whose placements it must have.
+        root: the sharded module.
+        grads: for the id of a sharded parameter, a function that returns the unsharded gradient in the placements of the
+            unsharded parameter, its argument.
     """
     for m in groups(root):
         m.unshard()
@@ -163,7 +168,7 @@ def put_unreduced(root: nn.Module, grads: Mapping[int, Callable[[nn.Parameter], 
 
 
 def lay_unreduced(root: nn.Module) -> None:
-    """Give unreduced gradients the placements of their parameters, whose pieces of tensor parallelism may be sums to come."""
+    """Give unreduced gradients the placements of their parameters, since tensor parallelism can leave partial sums."""
     for p in _managed(root):
         whole = getattr(p, "_unsharded_param", None)
         grad = None if whole is None else whole.grad
@@ -172,15 +177,15 @@ def lay_unreduced(root: nn.Module) -> None:
 
 
 class InPlace:
-    """Refuses parameters that forward passes change in place, where the change would be lost or not the same on all ranks.
+    """Refuses forward passes that change parameters in place, if the change would be lost or differ between ranks.
 
     Args:
         module: the LightningModule.
-        roots: what FSDP2 has divided.
-        divided: ids of the pieces.
-        mesh: of all ranks.
-        pipeline: the stages here, of which several may hold the same parameters; None without.
-        who: for messages.
+        roots: modules that FSDP2 has sharded.
+        divided: ids of the sharded parameters.
+        mesh: mesh of all ranks.
+        pipeline: this rank's stages, which can share parameters with other stages, or None.
+        who: name of the caller in messages.
     """
 
     def __init__(
@@ -196,21 +201,21 @@ class InPlace:
         self.module, self.roots, self.divided, self.pipeline, self.who = module, roots, divided, pipeline, who
         self.group = data_group(mesh)
         self.copies = Copies(self.group, who=who) if self.group.size() > 1 else None
-        why = "after the blocks, on the last pipeline stage alone"
+        why = "after the blocks, only on the last pipeline stage"
         self.stages = None if pipeline is None else Copies(mesh[PIPELINE].get_group(), who=who, why=why)
         self._looks = bool(roots)
         self._ran = False
-        self._found: set[nn.Parameter] | None = None  # within a step that is looked at
+        self._found: set[nn.Parameter] | None = None  # set within a checked step
 
     @contextmanager
     def looking(self, *, outside: bool) -> Iterator[None]:
-        """Look at a training step, the first or one after it that is still to be looked at; collective.
+        """Check the first training step, and later ones that still need a check; collective.
 
         Args:
-            outside: somebody else calls :meth:`own_step` in it.
+            outside: whether a technique calls :meth:`own_step` in the step.
 
         Raises:
-            ValueError: on all ranks, before any weight has moved.
+            ValueError: on all ranks, before any weight moves.
         """
         compared = [c for c in (self.copies, self.stages) if c is not None and not c.done]
         if not compared and not self._looks:
@@ -241,14 +246,15 @@ class InPlace:
             mine = [name for name, p in named.items() if id(p) in ids]
             dist.all_gather_object(ranks, (self._ran, mine), group=self.group)
             if names := {name for _, rank in ranks for name in rank}:
-                raise lost(names, "shard=True puts whole parameters together for the pass alone", who=self.who)
+                raise lost(names, "shard=True gathers whole parameters only for the pass", who=self.who)
             self._looks = not all(ran for ran, _ in ranks)
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
-        """Around the module's own step: what techniques write around it, as they put weights back, does not count.
+        """Return the context of the module's own step, in which changes count.
 
-        Nor does a pass beside training, within which they may try other weights.
+        Changes by techniques around it do not count. Passes outside training do not either, since techniques try other weights
+        in them.
         """
         with ExitStack() as entered:
             for each in (self.copies, self.stages):
@@ -263,7 +269,7 @@ class InPlace:
                 found |= {p for p, then in before.items() if p in after and differ(then, after[p])}
 
     def _root_marks(self) -> dict[nn.Parameter, Mark]:
-        """By piece, the mark of what lies in no block, where it is whole at the moment."""
+        """Return the marks of unsharded parameters outside the blocks, by sharded parameter."""
         return {
             p.sharded_param: mark(p.unsharded_param)
             for root in self.roots
@@ -276,12 +282,12 @@ class InPlace:
 
 @contextmanager
 def marked(root: nn.Module, found: set[nn.Parameter], *, itself: bool = True) -> Iterator[None]:
-    """Note the pieces of parameters that forward passes in here change in place while they are whole.
+    """Find the parameters that forward passes in this context change in place while they are unsharded.
 
     Args:
-        root: the module, whose blocks are looked at.
-        found: to which they are added.
-        itself: look at those in no block, too.
+        root: the sharded module.
+        found: the set to which the sharded parameters are added.
+        itself: include the parameters outside the blocks.
     """
     taken: list[tuple[nn.Parameter, Any, Any]] = []
     handles: list[Any] = []
@@ -297,7 +303,7 @@ def marked(root: nn.Module, found: set[nn.Parameter], *, itself: bool = True) ->
 
         @torch.compiler.disable
         def leave(*_: Any, params: list[Any] = params, before: list[Any] = before) -> None:
-            if before:  # a module may run within its own call
+            if before:  # a module can run within its own call
                 marks = before.pop()
                 taken.extend((p.sharded_param, then, mark(p.unsharded_param)) for p, then in zip(params, marks))  # noqa: B905
 
@@ -313,35 +319,35 @@ def marked(root: nn.Module, found: set[nn.Parameter], *, itself: bool = True) ->
 
 
 def take_up(root: nn.Module) -> None:
-    """Let FSDP2 know of pieces that were registered in the place of others."""
+    """Update FSDP2's records after sharded parameters were replaced by others."""
     for p in _managed(root):
         p.reset_sharded_param()
 
 
 def settle(root: nn.Module) -> None:
-    """Let FSDP2 take ``root`` as the root now, and not the first module that runs, which may be a block by itself."""
+    """Make ``root`` FSDP2's root now. Otherwise the first module that runs becomes it, which can be a block."""
     root._get_fsdp_state()._lazy_init()  # pyright: ignore[reportCallIssue]
 
 
 def gather_root(root: nn.Module) -> None:
-    """Make what is in no block whole, for a pass that does not go through the root; nothing if it is whole already."""
+    """Unshard the root's group for a pass that does not call the root, unless it is whole already."""
     root.unshard()  # pyright: ignore[reportCallIssue]
 
 
 def groups(root: nn.Module) -> list[FSDPModule]:
-    """The FSDP2 modules in ``root``."""
+    """Return the FSDP2 modules in ``root``."""
     return [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 
 def reshard(root: nn.Module) -> None:
-    """Register the pieces again as the modules' parameters, also where a root keeps the whole after a forward pass."""
+    """Register the sharded parameters again, including those that a root keeps whole after a forward pass."""
     for m in groups(root):
         m.reshard()
 
 
 @contextmanager
 def no_sync(root: nn.Module) -> Iterator[None]:
-    """Let gradients of backward passes in here pile up without messages."""
+    """Return a context in which gradients accumulate without messages."""
     for m in groups(root):
         m.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -352,7 +358,7 @@ def no_sync(root: nn.Module) -> Iterator[None]:
 
 
 def unshard(root: nn.Module) -> None:
-    """Undo :func:`shard` but for the parameters: classes, hooks and marks are gone, and the modules can be sharded anew."""
+    """Undo :func:`shard` except for the parameters, so that the modules can be sharded again."""
     for module in groups(root):
         state = module._get_fsdp_state()
         state._pre_forward_hook_handle.remove()

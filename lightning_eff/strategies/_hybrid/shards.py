@@ -1,4 +1,4 @@
-"""Tensors that are whole in the plain module and lie in pieces on the ranks: which piece is here, and the whole again."""
+"""Functions for tensors of the plain module that are divided over ranks: their local pieces and whole values."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
@@ -11,16 +11,16 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-_MOST_BYTES = 250 * 2**20  # of gradients in one message
+_MOST_BYTES = 250 * 2**20  # of gradients per message
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The piece of ``tensor`` that lies here; the tensor itself if it is a plain one."""
+    """Return the local piece of ``tensor``, or the tensor itself if it is a plain one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def piece(whole: Tensor, like: Tensor) -> Tensor:
-    """The piece of ``whole`` (a plain tensor of the shape of ``like``) that this rank holds of ``like``; a view."""
+    """Return a view of the piece of ``whole``, a plain tensor, that this rank holds of ``like``."""
     if not isinstance(like, DTensor):
         return whole
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
@@ -31,12 +31,12 @@ def piece(whole: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(target: Tensor, whole: Tensor) -> None:
-    """Write this rank's piece of ``whole`` into ``target``, which is a plain tensor or a DTensor, in place."""
+    """Copy this rank's piece of ``whole`` into ``target``, a plain tensor or a DTensor."""
     local(target).copy_(piece(whole, target))
 
 
 def shard_like(whole: Tensor, like: Tensor, device: torch.device) -> Tensor:
-    """``whole`` on ``device``, divided as ``like`` if it has its shape; else whole on every rank."""
+    """Return ``whole`` on ``device``, divided like ``like`` if the shapes are equal, else whole on every rank."""
     if not isinstance(like, DTensor) or whole.numel() == 1:
         return whole.to(device, copy=True)
     if whole.shape == like.shape:
@@ -46,14 +46,14 @@ def shard_like(whole: Tensor, like: Tensor, device: torch.device) -> Tensor:
 
 
 def wrap_like(here: Tensor, like: DTensor) -> DTensor:
-    """The DTensor of the shape and placements of ``like`` with ``here`` as the local piece."""
+    """Return a DTensor with the shape and placements of ``like`` and the local piece ``here``."""
     return DTensor.from_local(
         here, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def empty_like(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros of the shape and placements of ``like``."""
+    """Return zeros in the shape and placements of ``like``."""
     if isinstance(like, DTensor):
         return wrap_like(torch.zeros(like.to_local().shape, dtype=dtype, device=device), like)
     return torch.zeros(like.shape, dtype=dtype, device=device)
@@ -61,16 +61,16 @@ def empty_like(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor
 
 @torch.no_grad()
 def whole_of(tensor: Tensor) -> Tensor:
-    """The whole tensor, detached; collective over the mesh of a DTensor."""
+    """Return the whole tensor, detached; collective over the mesh of a DTensor."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def counted_here(tensor: Tensor, coordinates: Mapping[str, int]) -> bool:
-    """Whether this rank's piece counts in a sum over all ranks: of equal copies only the first does.
+    """Whether this rank's piece counts in a sum over all ranks; only the first of several equal copies does.
 
     Args:
-        tensor: the parameter, or its gradient, with normalised placements.
-        coordinates: this rank's place along each axis of the mesh along which copies or pieces lie.
+        tensor: the parameter, or its gradient, with normalized placements.
+        coordinates: this rank's index along each axis of the mesh that has copies or pieces.
     """
     sharded: set[str] = set()
     if isinstance(tensor, DTensor):
@@ -81,12 +81,12 @@ def counted_here(tensor: Tensor, coordinates: Mapping[str, int]) -> bool:
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, most_bytes: int) -> None:
-    """Give plain ``tensors`` the values that they have on the group's first rank, in place; collective.
+    """Copy the values of plain ``tensors`` from the group's first rank to all its ranks, in place; collective.
 
     Args:
-        tensors: in the same order on all ranks.
+        tensors: the tensors, in the same order on all ranks.
         group: the ranks.
-        most_bytes: of one message, unless a single tensor is larger.
+        most_bytes: size of a message, unless a single tensor is larger.
     """
     buckets: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
@@ -108,13 +108,15 @@ def _broadcast_bucket(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 @torch.no_grad()
 def all_reduce_gradients(params: Iterable[nn.Parameter], group: dist.ProcessGroup, *, mean: bool = False) -> None:
-    """Sum gradients over ``group``, or average them; those that no rank has stay None; collective.
+    """Sum or average gradients over ``group``; gradients that no rank has stay None. Collective.
 
-    Gradients of one dtype travel together, and behind them how many ranks have each. Only a rank that lacks a gradient
-    reads these numbers, for which it waits until the message has arrived.
+    A message has gradients of one dtype, and then the number of ranks that have each gradient. Only a rank without a
+    gradient reads these numbers and waits for the message.
 
     Args:
-        params: the same on all ranks, in the same order.
+        params: the parameters, in the same order on all ranks.
+        group: the ranks.
+        mean: average instead of summing.
     """
     buckets: dict[torch.dtype, list[list[nn.Parameter]]] = {}
     room: dict[torch.dtype, int] = {}
@@ -149,9 +151,9 @@ def _reduce_bucket(params: list[nn.Parameter], dtype: torch.dtype, group: dist.P
 
 
 class _Gathered(torch.autograd.Function):
-    """Every rank's tensor, stacked. The gradient of each is the sum of what all ranks make of it.
+    """Stacks every rank's tensor. The gradient of each is summed over all ranks.
 
-    torch's own does not run over a part of the processes with gloo.
+    torch's own function does not support a part of the processes with gloo.
     """
 
     @staticmethod
@@ -170,18 +172,18 @@ class _Gathered(torch.autograd.Function):
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup, *, sync_grads: bool) -> Tensor:
-    """``tensor`` of every rank of ``group``, shape (ranks, ...); with gradients if ``sync_grads``; collective."""
+    """Stack ``tensor`` of every rank of ``group``, (ranks, ...), with gradients if ``sync_grads``; collective."""
     with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
         return cast("Tensor", _Gathered.apply(tensor, group))
 
 
 def everywhere(group: Any) -> bool:
-    """Whether a caller asks for all processes, by name or by saying nothing."""
+    """Whether ``group`` means all processes."""
     return group is None or group is dist.group.WORLD
 
 
 def over_replicas(group: ProcessGroup) -> Callable[..., list[Tensor]]:
-    """torchmetrics' ``gather_all_tensors``, which gathers over ``group`` where it would over all processes."""
+    """Return torchmetrics' ``gather_all_tensors`` with ``group`` as the default instead of all processes."""
 
     def gather(result: Tensor, group_given: Any = None, **kwargs: Any) -> list[Tensor]:
         asked = kwargs.pop("group", group_given)

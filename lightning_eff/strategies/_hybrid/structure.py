@@ -1,4 +1,4 @@
-"""What dividing a module changes on its submodules beside parameters: classes, hooks, attributes; recorded and undone."""
+"""Records and undoes changes to submodules when a module is divided: classes, hooks and attributes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ _TENSORS = ("_parameters", "_buffers")
 
 
 class Structure:
-    """Notes what happens to a module within :meth:`noting`, and puts exactly that back."""
+    """Records the changes to a module within :meth:`noting`, and undoes exactly these."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -21,7 +21,7 @@ class Structure:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Changes to the submodules in here are undone by :meth:`restore`; also if an exception ends it."""
+        """Record changes to the submodules in this context, even if an exception ends it."""
         before = [
             (m, type(m), dict(m.__dict__), {k: dict(v) for k, v in m.__dict__.items() if isinstance(v, dict)})
             for m in self._module.modules()
@@ -46,7 +46,7 @@ class Structure:
                 self._undo.append((now, key, was.get(key, _MISSING)))
 
     def restore(self) -> None:
-        """Put back what was noted, newest first; what others changed since stays."""
+        """Undo the recorded changes, newest first, and keep later changes by others."""
         while self._undo:
             namespace, key, old = self._undo.pop()
             if old is _MISSING:

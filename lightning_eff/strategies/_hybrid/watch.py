@@ -1,12 +1,12 @@
-"""A watch over all processes of a run: when one fails or dies, every other one stops with its rank in the message.
+"""Watches all processes of a run: when one fails or dies, all others stop with a message that names its rank.
 
-A process that waits for a message from a dead one may wait for the whole timeout of the process group, and its error
-then names an address. So each process keeps a thread with a connection of its own to the store of the process group, at
-``MASTER_PORT``. The thread looks whether the processes of its own machine (or container) live, by their ids. It counts
-in the store that its machine lives, and reads what failed. A process that is silent and lives is not dead: native code
-may keep Python from running for minutes. Only a machine of which no process gives a sign of life counts as lost.
+Without it, a process that waits for a dead one can wait for the whole timeout of the process group, and its error only names
+an address. So each process has a thread with a separate connection to the store of the process group at ``MASTER_PORT``. The
+thread checks by process id whether the processes of its machine (or container) live. It writes a sign of life of its machine
+to the store, and reads failures. A silent process is not dead while its id lives, because native code can block Python for
+minutes. A machine counts as lost only if none of its processes gives a sign of life.
 
-SIGTERM to any rank ends the run on all of them, after the same training step.
+SIGTERM to any rank ends the run on all ranks after the same training step.
 """
 
 import os
@@ -38,20 +38,20 @@ from lightning_eff._core.patches import Patches
 _FAILED, _TERMINATED = "failed", "terminated"
 _INTERVAL_SECONDS = 1.0
 _GRACE_SECONDS = 8.0
-_DISCONNECTED_SECONDS = 6.0  # of silence that are enough once a message to another process has failed
+_DISCONNECTED_SECONDS = 6.0  # silence that is enough after a failed message to another process
 _WORDS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "timeout", "socket")
 _MADE = [0]  # watches of this process; their keys in the store must differ
 
 
 @dataclass(frozen=True)
 class Process:
-    """Where a process is to be found.
+    """The identity of a process.
 
     Attributes:
-        host: the name of its machine.
-        pid: its id.
-        started: when, in the system's ticks; "" where the system does not say.
-        space: what differs where process ids mean different processes: machines, and containers of one machine.
+        host: name of its machine.
+        pid: process id.
+        started: start time in the system's ticks, or "" if unknown.
+        space: key of the machine or container in which the process id is valid.
     """
 
     host: str
@@ -74,7 +74,7 @@ class Process:
         return f"process {self.pid} on {self.host}"
 
     def alive(self) -> bool:
-        """Whether it runs; asked from within its space."""
+        """Whether it runs; call this only within its space."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -86,7 +86,7 @@ class Process:
 
 
 def _state(pid: int) -> tuple[str, str] | None:
-    """The letter for a process's state, and when it started; None where the system does not say."""
+    """Return the letter of a process's state and its start time, or None if the system does not report them."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -95,11 +95,11 @@ def _state(pid: int) -> tuple[str, str] | None:
 
 
 class Watch:
-    """One process's part in the watch; made on all ranks together.
+    """One process's part of the watch, created on all ranks together.
 
     Args:
-        timeout: seconds without a sign of life from any process of a machine after which they count as dead.
-        who: for messages.
+        timeout: seconds without a sign of life after which the processes of a machine count as dead.
+        who: name of the caller in messages.
     """
 
     def __init__(self, timeout: float, *, who: str) -> None:
@@ -110,7 +110,7 @@ class Watch:
         dist.all_gather_object(told, (Process.this(), _MADE[0]))
         self._processes: list[Process] = [process for process, _ in told]
         _MADE[0] = number = 1 + max(made for _, made in told)
-        store: Store = cast("Any", _get_default_store()).clone()  # a connection of its own
+        store: Store = cast("Any", _get_default_store()).clone()  # a separate connection
         store.set_timeout(timedelta(seconds=60))
         self._store: Store = PrefixStore(f"{who}/watch/{number}", store)
         spaces = list(dict.fromkeys(process.space for process in self._processes))
@@ -128,11 +128,11 @@ class Watch:
 
     @property
     def current(self) -> bool:
-        """Whether the process group is the one that it was made with."""
+        """Whether the process group is still the same."""
         return self._group is dist.group.WORLD
 
     def start(self, trainer: Trainer | None = None) -> None:
-        """Begin to watch; all ranks together. SIGTERM is answered for ``trainer``, before it registers its handlers."""
+        """Start the watch on all ranks together, and handle SIGTERM before ``trainer`` registers its handlers."""
         if self._thread is not None:
             return
         self._run += 1
@@ -164,7 +164,10 @@ class Watch:
         seen, silence, lost, before = -1, 0.0, 0, time.monotonic()
         while not self._stop.wait(_INTERVAL_SECONDS):
             now = time.monotonic()
-            awake, before = min(now - before, 2 * _INTERVAL_SECONDS), now  # less than has passed, if Python stood still
+            awake, before = (
+                min(now - before, 2 * _INTERVAL_SECONDS),
+                now,
+            )  # less than the elapsed time if Python was blocked
             try:
                 self._store.add(self._key(f"beat/{self._space}"), 1)
                 if self._store.check([self._key(_FAILED)]):
@@ -198,10 +201,10 @@ class Watch:
         return min(self.timeout, _DISCONNECTED_SECONDS) if self._disconnected else self.timeout
 
     def _dead(self, ranks: list[int]) -> str | None:
-        """What is to be said of the first of ``ranks``, all of this machine, that does not live."""
+        """Return a message about the first dead process among ``ranks`` of this machine, or None."""
         for rank in ranks:
             if not self._processes[rank].alive():
-                return f"{self._named(rank)} has died without a message: it was killed, or ran out of memory"
+                return f"{self._named(rank)} died without a message: it was killed, or ran out of memory"
         return None
 
     def _named(self, rank: int) -> str:
@@ -215,7 +218,7 @@ class Watch:
         self._store.compare_set(self._key(_FAILED), "", problem)
 
     def _conclude(self, problem: str) -> None:
-        """Wake the main thread; end the process if it cannot come out of what it waits in."""
+        """Wake the main thread, and end the process if the main thread stays blocked."""
         self.verdict = problem
         if not self._own:
             print(self.message(), file=sys.stderr, flush=True)
@@ -231,18 +234,18 @@ class Watch:
         return self.verdict is None or self.verdict.startswith(f"rank {self.rank} ")
 
     def message(self) -> str:
-        """What this process says when it stops on another one's account."""
+        """Return the message of this process when it stops because of another one."""
         what = str(self.verdict).removesuffix(".")
         return (
-            f"{self.who}: {what}. This process (rank {self.rank}) stops with it. Look at what that rank printed, and"
+            f"{self.who}: {what}. This process (rank {self.rank}) stops too. Read the output of that rank, and"
             " resume from the last checkpoint: trainer.fit(..., ckpt_path=...)."
         )
 
     def failed(self, error: BaseException) -> str | None:
-        """Tell all others of an exception here, or find out whose it is.
+        """Report an exception of this process to all others, or find the rank that caused it.
 
         Returns:
-            The message to stop with, if the cause is another rank; None if the exception is this one's own.
+            The message to stop with if another rank is the cause, else None.
         """
         if self._thread is None:
             return None
@@ -257,13 +260,13 @@ class Watch:
             self._disconnected = True
             self._told.wait(min(self.timeout, _DISCONNECTED_SECONDS) + 4 * _INTERVAL_SECONDS)
         if self.verdict is None:
-            what = "lost its connection to another rank, which said nothing" if consequence else "failed"
+            what = "lost its connection to another rank, which reported nothing" if consequence else "failed"
             text = f"rank {self.rank} {what}: {type(error).__name__}: {str(error) or 'no message'}"
             try:
                 self._post(text[:4000])
                 self._wait_until_told()
-            except Exception as unreachable:  # the others find that out by themselves
-                print(f"{self.who}: could not tell the other ranks: {unreachable}", file=sys.stderr)
+            except Exception as unreachable:  # other ranks notice it themselves
+                print(f"{self.who}: could not report this to the other ranks: {unreachable}", file=sys.stderr)
         message = self.message() if consequence and not self._own else None
         self._stop.set()
         return message
@@ -273,19 +276,19 @@ class Watch:
     def _answer_sigterm(self, trainer: Trainer) -> None:
         """Ask all ranks to stop after the same training step.
 
-        Lightning's own handler sends a message, which ranks that did not get the signal take for another one. Before each
-        training batch Lightning's loop asks rank 0 whether to stop: the signal's rank tells rank 0 through the store.
+        Lightning's handler sends a message, which ranks without the signal mistake for another one. Lightning's loop asks
+        rank 0 before each training batch whether to stop, so the signal's rank informs rank 0 through the store.
         """
         connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
         agree = loop._broadcast_sigterm_tensor
 
         def received(signum: int, _: Any) -> None:
             if not self.signalled.is_set() and (launcher := trainer.strategy.launcher) is not None:
-                cast("Any", launcher).kill(signum)  # passes it on to the processes that it started
+                cast("Any", launcher).kill(signum)  # forwards it to the processes that it started
             self.signalled.set()
             if self.rank == 0:
                 self.asked.set()
-            if trainer.state.fn != TrainerFn.FITTING:  # no loop asks: this rank stops by itself, and tells the others
+            if trainer.state.fn != TrainerFn.FITTING:  # no loop asks, so this rank stops and informs the others
                 connector.received_sigterm = True
 
         def stopping() -> None:
@@ -300,19 +303,19 @@ class Watch:
         self._patches.set(loop, "_broadcast_sigterm_tensor", stopping)
 
     def _terminated(self) -> str | None:
-        """This rank stops by SIGTERM: say which one got it.
+        """Find out which rank received SIGTERM.
 
         Returns:
-            The message to stop with if that is another rank alone; None if this one got the signal too.
+            The message to stop with if only another rank received it, or None if this rank did too.
         """
-        self.signalled.wait(2 * _INTERVAL_SECONDS)  # a scheduler signals all ranks, though not at once
+        self.signalled.wait(2 * _INTERVAL_SECONDS)  # a scheduler signals all ranks, but not at once
         first = "a rank"
         try:
             if self.signalled.is_set():
                 self._store.compare_set(self._key(_TERMINATED), "", self._named(self.rank))
             self._store.wait([self._key(_TERMINATED)], timedelta(seconds=4 * _INTERVAL_SECONDS))
             first = self._store.get(self._key(_TERMINATED)).decode()
-            if not self.agreed:  # others may wait for this one
+            if not self.agreed:  # other ranks can wait for this one
                 self._post(f"{first} received SIGTERM")
             self._store.set(self._key(f"told/{self.rank}"), "1")
             self._wait_until_told()
@@ -320,7 +323,7 @@ class Watch:
             print(f"{self.who}: could not ask which rank received SIGTERM: {unreachable}", file=sys.stderr)
         self._stop.set()
         message = (
-            f"{self.who}: {first} received SIGTERM, and all ranks stop with it. This process is rank {self.rank}. Resume from"
+            f"{self.who}: {first} received SIGTERM, so all ranks stop. This process is rank {self.rank}. Resume from"
             " the last checkpoint: trainer.fit(..., ckpt_path=...)."
         )
         if not self.signalled.is_set():
@@ -329,7 +332,7 @@ class Watch:
         return None
 
     def _wait_until_told(self) -> None:
-        """Rank 0 may keep the store: it stays until all others have read what happened, or do not answer."""
+        """Wait on rank 0, which can host the store, until all ranks have read the cause or do not answer."""
         others = [self._key(f"told/{rank}") for rank in range(self.world) if rank != self.rank]
         end = time.monotonic() + 4 * _INTERVAL_SECONDS
         while self.rank == 0 and time.monotonic() < end and not all(self._store.check([key]) for key in others):
@@ -337,7 +340,7 @@ class Watch:
 
 
 def _listed(ranks: list[int]) -> str:
-    """Such as "ranks 1 to 7", or "ranks 1, 4, 5"."""
+    """Format ranks, such as "ranks 1 to 7" or "ranks 1, 4, 5"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
@@ -347,9 +350,9 @@ def _listed(ranks: list[int]) -> str:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Put off SIGTERM, by which a launcher ends what is left of a run: Lightning answers it with a message to all ranks.
+    """Delay SIGTERM, with which a launcher ends the rest of a run.
 
-    That message fails, too, and its error would end the search for the rank that caused all of it.
+    Lightning answers it with a message to all ranks. That message would fail too, and its error would hide the cause.
     """
     before = signal.getsignal(signal.SIGTERM)
     if before is None or threading.current_thread() is not threading.main_thread():
@@ -363,22 +366,22 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _of_messages(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, reads like a message between processes that failed."""
+    """Whether an error or one of its causes is that of a failed message between processes."""
     messages = (str(one).lower() for one in causes(error) if isinstance(one, RuntimeError | OSError))
     return any(word in text for text in messages for word in _WORDS)
 
 
 def _abort() -> None:
-    """End what waits in NCCL; gloo's messages end when the other process does."""
+    """Abort waiting NCCL messages; gloo's end when the other process ends."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.distributed_c10d._abort_process_group()
 
 
 class WatchedLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher, or none of it where others start the processes; what runs tells the watch of exceptions.
+    """Lightning's launcher, which reports exceptions to the watch, also if another launcher starts the processes.
 
     Args:
-        watch: the strategy's watch, once it has one.
+        watch: returns the strategy's watch, if it exists.
     """
 
     def __init__(self, environment: Any, num_processes: int, num_nodes: int, watch: Callable[[], Watch | None]) -> None:

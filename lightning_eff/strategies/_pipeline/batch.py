@@ -1,4 +1,4 @@
-"""Micro-batches of any batch, and what tells batches apart: their shapes, and a sum over their content."""
+"""Splits batches into micro-batches, and compares batches by shapes and by a checksum of their content."""
 
 import hashlib
 from typing import Any
@@ -14,14 +14,14 @@ Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 def split(batch: Any, number: int) -> list[Any]:
-    """The batch in ``number`` equal parts, in order.
+    """Split the batch into ``number`` equal parts, in order.
 
-    Tensors and arrays whose dimension 0 counts the batch's samples are split, and so are lists and tuples of one item
-    for each sample; dicts, named tuples, dataclasses and Hugging Face's ``BatchEncoding`` keep their make; all else is
-    handed to every part.
+    Tensors and arrays with the samples in dimension 0 are split, and so are lists and tuples with one item per sample.
+    Dicts, named tuples, dataclasses and Hugging Face's ``BatchEncoding`` keep their type. Every part gets all other values.
 
     Args:
-        batch: with ``num_samples(batch)`` a multiple of ``number``.
+        batch: the batch. ``num_samples(batch)`` must be a multiple of ``number``.
+        number: the number of parts.
     """
     size = num_samples(batch)
     if number == 1:
@@ -31,17 +31,17 @@ def split(batch: Any, number: int) -> list[Any]:
 
 
 def signature(batch: Any) -> Signature:
-    """Path, shape and type of every tensor: batches with the same need the same buffers."""
+    """Return path, shape and type of every tensor; batches with equal signatures need the same buffers."""
     return tuple((path, tuple(t.shape), str(t.dtype)) for path, t in tensors(batch))
 
 
 def digest(*parts: Any) -> int:
-    """A number below 2**62 that follows from the parts, the same in every process."""
+    """Return a hash of the parts below 2**62, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 2
 
 
 def content(batch: Any) -> int:
-    """A number that follows from what the batch holds, the same in every process."""
+    """Return a hash of the batch's content, the same in every process."""
     sums = [_checksum(tensor) for _, tensor in tensors(batch)]
     return digest(*torch.stack(sums).tolist()) if sums else digest()
 
@@ -55,9 +55,9 @@ def check_same(batch: Any, group: ProcessGroup, device: torch.device, *, inside:
     if high != -low or most != -least:
         what = "shapes" if high != -low else "content"
         raise ValueError(
-            f"{who}: the ranks of one pipeline got batches of different {what}; expected the same batch on each, since the"
-            " first stage reads its inputs and the last its labels. Let the sampler depend on the data-parallel rank only"
-            " (use_distributed_sampler=True), and seed what is random in it equally: seed_everything(..., workers=True)."
+            f"{who}: the ranks of one pipeline got batches of different {what}, but the first stage reads the inputs and the"
+            " last the labels of one batch. Let the sampler depend only on the data-parallel rank"
+            " (use_distributed_sampler=True), and call seed_everything(..., workers=True)."
         )
 
 

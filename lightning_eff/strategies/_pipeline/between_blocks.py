@@ -1,8 +1,8 @@
-"""What the caller of the blocks does between two of them, so that a received hidden state is its own variable's value.
+"""Finds the operation between two blocks that computes the hidden state, so that it can return a received tensor instead.
 
-Of ``x = x * s + block(x)`` the caller computes ``x * s`` before it calls the block. So the received tensor has to be there
-when the caller's ``x`` comes to be: as what the block before returned, or as what one of the caller's operations after it
-did. Which one it is is learnt by a pass in which no block runs.
+In ``x = x * s + block(x)`` the caller computes ``x * s`` before it calls the block. So ``x`` must already be the received
+tensor. It is either the result of the block before, or of one of the caller's operations after that block. A pass without
+blocks finds out which.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 RETURNED = -1
-"""The caller hands a block what the one before it returned."""
+"""The caller passes a block the result of the one before."""
 
 
 class _Became(torch.autograd.Function):
-    """Lets a tensor be another one, for all who refer to it."""
+    """Replaces a tensor by another one for all its references."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, other: Tensor) -> Tensor:
@@ -31,12 +31,12 @@ class _Became(torch.autograd.Function):
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 in inference mode, which does not count."""
+    """Return how often a tensor was changed in place, or 0 in inference mode, which does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def become(tensor: Tensor, other: Tensor) -> bool:
-    """Let ``tensor``, which was made by an operation in place, be ``other``; False if it cannot be."""
+    """Replace ``tensor``, the result of an in-place operation, by ``other``; return False if this is impossible."""
     if tensor._is_view() or (tensor.is_leaf and tensor.requires_grad) or tensor.dtype != other.dtype:
         return False
     if not torch.is_grad_enabled():
@@ -48,13 +48,13 @@ def become(tensor: Tensor, other: Tensor) -> bool:
 
 
 class Between(TorchFunctionMode):
-    """Around a step: numbers the operations from one block's return to the next one's call.
+    """Counts the operations from one block's return to the next one's call in a step.
 
     Args:
-        at: the number of the operation whose result is to be another tensor; None to learn it.
+        at: the number of the operation whose result is replaced; None to find it.
 
     Attributes:
-        placed: the tensor that is the other one now, and its version.
+        placed: the replaced tensor and its version.
     """
 
     def __init__(self, at: int | None = None) -> None:
@@ -66,11 +66,11 @@ class Between(TorchFunctionMode):
         self._count = 0
 
     def after(self, returned: Tensor, instead: Tensor | None = None) -> None:
-        """A block returned; ``instead`` is what the operation's result is to be, if this is where it stands."""
+        """Note that a block returned; ``instead`` replaces the result of the operation ``at`` before the next block."""
         self._returned, self._instead, self._results, self._count = returned, instead, [], 0
 
     def before(self, hidden: Tensor) -> int | None:
-        """A block is called: by which operation ``hidden`` came to be, or :data:`RETURNED`; None if that is not known."""
+        """Return the number of the operation that computed ``hidden`` of a block's call, :data:`RETURNED`, or None."""
         results, returned = self._results, self._returned
         self._results = self._returned = self._instead = None
         if results is None:

@@ -1,4 +1,4 @@
-"""Whole batches through the stages, one after the other, for the checks at setup and to learn shapes."""
+"""Runs whole batches through the stages, one after the other, for the checks at setup and to find shapes."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,14 +20,14 @@ from lightning_eff.strategies._pipeline.view import Pass
 
 @dataclass
 class Through:
-    """What a batch left behind on its way.
+    """The results of a batch's way through the stages.
 
     Attributes:
-        output: what the step returned on the last stage, where it ran here.
-        hidden: the hidden state that left each stage that ran here.
-        received: the one that entered it, if it wants a gradient.
-        passes: the runs of the stages, with which their checkpoints run again, if gradients are wanted.
-        likes: its shape and type.
+        output: result of the step on the last stage, if it ran here.
+        hidden: the hidden state that left each stage here.
+        received: the hidden state that entered each stage here, if it needs a gradient.
+        passes: the runs of the stages, for recomputation, if gradients are needed.
+        likes: shape and type of the hidden states.
     """
 
     output: Any = None
@@ -53,10 +53,10 @@ def through(
     """Run the step on a batch, stage after stage.
 
     Args:
-        group: the pipeline ranks, each of which runs its own stages; None runs all of them in this process.
-        taint: blocks that do not run return NaN.
-        grad: the hidden states that are received want gradients.
-        around: a context for each stage that runs here.
+        group: the pipeline ranks, which run their own stages; None runs all stages in this process.
+        taint: whether skipped blocks return NaN.
+        grad: whether received hidden states need gradients.
+        around: returns a context for each stage here.
     """
     me = None if group is None else dist.get_rank(group)
     found = Through()

@@ -1,4 +1,4 @@
-"""Gradients of parameters that several pipeline ranks hold: summed over those ranks, since each has a part."""
+"""Sums the gradients of parameters that several pipeline ranks hold, since each rank has a part."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ _GROUPS: dict[tuple[int, ...], tuple[Any, ProcessGroup]] = {}
 
 
 def group_of(members: tuple[int, ...]) -> ProcessGroup:
-    """A process group of these global ranks, this one among them, the same in every run of this process.
+    """Return a process group of these global ranks, which include this one, for all runs of this process.
 
-    It is made by its members alone. torch names such a group by its ranks, so that one which was ended could not be made
-    again: the name would lead to the addresses of the first.
+    Only its members create it. torch names such a group by its ranks, so it could not be created again after its end. The
+    name would lead to the addresses of the first group.
     """
     world, made = _GROUPS.get(members, (None, None))
     if made is None or world is not dist.group.WORLD:
@@ -28,12 +28,11 @@ def group_of(members: tuple[int, ...]) -> ProcessGroup:
 
 
 class SharedGradients:
-    """The sum over pipeline ranks.
+    """Sums gradients over pipeline ranks.
 
     Args:
-        module: the module; parameters are looked up by name, because sharding puts others in their place.
-        holders: of each parameter that this rank shares, its names and the group ranks that hold it; in the same order on
-            all ranks.
+        module: the module. Parameters are looked up by name, because sharding replaces them.
+        holders: names and group ranks of each parameter that this rank shares, in the same order on all ranks.
         group: the pipeline ranks.
     """
 
@@ -53,29 +52,29 @@ class SharedGradients:
                 self._groups[ranks] = group_of(tuple(dist.get_global_rank(group, rank) for rank in ranks))
 
     def parameters(self) -> list[nn.Parameter]:
-        """The shared parameters of this rank."""
+        """Return the shared parameters of this rank."""
         return [p for names in self._names.values() for p in self._of(names)]
 
     def by_name(self) -> dict[str, nn.Parameter]:
-        """The shared parameters of this rank by their first names in the whole module, frozen ones too."""
+        """Return the shared parameters of this rank by first name in the whole module, including frozen ones."""
         return {each[0]: registered(self.module, *each) for names in self._names.values() for each in names}
 
     def _of(self, names: list[tuple[str, ...]]) -> list[nn.Parameter]:
         return [p for each in names if (p := registered(self.module, *each)).requires_grad]
 
     def set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Take away gradients that were summed before (those of earlier batches that are accumulated)."""
+        """Remove and return gradients that were summed before, from earlier batches of an accumulation window."""
         kept = [(p, p.grad) for p in self.parameters() if p.grad is not None]
         for p, _ in kept:
             p.grad = None
         return kept
 
     def put_back(self, kept: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """Add them to the new ones."""
+        """Add the removed gradients to the new ones."""
         for p, grad in kept:
             p.grad = grad if p.grad is None else p.grad.add_(grad)
 
     def reduce(self) -> None:
-        """Sum gradients over the ranks; one that no rank has stays None."""
+        """Sum gradients over the ranks; a gradient that no rank has stays None."""
         for ranks in sorted(self._names):
             all_reduce_gradients(self._of(self._names[ranks]), self._groups[ranks])

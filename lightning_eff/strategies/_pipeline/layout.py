@@ -1,4 +1,4 @@
-"""Which blocks belong to which stage, which stages to which rank, and how many micro-batches a batch makes."""
+"""Assigns blocks to stages and stages to ranks, and chooses the number of micro-batches."""
 
 import itertools
 import math
@@ -13,19 +13,19 @@ _FOR_FEW = {"1F1B": "GPipe", "DualPipeV": "ZBVZeroBubble"}
 
 
 def balanced(costs: Sequence[float], num_stages: int, last: float = 0.0) -> list[int]:
-    """Split blocks into contiguous stages so that the dearest stage is as cheap as can be.
+    """Split blocks into contiguous stages with the lowest maximum cost.
 
     Args:
-        costs: of each block, >= 0.
+        costs: cost of each block, >= 0.
         num_stages: 1 to ``len(costs)``; every stage gets at least one block.
-        last: what the last stage computes beside its blocks (the head).
+        last: additional cost of the last stage (the head).
 
     Returns:
-        The number of blocks of each stage. Of splits whose dearest stage costs the same, the one with the smallest sum
-        of squares, which is the most even one.
+        The number of blocks of each stage. If several splits have the same maximum, this is the most even one, with the
+        smallest sum of squares.
     """
     dearest, _ = _partition(costs, num_stages, last, lambda so_far, cost: max(so_far, cost))
-    # ... and of those, by squares: (dearest, squares) at once would not do, since a worse beginning may end better
+    # a second search by squares, since a search over pairs (maximum, squares) fails: a worse beginning can end better
 
     def squares(so_far: float, cost: float) -> float:
         return so_far + cost * cost if cost <= dearest else math.inf
@@ -36,7 +36,7 @@ def balanced(costs: Sequence[float], num_stages: int, last: float = 0.0) -> list
 def _partition(
     costs: Sequence[float], num_stages: int, last: float, join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The contiguous split with the smallest total, where ``join`` adds a stage's cost to the total of those before."""
+    """Return the contiguous split with the smallest total; ``join`` adds a stage's cost to the total."""
     sums = [0.0, *itertools.accumulate(costs)]
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(1, num_stages + 1):
@@ -53,10 +53,10 @@ def _partition(
 
 
 def block_costs(module: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[float], float]:
-    """What each block costs, and what the parts outside cost that the last stage alone computes.
+    """Return the cost of each block, and of the parts outside that only the last stage computes.
 
-    A block's cost is its number of parameters, to which the operations of its matrix products are proportional. Outside
-    the blocks, linear layers count (the head); embeddings are looked up and count nothing.
+    A block's cost is its number of parameters, which is proportional to the operations of its matrix products. Outside the
+    blocks only linear layers count (the head). Embeddings cost nothing.
     """
     inside = {id(m) for block in blocks for m in block.modules()}
     costs = [float(sum(p.numel() for p in block.parameters())) for block in blocks]
@@ -67,11 +67,11 @@ def block_costs(module: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[fl
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each block is.
+    """The assignment of blocks to stages and ranks.
 
     Attributes:
-        bounds: of each stage, its first block and the one after its last.
-        ranks: of each stage, the pipeline rank that holds it.
+        bounds: first block of each stage, and the block after its last.
+        ranks: pipeline rank of each stage.
     """
 
     schedule: str
@@ -88,16 +88,16 @@ class Layout:
         return self.bounds[-1][1]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a pipeline rank, first to last."""
+        """Return the stages of a pipeline rank in order."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
     def stage_of(self, block: int) -> int:
-        """The stage that owns a block."""
+        """Return the stage that owns a block."""
         return next(s for s, (first, end) in enumerate(self.bounds) if first <= block < end)
 
     @property
     def last_rank(self) -> int:
-        """The pipeline rank that reaches head and loss."""
+        """The pipeline rank that computes head and loss."""
         return self.ranks[-1]
 
     def __str__(self) -> str:
@@ -117,14 +117,19 @@ def layout(
     path: str,
     who: str,
 ) -> Layout:
-    """Lay the blocks out over the pipeline ranks.
+    """Assign the blocks to stages and pipeline ranks.
 
-    Schedules of one stage for each rank (GPipe, 1F1B) get as many stages as ranks; the others two for each rank, or as
-    many as ``split`` says.
+    Schedules with one stage per rank (GPipe, 1F1B) have as many stages as ranks. Others have two per rank, or as many as
+    ``split`` has.
 
     Args:
+        module: the module.
+        blocks: its blocks.
+        schedule: name of the schedule.
+        num_ranks: number of pipeline ranks.
         split: "balanced", or the number of blocks of each stage.
-        path: of the stack, for messages.
+        path: path of the stack in messages.
+        who: name of the caller in messages.
 
     Raises:
         ValueError: if there are fewer blocks than stages, or if the split does not fit.
@@ -143,7 +148,7 @@ def layout(
             raise ValueError(
                 f"{who}(pipeline_parallel_size={num_ranks}): got {num_stages} stages ({deeper}) for {depth}; expected at"
                 f" most {len(blocks)} stages, since each needs a block. Use a smaller pipeline_parallel_size"
-                f"{', a schedule of one stage for each rank (1F1B, GPipe)' if per_rank > 1 else ''} or a deeper model."
+                f"{', a schedule with one stage per rank (1F1B, GPipe)' if per_rank > 1 else ''} or a deeper model."
             )
         costs, last = block_costs(module, blocks)
         sizes = balanced(costs, num_stages, last)
@@ -158,7 +163,7 @@ def layout(
             raise ValueError(
                 f"{who}(pipeline_split={sizes}): got {len(sizes)} stages with {sum(s for s in sizes if isinstance(s, int))}"
                 f" blocks in all; expected {wanted} numbers >= 1 (schedule={schedule!r}, {num_ranks} pipeline ranks) with"
-                f" the sum {len(blocks)}, for the {depth}. Mend the numbers or use 'balanced'."
+                f" the sum {len(blocks)}, for the {depth}. Correct the numbers or use 'balanced'."
             )
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
@@ -166,7 +171,7 @@ def layout(
 
 
 def check_num_microbatches(number: int | None, where: Layout, *, who: str) -> None:
-    """Raise ``ValueError`` if the schedule cannot run that many micro-batches; None is left to each batch."""
+    """Raise ``ValueError`` if the schedule cannot run that many micro-batches; None is decided for each batch."""
     if number is None:
         return
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -187,22 +192,25 @@ def _runs(where: Layout, number: int, schedule: str | None = None) -> bool:
 def num_microbatches(
     batch_size: int, given: int | None, where: Layout, *, most: int | None, who: str
 ) -> tuple[int, str]:
-    """Into how many micro-batches a batch of ``batch_size`` samples is split, and the schedule that runs them.
+    """Return the number of micro-batches for a batch of ``batch_size`` samples, and the schedule that runs them.
 
-    A given number must divide the batch. A batch smaller than the largest one seen, such as an epoch's last, may not
-    have that many equal parts: it is split into the largest number of equal parts below it, so that the mean over
-    micro-batches stays the mean over the batch. Where these are fewer than 1F1B or DualPipeV can run, GPipe or
-    ZBVZeroBubble runs them, which have the same stages and compute the same. Without a given number, it is the largest
-    number up to twice the stages that divides the batch and that the schedule can run, or else the smallest above.
+    A given number must divide the batch. A batch smaller than the largest one so far, such as an epoch's last, can be
+    indivisible. It is then split into the largest smaller number of equal parts, so that the mean over micro-batches is the
+    mean over the batch. If 1F1B or DualPipeV cannot run so few, GPipe or ZBVZeroBubble runs them, which have the same stages
+    and results.
+
+    Without a given number, it is the largest number up to twice the stages that divides the batch and that the schedule can
+    run. If there is none, it is the smallest number above.
 
     Args:
         batch_size: samples in this batch, >= 1.
         given: ``num_microbatches`` of the strategy.
         where: the layout.
-        most: the samples in the largest batch of the run so far; None if this is the first.
+        most: samples in the largest batch so far, or None for the first batch.
+        who: name of the caller in messages.
 
     Raises:
-        ValueError: if there is no such number; the message has the sizes and the way out.
+        ValueError: if there is no such number.
     """
     if given is not None and batch_size % given == 0:
         return given, where.schedule
@@ -225,7 +233,7 @@ def num_microbatches(
         else f"a batch of {batch_size} samples for schedule={where.schedule!r} on {where.num_stages} stages"
     )
     raise ValueError(
-        f"{who}(num_microbatches={given}): got {sizes}; expected equal micro-batches that the schedule can run. Make the"
-        f" loader's batch size on each data-parallel rank a multiple of {given or where.num_stages}, {ways}, or give the"
-        " loader drop_last=True if this is its last batch."
+        f"{who}(num_microbatches={given}): got {sizes}; expected equal micro-batches that the schedule can run. Set the"
+        f" loader's batch size on each data-parallel rank to a multiple of {given or where.num_stages}, {ways}, or set"
+        " drop_last=True on the loader if this is its last batch."
     )

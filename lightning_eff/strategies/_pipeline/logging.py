@@ -1,4 +1,4 @@
-"""``self.log`` in a pipeline: recorded while micro-batches run, agreed on by all ranks, and logged once on each of them."""
+"""``self.log`` in a pipeline: values are recorded per micro-batch, exchanged between ranks, and logged once on each rank."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 @dataclass
 class Record:
-    """One name that was logged: its options, and its value in each micro-batch."""
+    """The options and the values per micro-batch of one logged name."""
 
     options: dict[str, Any]
     values: list[Any] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Record:
     weights: list[float] | None = None
 
     def value(self) -> Tensor:
-        """The value over all micro-batches, as ``reduce_fx`` says: the mean, unless a sum, maximum or minimum."""
+        """Reduce the values of all micro-batches by ``reduce_fx``: mean, sum, maximum or minimum."""
         stacked = torch.stack([torch.as_tensor(v).detach().to(torch.float64).reshape(()).cpu() for v in self.values])
         reduce_fx = self.options.get("reduce_fx", "mean")
         name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
@@ -40,11 +40,11 @@ class Record:
 
 
 class Recorder:
-    """What a pass logged.
+    """Records the values that a pass logs.
 
     Args:
-        module: the LightningModule; a module without ``log`` records nothing.
-        who: for messages.
+        module: the LightningModule. A module without ``log`` records nothing.
+        who: name of the caller in messages.
     """
 
     def __init__(self, module: nn.Module, *, who: str) -> None:
@@ -53,7 +53,7 @@ class Recorder:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Take ``self.log`` of the module instead of the Trainer's, until the context ends."""
+        """Replace the module's ``self.log`` until the context ends."""
         if not hasattr(self.module, "log"):
             yield
             return
@@ -87,27 +87,27 @@ class Recorder:
         if options.get("batch_size") is not None:
             record.sizes.append(int(options["batch_size"]))
         if isinstance(value, Tensor):
-            value = value.detach().clone()  # the user may change it in place after
+            value = value.detach().clone()  # the user can change it in place later
         record.values = [value] if isinstance(value, Metric) else [*record.values, value]
 
     def take(self) -> dict[str, Record]:
-        """What was recorded; the next pass begins anew."""
+        """Return and clear the recorded values."""
         taken, self.records = self.records, {}
         return taken
 
 
 class Recorders:
-    """The recorders of a rank's stages: the code outside the blocks logs on each of them."""
+    """The recorders of a rank's stages; the code outside the blocks logs on each stage."""
 
     def __init__(self, module: nn.Module, stages: list[int], *, who: str) -> None:
         self._of = {stage: Recorder(module, who=who) for stage in stages}
 
     def recorded(self, stage: int) -> AbstractContextManager[None]:
-        """Take what ``stage`` logs, until the context ends."""
+        """Record the values of ``stage`` until the context ends."""
         return self._of[stage].recorded()
 
     def take(self) -> dict[str, Record]:
-        """What the last of the stages logged, and what the others logged that it did not."""
+        """Return the values of the last stage here, plus names that only other stages logged."""
         taken: dict[str, Record] = {}
         for stage in sorted(self._of, reverse=True):
             for name, record in self._of[stage].take().items():
@@ -116,7 +116,7 @@ class Recorders:
 
 
 def fetched(records: Mapping[str, Record], losses: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Bring the numbers that were logged, and the losses, to the host in one copy; each copy waits for the device.
+    """Copy the logged numbers and the losses to the host at once, since each copy waits for the device.
 
     Returns:
         The losses.
@@ -133,16 +133,16 @@ def fetched(records: Mapping[str, Record], losses: Mapping[int, Tensor]) -> dict
 
 
 class Agreement:
-    """The names that ranks log, agreed on once and again whenever they change.
+    """Exchanges logged values between ranks, and the names whenever they change.
 
-    In most passes nothing changed, and one sum over the ranks carries all values (and the loss). The last stage's rank
-    logs all that stands outside the blocks; of the others it takes what it did not log itself.
+    In most passes the names do not change, and one sum over the ranks sends all values and the loss. The last stage's rank
+    logs everything outside the blocks. Other ranks add only names that it did not log.
 
     Args:
         module: the LightningModule.
         group: the pipeline ranks.
-        source: the group rank of the last stage.
-        device: where collectives run.
+        source: group rank of the last stage.
+        device: device for collectives.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup, source: int, device: torch.device) -> None:
@@ -154,12 +154,12 @@ class Agreement:
         """Exchange the records of one pass.
 
         Args:
-            kind: of pass; each has its own names.
-            records: this rank's.
-            extra: numbers to be summed over the ranks beside them.
+            kind: kind of pass, each with its own names.
+            records: this rank's records.
+            extra: further numbers to sum over the ranks.
 
         Returns:
-            The sums of ``extra``, and ``(name, value, options)`` of all that is to be logged, the same on every rank.
+            The sums of ``extra``, and ``(name, value, options)`` of all values to log, the same on every rank.
         """
         own = json.dumps([(n, repr(sorted(r.options.items())), self._metric(r)) for n, r in records.items()])
         changed = self._agreed.get(kind) is None or self._own.get(kind) != own
@@ -177,7 +177,7 @@ class Agreement:
         return sums[1:], logged
 
     def _metric(self, record: Record) -> str | None:
-        """The path of a logged Metric in the module; None for a number."""
+        """Return the path of a logged Metric in the module, or None for a number."""
         value = record.values[-1]
         if not isinstance(value, Metric):
             return None
@@ -185,8 +185,8 @@ class Agreement:
             if found is value:
                 return path
         raise ValueError(
-            f"HybridParallelStrategy: self.log got a {type(value).__name__} that is no attribute of the module; expected"
-            " one that every pipeline rank can find. Make it an attribute of the LightningModule, or log its value."
+            f"HybridParallelStrategy: self.log got a {type(value).__name__} that is not an attribute of the module, so other"
+            " pipeline ranks cannot find it. Make it an attribute of the LightningModule, or log its value."
         )
 
     def _agree(self, kind: str, records: dict[str, Record]) -> None:
@@ -217,6 +217,6 @@ class Agreement:
 
 
 def replay(module: nn.Module, logged: list[Any]) -> None:
-    """Log on this rank what all agreed on, by the module's own ``log``."""
+    """Log the exchanged values on this rank with the module's ``log``."""
     for name, value, options in logged:
         cast("Any", module).log(name, value, **options)

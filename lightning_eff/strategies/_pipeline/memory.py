@@ -1,4 +1,4 @@
-"""Which parameters a pipeline rank holds, and letting go of the rest without a change of names."""
+"""Decides which parameters a pipeline rank holds, and frees the others without changing names."""
 
 import math
 from collections.abc import Iterable
@@ -15,10 +15,9 @@ from lightning_eff.strategies._pipeline.stack import Stack
 
 
 def emptied(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, type and device that takes the memory of one element, and wants no gradient.
+    """Return a tensor of the same shape, type and device with the memory of one element and no gradient.
 
-    It reads as NaN, or as zeros of a type that has none: a step that comes to need a value which no earlier one did shows
-    it in its loss.
+    Its values are NaN, or zero if the type has no NaN. So a step that unexpectedly uses a value shows this in its loss.
     """
     fill = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
     if isinstance(tensor, DTensor):
@@ -31,24 +30,23 @@ def emptied(tensor: Tensor) -> Tensor:
 
 
 class Freed(InPlaceOf):
-    """In the place of a block that another rank owns."""
+    """Replaces a block that another rank owns."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"A {type(self.__dict__['_block']).__name__} was called that another pipeline rank owns; expected calls"
-            " within the steps that the strategy runs only. Move what calls it into training_step, validation_step,"
-            " test_step or predict_step."
+            f"A {type(self.__dict__['_block']).__name__} was called outside a step, but another pipeline rank owns it. Move the"
+            " call into training_step, validation_step, test_step or predict_step."
         )
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """Which stages use which parameters, by the parameter's first name in the whole module.
+    """The stages that use each parameter, by its first name in the whole module.
 
     Attributes:
-        stages: of each parameter, the stages that need its value.
-        names: of each parameter, all its names (tied weights have several).
-        certain: whether the use of parameters outside the blocks was seen; if not, every stage keeps all of them.
+        stages: stages that need the value of each parameter.
+        names: all names of each parameter; tied weights have several.
+        certain: whether the use of parameters outside the blocks is known. If not, every stage keeps all of them.
     """
 
     stages: dict[str, tuple[int, ...]]
@@ -56,16 +54,16 @@ class Holdings:
     certain: bool
 
     def ranks(self, name: str, where: Layout) -> tuple[int, ...]:
-        """The pipeline ranks that hold a parameter."""
+        """Return the pipeline ranks that hold a parameter."""
         return tuple(sorted({where.ranks[stage] for stage in self.stages[name]}))
 
 
 def registered(module: nn.Module, *names: str) -> nn.Parameter:
-    """The parameter as it is registered, which reading the attribute may not give (tensor parallelism).
+    """Return the registered parameter, from which the attribute can differ under tensor parallelism.
 
     Args:
         module: the module, whole or cut.
-        names: of the parameter; the first that is still there counts, since blocks that share it may be gone.
+        names: names of the parameter. The first that exists counts, since blocks that share it can be gone.
     """
     for name in names:
         path, _, key = name.rpartition(".")
@@ -76,7 +74,7 @@ def registered(module: nn.Module, *names: str) -> nn.Parameter:
 
 
 def names_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names of every parameter, under its first one, in the order of the module."""
+    """Return all names of every parameter by its first name, in the module's order."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -85,7 +83,7 @@ def names_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def in_blocks(module: nn.Module, stack: Stack, where: Layout) -> dict[str, set[int]]:
-    """The stages whose blocks hold each parameter, by its first name; empty for one outside the blocks."""
+    """Return the stages whose blocks hold each parameter, by its first name; empty outside the blocks."""
     of_block = [{id(p) for p in block.parameters()} for block in stack.blocks]
     return {
         name: {where.stage_of(i) for i, ids in enumerate(of_block) if id(p) in ids}
@@ -94,10 +92,15 @@ def in_blocks(module: nn.Module, stack: Stack, where: Layout) -> dict[str, set[i
 
 
 def holdings(module: nn.Module, stack: Stack, where: Layout, outside: dict[str, set[int]] | None) -> Holdings:
-    """Put together what stages use. What none was seen to use all hold: a later batch may need it anywhere.
+    """Collect which stages use which parameters.
+
+    All stages hold a parameter that none was seen to use, because a later batch could need it on any stage.
 
     Args:
-        outside: of each parameter's first name, the stages that use it outside of their own blocks; None if not known.
+        module: the whole module.
+        stack: its blocks.
+        where: the layout.
+        outside: for each parameter's first name, the stages that use it outside their blocks; None if unknown.
     """
     inside = in_blocks(module, stack, where)
     everywhere = set(range(where.num_stages))
@@ -112,10 +115,10 @@ def holdings(module: nn.Module, stack: Stack, where: Layout, outside: dict[str, 
 
 
 def owners(keys: Iterable[str], stack: Stack, where: Layout, whole: Holdings) -> dict[str, int]:
-    """The pipeline rank that saves each key of the whole module's ``state_dict``.
+    """Return the pipeline rank that saves each key of the whole module's ``state_dict``.
 
-    Those of a block are saved with the block, other parameters by their first holder, and buffers outside the blocks by the
-    last stage, which alone runs all the code outside the blocks.
+    A block's owner saves its keys, and the first holder saves other parameters. The last stage saves buffers outside the
+    blocks, because only it runs all code outside the blocks.
     """
     first = {each: whole.ranks(name, where)[0] for name, names in whole.names.items() for each in names}
     prefixes = {f"{name}.": where.ranks[where.stage_of(i)] for i, name in enumerate(stack.names)}
@@ -128,12 +131,12 @@ def owners(keys: Iterable[str], stack: Stack, where: Layout, whole: Holdings) ->
 
 @dataclass
 class Gone:
-    """A parameter that a rank let go of.
+    """A parameter that a rank freed.
 
     Attributes:
-        parameter: the object itself, which holds no memory.
+        parameter: the object, without memory.
         like: its shape, type and, under tensor parallelism, placement.
-        places: the modules that it was registered in, and its name there.
+        places: the modules in which it was registered, with its names.
     """
 
     parameter: nn.Parameter
@@ -142,13 +145,13 @@ class Gone:
 
 
 def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) -> dict[str, Gone]:
-    """Let go of every parameter whose id is not in ``keep``, and of the buffers of blocks that are not ``owned``.
+    """Free every parameter whose id is not in ``keep``, and the buffers of blocks that are not ``owned``.
 
-    Names of what stays are as they were. What goes is no parameter any more; the attribute is still there, with NaN
-    in the shape that it was read in, because the user's code outside the blocks still runs on every stage.
+    The names of other parameters do not change. A freed parameter becomes a plain attribute of the same shape with NaN,
+    because the user's code outside the blocks still runs on every stage.
 
     Returns:
-        The parameters that it let go of, by their first names.
+        The freed parameters by first name.
     """
     mine = set(owned)
     gone = {id(p): p for p in module.parameters() if id(p) not in keep}
@@ -169,7 +172,7 @@ def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) 
             for name, buffer in list(m._buffers.items()):
                 if buffer is not None:
                     m._buffers[name] = emptied(buffer)
-    for key, p in gone.items():  # whoever still refers to it holds no memory
+    for key, p in gone.items():  # so that other references hold no memory
         if not isinstance(p, DTensor):
             p.data = instead[key]
         p.grad = None
@@ -178,7 +181,7 @@ def free(module: nn.Module, stack: Stack, owned: Iterable[int], keep: set[int]) 
 
 
 def only_in_blocks(module: nn.Module, name: str, stack: Stack) -> bool:
-    """Whether the parameter of that name is registered in blocks alone."""
+    """Whether the parameter of that name is registered only in blocks."""
     inside = {id(m) for block in stack.blocks for m in block.modules()}
     p = registered(module, name)
     owners = [m for m in module.modules() if any(q is p for q in m._parameters.values())]

@@ -1,4 +1,4 @@
-"""What each rank does and when: the order of operations of PyTorch's pipeline schedules, without any process group."""
+"""The order of each rank's operations in PyTorch's pipeline schedules, without a process group."""
 
 import functools
 from types import SimpleNamespace
@@ -25,10 +25,10 @@ Operation = tuple[int, str, int]
 
 
 def schedule_name(schedule: str, *, who: str) -> str:
-    """The schedule's name as PyTorch spells it; upper and lower case are the same.
+    """Return the schedule's name in PyTorch's spelling, ignoring case.
 
     Raises:
-        ValueError: if there is no such schedule; the message lists them.
+        ValueError: if there is no such schedule.
     """
     for name in SCHEDULES:
         if schedule.lower() == name.lower():
@@ -37,13 +37,13 @@ def schedule_name(schedule: str, *, who: str) -> str:
 
 
 def stage_ranks(schedule: str, num_ranks: int, num_stages: int) -> list[int]:
-    """Which pipeline rank holds each stage: in loops, or in a V (Qi et al. 2024, arXiv:2401.10241, section 6)."""
+    """Return the pipeline rank of each stage: in loops, or in a V (Qi et al. 2024, arXiv:2401.10241, section 6)."""
     mapping = generate_stage_to_rank_mapping(num_ranks, num_stages, "v" if schedule in V_SHAPED else "loop")
     return [mapping[stage] for stage in range(num_stages)]
 
 
 def _actions(schedule: str, num_ranks: int, num_stages: int, num_microbatches: int) -> dict[int, list[Any]]:
-    """PyTorch's own list of actions for each rank; None is an idle slot."""
+    """Return PyTorch's list of actions for each rank; None is an idle slot."""
     local = [s for s, rank in enumerate(stage_ranks(schedule, num_ranks, num_stages)) if rank == 0]
     stages = [
         SimpleNamespace(
@@ -65,7 +65,7 @@ def _actions(schedule: str, num_ranks: int, num_stages: int, num_microbatches: i
 
 @functools.lru_cache(maxsize=256)
 def refusal(schedule: str, num_ranks: int, num_stages: int, num_microbatches: int) -> str | None:
-    """Why the schedule cannot run this number of micro-batches, in PyTorch's words; None if it can."""
+    """Return PyTorch's reason why the schedule cannot run this number of micro-batches, or None."""
     if num_microbatches < 1:
         return f"Got {num_microbatches} micro-batches."
     try:
@@ -76,7 +76,7 @@ def refusal(schedule: str, num_ranks: int, num_stages: int, num_microbatches: in
 
 
 def _one_stage(schedule: str, rank: int, num_ranks: int, num_microbatches: int) -> list[Operation]:
-    """As ``ScheduleGPipe`` and ``Schedule1F1B`` run them: what they list as their order is for drawing, and differs."""
+    """Return the operations in the order in which ``ScheduleGPipe`` and ``Schedule1F1B`` run them; their lists differ."""
     warmup = num_microbatches if schedule == "GPipe" else min(num_microbatches, num_ranks - rank)
     ordered: list[Operation] = [(rank, "F", mb) for mb in range(warmup)]
     for mb in range(num_microbatches):
@@ -87,7 +87,7 @@ def _one_stage(schedule: str, rank: int, num_ranks: int, num_microbatches: int) 
 
 
 def operations(schedule: str, num_ranks: int, num_stages: int, num_microbatches: int) -> list[list[Operation]]:
-    """The operations of each rank in their order, idle slots left out.
+    """Return the operations of each rank in order, without idle slots.
 
     Args:
         schedule: one of :data:`SCHEDULES`.
@@ -96,12 +96,12 @@ def operations(schedule: str, num_ranks: int, num_stages: int, num_microbatches:
         num_microbatches: >= 1.
 
     Returns:
-        For each rank a list of ``(stage, operation, micro-batch)``; the operation is ``"F"`` (forward), ``"B"`` (whole
-        backward), ``"I"`` (backward for the inputs) or ``"W"`` (backward for the weights). Operations that the schedule
-        overlaps stand one after the other, as PyTorch runs them.
+        For each rank a list of ``(stage, operation, micro-batch)``. The operation is ``"F"`` (forward), ``"B"`` (whole
+        backward), ``"I"`` (backward for the inputs) or ``"W"`` (backward for the weights). Overlapped operations follow each
+        other, as PyTorch runs them.
 
     Raises:
-        ValueError: if the schedule cannot run so many micro-batches on so many stages.
+        ValueError: if the schedule cannot run this number of micro-batches and stages.
     """
     reason = refusal(schedule, num_ranks, num_stages, num_microbatches)
     if reason is not None:

@@ -1,11 +1,18 @@
-"""Pipeline parallelism for an unchanged module: each rank runs the user's own step with its own blocks in place.
+"""Pipeline parallelism for an unchanged module: each rank runs the user's step with its own blocks.
 
-On a later stage the hidden state that enters the first owned block is the received one, while masks, positions and other
-arguments come from the user's code on the same micro-batch; at the block after a stage's last one the step is left, and
-the hidden state sent on. So only the last stage reaches head and loss. This runs as the submodule of PyTorch's
-``PipelineStage`` under PyTorch's own schedules (GPipe, Huang et al. 2019, arXiv:1811.06965; 1F1B, Narayanan et al. 2019,
-arXiv:1806.03377; interleaved, 2021, arXiv:2104.04473; breadth-first, Lamy-Poirier 2022, arXiv:2211.05953; zero bubble,
-Qi et al. 2024, arXiv:2401.10241; DualPipeV, after DeepSeek-AI 2024, arXiv:2412.19437).
+On a later stage, the received hidden state enters the first owned block. The user's code computes masks, positions and other
+arguments from the same micro-batch. The step ends at the block after the stage's last one, and the hidden state is sent. So
+only the last stage computes head and loss. This runs as the submodule of PyTorch's ``PipelineStage`` under PyTorch's
+schedules.
+
+References:
+    GPipe: Huang et al. 2019, arXiv:1811.06965.
+
+    1F1B: Narayanan et al. 2019, arXiv:1806.03377. Interleaving: Narayanan et al. 2021, arXiv:2104.04473.
+
+    Breadth-first: Lamy-Poirier 2022, arXiv:2211.05953. Zero bubble: Qi et al. 2024, arXiv:2401.10241.
+
+    DualPipeV: DeepSeek-AI 2024, arXiv:2412.19437.
 """
 
 import logging
@@ -54,40 +61,36 @@ _CHECKED_PASSES = 2
 class Pipeline(Telling):
     """One module over the ranks of a pipeline group.
 
-    ``training_step`` runs once for each micro-batch and each stage of a rank, so a counter in it counts those; what it
-    logs is the mean over micro-batches (or the sum, minimum or maximum, if ``reduce_fx`` says so): of ``loss.exp()`` the mean
-    of theirs, which is more than the exponential of the mean loss. What it leaves in metrics, lists and attributes of the
-    module is that of the last stage on every rank (see :mod:`._everywhere.leavings`).
+    ``training_step`` runs once for each micro-batch and each stage of a rank, so a counter in it counts these. Logged values
+    are means over micro-batches (or the sum, minimum or maximum of ``reduce_fx``). So ``loss.exp()`` logs the mean of the
+    exponentials, which is more than the exponential of the mean loss. Every rank gets the last stage's changes to metrics,
+    lists and attributes of the module (see :mod:`._everywhere.step_effects`).
 
     Args:
-        module: the LightningModule, or any module; the same weights on all ranks.
-        layers: the blocks, as a path, a pattern or a list of paths; None looks for the longest.
-        group: the pipeline ranks; stages lie on them in the order of the group.
-        schedule: one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.
-        num_microbatches: into which each batch is split, >= 1. None: for each batch, the largest number up to twice the
-            stages that divides it and that the schedule can run. A batch that is smaller than the largest one so far
-            (an epoch's last) and does not divide is split into the largest number below that fits.
-        split: "balanced" (by the blocks' parameters, with the head counted on the last stage), or the number of blocks
-            of each stage.
-        device: of the blocks and of what is sent.
-        seed: from which all random numbers of the steps follow, equal on all ranks of the pipeline (and of a tensor
-            parallel group). None takes the first pipeline rank's ``torch.initial_seed()``.
-        microbatch_weight: what a micro-batch's loss weighs in its batch's, a number >= 0; None finds it (see :mod:`.weights`).
-        who: for messages.
+        module: the LightningModule, or any module, with the same weights on all ranks.
+        layers: the blocks, as a path, a pattern or a list of paths; None finds the longest stack.
+        group: the pipeline ranks, in the order of the stages.
+        schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
+        num_microbatches: number of micro-batches per batch, >= 1, or None; see :func:`.layout.num_microbatches`.
+        split: "balanced" (by parameters, with the head on the last stage), or the number of blocks of each stage.
+        device: device of the blocks and messages.
+        seed: seed of all random numbers in steps, equal on all ranks of the pipeline and of a tensor-parallel group. None
+            uses the first pipeline rank's ``torch.initial_seed()``.
+        microbatch_weight: function for the weight >= 0 of a micro-batch's loss; None finds it (see :mod:`.weights`).
+        who: name of the caller in messages.
 
     Attributes:
-        layout: which blocks and stages lie where.
-        stages: this rank's stages, first to last; ``stages[i].blocks`` are the modules of the blocks it owns.
-        splits_backward: the schedule computes gradients of weights apart from those of inputs, so that parameters must
-            not be resharded after the forward pass.
-        unsplit: the stages whose backward pass is not split though the schedule would: all, before a check showed which.
+        layout: the assignment of blocks to stages and ranks.
+        stages: this rank's stages in order; ``stages[i].blocks`` are the modules of its blocks.
+        splits_backward: whether the schedule computes gradients of weights and inputs separately. Parameters must then not
+            be resharded after the forward pass.
+        unsplit: stages whose backward pass is not split under such a schedule; all of them before the check.
         all_names: keys of the whole module's ``state_dict``.
-        owned_names: of these, the ones this rank saves: every key is owned by one rank.
-        all_parameters: of the whole module, the name (first of tied ones), shape and type of every parameter in order.
+        owned_names: the keys that this rank saves; every key has one owner.
+        all_parameters: first name, shape and type of every parameter of the whole module, in order.
 
     Raises:
-        ValueError: if module, stack, schedule, split or number of micro-batches do not fit together; the message says
-            what to do.
+        ValueError: if module, stack, schedule, split or number of micro-batches do not fit together.
     """
 
     def __init__(
@@ -148,15 +151,14 @@ class Pipeline(Telling):
     # -- setup
 
     def verify(self, step: Step, batch: Any) -> None:
-        """Check on one micro-batch of ``batch`` that the cut computes what the whole module does; before :meth:`cut`.
+        """Compare the stages with the whole module on one micro-batch of ``batch``, before :meth:`cut`.
 
-        Every rank runs the whole module, then its stages one after the other, without backward passes: so parameters
-        and the activations of one micro-batch must fit. Random numbers, buffers, metrics, logs and gradients are left
-        as they were. Which stage uses which parameters outside the blocks is learnt too, so that :meth:`cut` can let go
-        of the rest.
+        Every rank runs the whole module, then its stages, without backward passes. So parameters and the activations of one
+        micro-batch must fit. Random numbers, buffers, metrics, logs and gradients do not change. The check also finds which
+        stage uses which parameters outside the blocks, so that :meth:`cut` can free the others.
 
         Raises:
-            ValueError: with what the cut would compute wrongly, and what to do.
+            ValueError: if the stages would compute something else.
         """
         parts = self._parts(batch)
         part = parts[0]
@@ -170,16 +172,15 @@ class Pipeline(Telling):
         self.holdings, self.unsplit = told[0]
         if self.unsplit:
             rank_zero_info(
-                f"{self.who}(schedule={self.schedule!r}): in stages {self.unsplit} the gradients of weights are computed with"
-                " those of inputs and not apart from them, since activations with gradients of their own (a conditioning, a"
-                " skip from the embedding) go to several blocks, which PyTorch's split backward pass cannot follow. They are"
-                " right; the schedule's gaps are filled less well."
+                f"{self.who}(schedule={self.schedule!r}): stages {self.unsplit} do not split their backward pass, because"
+                " several blocks use activations with a separate gradient (a conditioning, a skip from the embedding), which"
+                " PyTorch's split backward pass does not support. Gradients are right, but the pipeline waits longer."
             )
         self._schedules.verified(found, step, part)
         self._weigh(UncutLosses(self.module, self.stack, step, who=self.who), batch, len(parts))
 
     def learn(self, step: Step, batch: Any) -> None:
-        """Find what micro-batches weigh after :meth:`cut`, where :meth:`verify` was not to be had; on all processes."""
+        """Find the weights of micro-batches after :meth:`cut` if :meth:`verify` could not run; on all processes."""
         parts = self._parts(batch)
         with silent(cast("Any", self.module)), torch.enable_grad():
             learn_origins(self.stack, step, parts[0], Stream(self._course.seed, "train", 0, 0))
@@ -188,12 +189,12 @@ class Pipeline(Telling):
         self._weigh(losses, batch, len(parts))
 
     def _parts(self, batch: Any) -> list[Any]:
-        """The micro-batches of a batch of the usual size, by which an epoch's last may be the first one of a resumed run."""
+        """Split a batch of the usual size. In a resumed run an epoch's smaller last batch can be the first one."""
         size = num_samples(batch)
         number, _ = layouts.num_microbatches(size, self.num_microbatches, self.layout, most=None, who=self.who)
         self._course.most = size
         parts = split(batch, number)
-        self._weights.of(parts)  # a function that says what micro-batches weigh fails here, if it does
+        self._weights.of(parts)  # so that a wrong microbatch_weight fails here
         return parts
 
     def _weigh(self, losses: UncutLosses, batch: Any, number: int) -> None:
@@ -203,9 +204,9 @@ class Pipeline(Telling):
         tell_of_statistics(self.module, number, num_samples(batch) // number, who=self.who)
 
     def cut(self) -> None:
-        """Let go of the parameters that this rank does not use, and build its stages.
+        """Free the parameters that this rank does not use, and build its stages.
 
-        Names of the others stay. Without :meth:`verify` before, all parameters outside the blocks are kept.
+        The names of other parameters do not change. Without :meth:`verify`, all parameters outside the blocks stay.
         """
         whole = self.holdings or holdings(self.module, self.stack, self.layout, None)
         self.holdings = whole
@@ -235,26 +236,26 @@ class Pipeline(Telling):
 
     @property
     def seed(self) -> int:
-        """From which all random numbers of the steps follow."""
+        """The seed of all random numbers in steps."""
         return self._course.seed
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        """Of the loss that :meth:`run` returns: float32, or float64 where the module's parameters have it."""
+        """The dtype of the loss from :meth:`run`: float32, or float64 if the module's parameters have it."""
         double = any(dtype == torch.float64 for _, dtype in self.all_parameters.values())
         return torch.float64 if double else torch.float32
 
     @property
     def shared(self) -> list[nn.Parameter]:
-        """This rank's parameters that other pipeline ranks hold too; their gradients are summed."""
+        """This rank's parameters that other pipeline ranks hold too, whose gradients are summed."""
         return [] if self._shared is None else self._shared.parameters()
 
     def shared_by_name(self) -> dict[str, nn.Parameter]:
-        """The same by their first names in the whole module, frozen ones too."""
+        """Return them by first name in the whole module, including frozen ones."""
         return {} if self._shared is None else self._shared.by_name()
 
     def reduce_shared(self) -> None:
-        """Sum the gradients of :attr:`shared` over the pipeline ranks that hold them; on all ranks together."""
+        """Sum the gradients of :attr:`shared` over the pipeline ranks that hold them; collective."""
         if self._shared is not None:
             self._shared.reduce()
 
@@ -269,29 +270,27 @@ class Pipeline(Telling):
         scale: float | Tensor = 1.0,
         before_reduce: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Forward and backward passes of all micro-batches of a batch.
+        """Run the forward and backward passes of all micro-batches of a batch.
 
-        Gradients are added to ``p.grad``: those of the mean loss over the micro-batches, where some have more tokens that
-        count a weighted one (see :mod:`.weights`), divided by ``accumulate``.
-        Those of :attr:`shared` parameters are summed over the pipeline ranks. What the step logged is logged on all
-        ranks.
+        It adds the gradients of the mean loss over micro-batches, divided by ``accumulate``, to ``p.grad``. The mean is
+        weighted if some micro-batches have more tokens that count (see :mod:`.weights`). Gradients of :attr:`shared`
+        parameters are summed over the pipeline ranks. All ranks log the step's values.
 
         Args:
             step: runs the user's ``training_step`` on a micro-batch, in the precision's context.
             batch: the whole batch, the same on all pipeline ranks.
-            accumulate: batches over which gradients are accumulated, >= 1.
-            scale: the loss is multiplied by it before the backward passes (a gradient scaler's factor).
+            accumulate: number of batches in an accumulation window, >= 1.
+            scale: factor of the loss before the backward passes, from a gradient scaler.
             before_reduce: called between the backward passes and the sum over shared gradients.
 
         Returns:
             The mean loss, shape (), detached, the same on all pipeline ranks.
 
         Raises:
-            ValueError: if the batch does not divide, ranks got different batches, or the step does what a pipeline
-                cannot run; the message says what to do.
+            ValueError: if the batch does not divide, ranks have different batches, or a pipeline cannot run the step.
         """
         if not self.stages:
-            raise RuntimeError("Pipeline.run: the module is not cut; call cut() first.")
+            raise RuntimeError("Pipeline.run: the module is not cut. Call cut() first.")
         self.end_evaluation()
         microbatches, name = self._microbatches(batch)
         course = self._course
@@ -337,14 +336,14 @@ class Pipeline(Telling):
         number = len(running.microbatches)
         torch_log = logging.getLogger("torch.distributed.pipelining.schedules")
         level = torch_log.level
-        torch_log.setLevel(logging.CRITICAL)  # after an error it would print the whole schedule above its message
+        torch_log.setLevel(logging.CRITICAL)  # after an error torch would print the whole schedule before its message
         try:
             schedule.step(mb=torch.arange(number), target=torch.arange(number), return_outputs=False)
         except BaseException as error:
             self._schedules.clear()
             failure = running.failure
             if failure is not None and failure is not error:
-                raise failure from None  # the user's own, not PyTorch's report of it
+                raise failure from None  # the user's error, not PyTorch's report of it
             if "use_reentrant" in _chain(error):
                 raise RuntimeError(no_reentrant(self.who, self.schedule)) from error
             if str(error).strip().startswith("Failed to run stage") and error.__cause__ is not None:
@@ -354,7 +353,7 @@ class Pipeline(Telling):
             torch_log.setLevel(level)
 
     def _microbatches(self, batch: Any) -> tuple[list[Any], str]:
-        """The micro-batches and their schedule, after a check that all pipeline ranks were given the same batch."""
+        """Return the micro-batches and their schedule, after checking that all pipeline ranks have the same batch."""
         size = num_samples(batch)
         check_same(batch, self.group, self.device, inside=self._course.passes < _CHECKED_PASSES, who=self.who)
         parts, schedule = layouts.num_microbatches(
@@ -368,7 +367,7 @@ class Pipeline(Telling):
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Run a validation, test or predict step on the whole batch, on all pipeline ranks in lockstep.
 
-        Each rank runs all of the step's code outside the blocks, so it returns, logs and leaves behind the same on each.
+        Each rank runs the step's code outside the blocks, so the results, logged values and effects are the same on each.
         """
         inside = self._course.evaluations < _CHECKED_PASSES
         check_same(batch, self.group, self.device, inside=inside, who=self.who)
@@ -382,7 +381,7 @@ class Pipeline(Telling):
     def look(self, step: Step, batch: Any) -> Any:
         """Run a training step on the whole batch without gradients, on all pipeline ranks in lockstep.
 
-        Passes before the same training pass draw the same random numbers.
+        All passes before one training pass draw the same random numbers.
         """
         self.end_evaluation()
         stream = Stream(self._course.seed, "look", self._course.passes, 0)
@@ -391,25 +390,25 @@ class Pipeline(Telling):
             with rng.fork(), lent, Lockstep(self._ground, stream).view():
                 return step(batch)
         finally:
-            self.end_evaluation()  # weights may move before the next one
+            self.end_evaluation()  # weights can move before the next one
 
     def end_evaluation(self) -> None:
-        """Let go of what other ranks lent to this one."""
+        """Free the values that other ranks lent to this one."""
         if self._lent is not None:
             self._lent.drop()
 
     # -- state
 
     def state_dict(self) -> dict[str, int]:
-        """What every random number follows from, and the size by which a smaller batch is split."""
+        """Return the state of random numbers, and the batch size that decides how smaller batches are split."""
         return {name: getattr(self._course, name) for name in ("seed", "passes", "evaluations", "most")}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on with the random numbers of the run that ``state`` comes from, on whatever layout."""
+        """Continue the random numbers of the saved run, in any layout."""
         vars(self._course).update({**state, "most": max(state.get("most", 0), self._course.most)})
         self.outer_buffers.forget()
 
 
 def _chain(error: BaseException | None) -> str:
-    """The messages of an error and of its causes."""
+    """Join the messages of an error and its causes."""
     return " ".join(str(one) for one in causes(error))

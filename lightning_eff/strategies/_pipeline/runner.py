@@ -1,4 +1,4 @@
-"""What PyTorch's PipelineStage runs: the user's own step on one micro-batch, with one stage's blocks in place."""
+"""The submodule of PyTorch's PipelineStage, which runs the user's step on one micro-batch with one stage's blocks."""
 
 import traceback
 from collections.abc import Iterator
@@ -15,41 +15,42 @@ from lightning_eff.strategies._pipeline.shared_state import Course, Ground, Oute
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Pass, StageExit
 
-_WRITTEN = "refers to a single memory location"  # torch, of tensors whose elements are one: those that were let go of
+_WRITTEN = (
+    "refers to a single memory location"  # torch's message for tensors with the memory of one element, which were freed
+)
 
 
 def left(run: Pass, step: Step, batch: Any) -> tuple[Any, bool]:
-    """Run the step as one stage sees it.
+    """Run the step with the blocks of one stage.
 
     Returns:
-        The hidden state with which it was left and True; or, on the last stage, what it returned and False.
+        The stage's hidden state and True, or on the last stage the step's result and False.
 
     Raises:
-        ValueError: if the step writes to what this rank let go of.
+        ValueError: if the step writes to a parameter that this rank freed.
     """
     with run.view():
         try:
             output = step(batch)
         except StageExit as leaving:
-            traceback.clear_frames(leaving.__traceback__)  # they hold what the user's step had computed
+            traceback.clear_frames(leaving.__traceback__)  # they hold tensors of the user's step
             return leaving.hidden, True
         except RuntimeError as error:
             if _WRITTEN not in str(error):
                 raise
             raise ValueError(
-                f"{run.stack.who}: the step writes to a parameter that another pipeline rank holds, as where it scales its"
-                " blocks' weights from outside; expected that blocks alone change what is theirs. Do so in the blocks' own"
-                " forward, or in the optimizer, or take pipeline_parallel_size=1."
+                f"{run.stack.who}: the step writes to a parameter that another pipeline rank holds, such as a block's weight."
+                " Change it in the block's forward or in the optimizer, or use pipeline_parallel_size=1."
             ) from error
     run.finished()
     return output, False
 
 
 def loss_of(output: Any, *, who: str) -> Tensor:
-    """The loss in what ``training_step`` returned: itself, or the entry ``"loss"``; of shape ().
+    """Return the loss, of shape (), from the result of ``training_step``: a tensor, or the entry ``"loss"`` of a dict.
 
     Raises:
-        ValueError: if there is none, or if it is not one number with a gradient.
+        ValueError: if there is no loss, or it is not one number with a gradient.
     """
     loss = output
     if not isinstance(output, Tensor) and hasattr(output, "get"):
@@ -58,18 +59,18 @@ def loss_of(output: Any, *, who: str) -> Tensor:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
         raise ValueError(
             f"{who}: training_step returned {what}; expected the loss, a tensor of one element, or a dict with it under"
-            " 'loss'. In a pipeline no micro-batch can be left out by returning None: return a loss of zero weight."
+            " 'loss'. A pipeline cannot skip a micro-batch by returning None. Return a loss of zero weight instead."
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ValueError(
             f"{who}: training_step returned a loss without a gradient; expected one that depends on trained parameters."
-            " Take out what detaches it (.detach(), .item(), torch.no_grad)."
+            " Remove the code that detaches it (.detach(), .item(), torch.no_grad)."
         )
     return loss if loss.ndim == 0 else loss.reshape(())
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage, whose backward passes see the blocks as the forward pass of their micro-batch did."""
+    """PyTorch's stage, with the same blocks in a micro-batch's backward pass as in its forward pass."""
 
     submod: "StageRunner"
 
@@ -90,18 +91,18 @@ class StageRunner(nn.Module):
     """The submodule of a torch ``PipelineStage``.
 
     Args:
-        ground: what the pipeline is cut from.
-        course: how far its passes are.
-        stage: its index.
-        blocks: the stage's own blocks.
+        ground: the module and its layout.
+        course: the progress of the passes.
+        stage: index of the stage.
+        blocks: the stage's blocks.
         whole: the module, for a rank's only stage.
         buffers: the rank's buffers outside the blocks.
-        leavings: what the last stage's passes leave in the module.
+        leavings: shares the effects of the last stage's passes.
         outside: the rank's parameters outside its blocks.
 
     Attributes:
-        stage: its index.
-        blocks: the stage's own blocks.
+        stage: index of the stage.
+        blocks: the stage's blocks.
     """
 
     blocks: list[nn.Module]
@@ -123,13 +124,13 @@ class StageRunner(nn.Module):
         self._outer, self._leavings, self._outside = buffers, leavings, outside
         self.__dict__["blocks"] = blocks  # not registered here: see below
         self.stage = stage
-        if whole is not None:  # the rank's only stage: a root over all that the rank holds
+        if whole is not None:  # the rank's only stage is the root of all that the rank holds
             self.module = whole
         else:
             self.owned = nn.ModuleList(blocks)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """All parameters that the stage may give gradients to: PyTorch's split backward looks them up here."""
+        """Yield all parameters that can get gradients from the stage, for PyTorch's split backward pass."""
         if not recurse or "owned" not in self._modules:
             yield from super().parameters(recurse)
             return
@@ -141,7 +142,7 @@ class StageRunner(nn.Module):
 
     @contextmanager
     def again(self, mb: int, *, last: bool) -> Iterator[None]:
-        """The view of a micro-batch's forward pass; after its ``last`` backward pass it is let go of."""
+        """Restore the view of a micro-batch's forward pass, and drop it after its ``last`` backward pass."""
         running = self._course.running
         assert running is not None
         self._course.part = mb, len(running.microbatches)
@@ -151,14 +152,14 @@ class StageRunner(nn.Module):
             del running.passes[self.stage, mb]
 
     def forward(self, *received: Tensor, mb: Tensor) -> Tensor:
-        """One micro-batch.
+        """Run one micro-batch.
 
         Args:
-            received: the hidden state from the stage before; nothing on the first.
-            mb: its index, shape (1,).
+            received: the hidden state from the stage before; nothing on the first stage.
+            mb: index of the micro-batch, shape (1,).
 
         Returns:
-            The hidden state for the stage after; on the last, the loss, shape ().
+            The hidden state for the next stage, or on the last stage the loss, shape ().
         """
         running = self._course.running
         assert running is not None
@@ -190,9 +191,9 @@ class StageRunner(nn.Module):
         if tuple(output.shape) != shape or output.dtype != dtype:
             raise ValueError(
                 f"{who}: micro-batch {mb} left stage {self.stage} (before block {end} of {stack.path!r}) with a"
-                f" hidden state of shape {tuple(output.shape)} and type {output.dtype}; the stages are set up for"
-                f" {shape} and {dtype}, as the first micro-batch had it. Expected micro-batches whose hidden states have"
-                " one shape: pad all samples of a batch to one length before training_step, and drop no tokens by chance."
+                f" hidden state of shape {tuple(output.shape)} and type {output.dtype}, but the first micro-batch had"
+                f" {shape} and {dtype}. Pad all samples of a batch to one length before training_step, and do not drop tokens"
+                " at random."
             )
-        # it is sent, and PyTorch's split backward detaches it in place, which a view does not allow
+        # PyTorch's split backward pass detaches the sent tensor in place, which a view does not allow
         return output.clone(memory_format=torch.contiguous_format) if output._is_view() else output.contiguous()

@@ -1,4 +1,4 @@
-"""PyTorch's stages and schedules for micro-batches of given shapes, built when such a batch first comes."""
+"""PyTorch's stages and schedules, built for the shapes of micro-batches when they first occur."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -24,23 +24,23 @@ _KEPT_SHAPES = 4
 
 
 def _nothing_left() -> Callable[[], None]:
-    """For PyTorch's stage: the whole backward pass runs at once, and nothing where the weights' would."""
+    """Replace the weights' backward pass of PyTorch's stage, if the whole backward pass runs at once."""
     return lambda: None
 
 
 class Schedules:
-    """The schedules of one pipeline; those of the last few shapes are kept.
+    """The schedules of one pipeline, cached for the last few shapes.
 
-    Stages get the shape of what they receive and send from outside (PyTorch's static metadata): to learn it by itself,
-    PyTorch would run ``training_step`` once more for each stage, on numbers that mean nothing.
+    The shapes of hidden states are passed to the stages (PyTorch's static metadata). Otherwise PyTorch would run
+    ``training_step`` again on each stage, with meaningless numbers, to find them.
 
     Args:
-        ground: what the pipeline is cut from.
-        course: how far its passes are.
+        ground: the module and its layout.
+        course: the progress of the passes.
 
     Attributes:
-        uniform: the hidden state has one shape and type from the first block's entry to the last stage's, so that the
-            entry tells it without running a block; None while that is not known.
+        uniform: whether the hidden state has one shape and type before every stage. The first block's input then suffices to
+            find them. None means unknown.
     """
 
     def __init__(self, ground: Ground, course: Course) -> None:
@@ -49,11 +49,11 @@ class Schedules:
         self.uniform: bool | None = None
 
     def clear(self) -> None:
-        """Forget all, after one failed in the middle."""
+        """Clear the cache after a schedule failed."""
         self._kept.clear()
 
     def verified(self, found: Through, step: Step, part: Any) -> None:
-        """Learn from a run through all stages in this process."""
+        """Record the shapes of a run through all stages in this process."""
         self.uniform = set(found.likes.values()) == {self._entering(step, part)}
 
     def of(
@@ -65,14 +65,14 @@ class Schedules:
         *,
         unsplit: Collection[int],
     ) -> tuple[Any, dict[int, Like]]:
-        """The schedule of that name for these micro-batches, and the shape and type of what leaves each stage.
+        """Return the schedule for these micro-batches, and the shape and type of each stage's hidden state.
 
         Args:
-            name: the schedule's.
+            name: name of the schedule.
             step: runs the user's ``training_step`` on a micro-batch.
-            microbatches: of the batch.
+            microbatches: the micro-batches of a batch.
             runners: this rank's stages.
-            unsplit: the stages whose backward pass is not split though the schedule would.
+            unsplit: stages whose backward pass is not split.
         """
         course, number = self._course, len(microbatches)
         modes = tuple(m.training for m in self._ground.module.modules())
@@ -89,7 +89,7 @@ class Schedules:
 
         cls = cast("Any", SCHEDULES[name])
         one = name in ONE_STAGE
-        # unscaled: with two stages on a rank, PyTorch would divide gradients outside the blocks twice
+        # no scaling by PyTorch: with two stages on a rank it would divide gradients outside the blocks twice
         built = cls(stages[0] if one else stages, number, loss_fn=scaled, scale_grads=False)
         self._kept[key] = built, likes
         if len(self._kept) > _KEPT_SHAPES:
@@ -118,7 +118,7 @@ class Schedules:
         return Stream(self._course.seed, "verify", 0, 0)
 
     def _entering(self, step: Step, part: Any) -> Like:
-        """Shape and type of the hidden state that enters the first block, learnt without running a block."""
+        """Find the shape and type of the first block's input without running a block."""
         ground = self._ground
         run = Pass(ground.stack, 0, 0, self._stream())
         with rng.fork(), silent(cast("Any", ground.module)), torch.no_grad():
@@ -126,7 +126,7 @@ class Schedules:
         return tuple(hidden.shape), hidden.dtype
 
     def _likes(self, step: Step, part: Any) -> dict[int, Like]:
-        """Shape and type of the hidden states that this rank's stages receive and send."""
+        """Find the shape and type of the hidden states that this rank's stages receive and send."""
         ground = self._ground
         if self.uniform and ground.stack.form is not None:
             return dict.fromkeys(range(ground.layout.num_stages - 1), self._entering(step, part))
@@ -147,7 +147,7 @@ class Schedules:
         return found.likes
 
     def _learnt(self, found: Through, step: Step, part: Any) -> None:
-        """After the first pass of a module that was not verified: nothing bypassed the stages, and are all shapes one."""
+        """Check after the first pass of an unverified module that nothing bypasses the stages, and record the shapes."""
         ground = self._ground
         output = found.output.get("loss") if hasattr(found.output, "get") else found.output
         tainted = [
@@ -160,5 +160,5 @@ class Schedules:
         dist.all_gather_object(told, mine, group=ground.group)
         first = min((stage for _, stages in told for stage in stages), default=None)
         if first is not None:
-            raise ValueError(bypassed(ground.stack, ground.layout, first, "what it hands on"))
+            raise ValueError(bypassed(ground.stack, ground.layout, first, "its hidden state"))
         self.uniform = len(set().union(*(likes for likes, _ in told))) == 1

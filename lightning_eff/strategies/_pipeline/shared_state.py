@@ -1,4 +1,4 @@
-"""What all stages of one pipeline share: what they are cut from, how far its passes are, and the pass under way."""
+"""The state that all stages of a pipeline share: the module, the progress of passes, and the running pass."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +18,15 @@ Step = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Ground:
-    """What the stages are cut from.
+    """The module of a pipeline and its layout.
 
     Attributes:
-        module: with all its blocks, or those of this rank.
+        module: the module with all blocks, or with those of this rank.
         stack: the blocks.
-        layout: which blocks and stages lie where.
+        layout: the assignment of blocks to stages and ranks.
         group: the pipeline ranks.
-        device: of the blocks and of what is sent.
-        who: for messages.
+        device: device of the blocks and messages.
+        who: name of the caller in messages.
     """
 
     module: nn.Module
@@ -42,10 +42,10 @@ class Running:
     """One training pass.
 
     Attributes:
-        scale: what the batch's loss is multiplied by before the backward passes.
-        weights: of the micro-batches' losses in it, summing to 1; None if they are all the same.
+        scale: factor of the batch's loss before the backward passes.
+        weights: weights of the micro-batches' losses, with sum 1; None if they are equal.
         likes: shape and type of the hidden state between stages ``s`` and ``s + 1``.
-        passes: by stage and micro-batch, those whose backward pass is still to come.
+        passes: runs by stage and micro-batch that still need their backward pass.
     """
 
     step: Step
@@ -60,21 +60,21 @@ class Running:
     failure: BaseException | None = None
 
     def factor(self, microbatch: int) -> Any:
-        """What that micro-batch's loss is multiplied by."""
+        """Return the factor of that micro-batch's loss."""
         return self.scale * (1 / len(self.microbatches) if self.weights is None else self.weights[microbatch])
 
 
 @dataclass
 class Course:
-    """How far the passes are.
+    """The progress of passes.
 
     Attributes:
-        seed: from which all random numbers of the steps follow.
-        passes: training passes so far.
-        evaluations: passes of evaluation so far.
-        most: samples in the largest training batch so far; 0 before the first.
-        running: the training pass under way.
-        part: the index of the micro-batch that runs, or whose backward pass does, and how many there are.
+        seed: seed of all random numbers in steps.
+        passes: number of training passes so far.
+        evaluations: number of evaluation passes so far.
+        most: samples in the largest training batch so far, 0 before the first.
+        running: the running training pass.
+        part: index of the running micro-batch, and the number of micro-batches.
     """
 
     seed: int
@@ -86,11 +86,11 @@ class Course:
 
 
 class OuterParameters:
-    """A rank's parameters outside its blocks, as they are when they are asked for: sharding puts others in their place.
+    """A rank's parameters outside its blocks, looked up at each use because sharding replaces them.
 
     Args:
-        module: with all its blocks, or those of this rank.
-        blocks: this rank's.
+        module: the module with all blocks, or with those of this rank.
+        blocks: this rank's blocks.
     """
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -102,10 +102,10 @@ class OuterParameters:
 
 
 class OuterBuffers:
-    """Buffers outside the blocks, for a rank of several stages: each stage's passes see and change its own.
+    """Buffers outside the blocks on a rank with several stages, with separate values for each stage.
 
-    The code outside the blocks runs once for each stage, and would count every micro-batch twice (a BatchNorm before
-    the stack). The buffers that are seen outside of training passes are those of the rank's last stage.
+    The code outside the blocks runs once per stage. With shared buffers, a BatchNorm before the stack would count every
+    micro-batch twice. Outside training passes the module has the buffers of the rank's last stage.
     """
 
     def __init__(self, module: nn.Module, blocks: list[nn.Module], stages: list[int]) -> None:
@@ -115,7 +115,7 @@ class OuterBuffers:
         self._stages = stages
 
     def put(self, stage: int) -> Callable[[], None]:
-        """Show ``stage`` its own buffers; returns what shows the module's again."""
+        """Put the buffers of ``stage`` into the module, and return a function that restores the module's."""
         if len(self._stages) < 2 or stage == self._stages[-1] or not self._owners:
             return lambda: None
         if stage not in self._copies:
@@ -134,5 +134,5 @@ class OuterBuffers:
         return put_back
 
     def forget(self) -> None:
-        """Begin anew from the module's buffers (they were loaded, or changed outside of training passes)."""
+        """Start again from the module's buffers, after they were loaded or changed outside training passes."""
         self._copies.clear()

@@ -1,4 +1,4 @@
-"""The stack of blocks that a pipeline cuts, and what is learnt of what its blocks take and return."""
+"""The stack of blocks of a pipeline, and the form of its blocks' inputs and outputs."""
 
 from typing import Any, cast
 
@@ -17,18 +17,18 @@ ONE_OUTPUT = (
 
 
 class Stack:
-    """The blocks of a model, in whole, and what is known of their output.
+    """All blocks of a model, and the known form of their output.
 
     Attributes:
-        blocks: the module's own blocks, in order.
+        blocks: the module's blocks in order.
         names: their dotted paths.
-        slots: where each is registered: the module that holds it, and its name there.
-        form: what a block returns beside the hidden state, in a tuple of one: None if it returns a tensor, else of each
-            further item its shape and type, or None if it is no tensor; None until a block was seen to run.
-        slot: the argument by which blocks take the hidden state, its position or its name, if a block was seen to take
-            what the one before it returned; else it is the first floating-point tensor.
-        origins: whence each block has its hidden state in a training step: from the block before it, or from an operation
-            of the caller (see :mod:`.between`). A block of which that is not known has no entry.
+        slots: the module that registers each block, and its name there.
+        form: None until a block runs, then a tuple of one. Its item is None if blocks return a tensor. Otherwise it has the
+            shape and type of each item after the hidden state, or None for items that are not tensors.
+        slot: position or name of the argument with the hidden state, if a block was seen to get the result of the one
+            before. Otherwise it is the first floating-point tensor.
+        origins: for each block whose hidden state's origin in a training step is known: the block before it, or an operation
+            of the caller (see :mod:`.between_blocks`).
     """
 
     def __init__(self, found: Candidate, *, who: str) -> None:
@@ -41,7 +41,7 @@ class Stack:
         self._returned: Tensor | None = None
 
     def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The hidden state in a block's call."""
+        """Return the hidden state in a block's call."""
         if isinstance(self.slot, int) and self.slot < len(args) and isinstance(args[self.slot], Tensor):
             return args[self.slot]
         if isinstance(self.slot, str) and isinstance(kwargs.get(self.slot), Tensor):
@@ -51,7 +51,7 @@ class Stack:
     def replaced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], new: Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A block's call with ``new`` in the place of the hidden state."""
+        """Return a block's call with ``new`` as the hidden state."""
         old = self.hidden(args, kwargs)
         for i, value in enumerate(args):
             if value is old:
@@ -60,17 +60,17 @@ class Stack:
         return args, {**kwargs, key: new}
 
     def watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Learn by which argument a block takes what the one before it returned."""
+        """Find the argument in which a block gets the result of the one before."""
         if self._returned is None or self.slot is not None:
             return
         slots = [key for key, value in (*enumerate(args), *kwargs.items()) if value is self._returned]
         self.slot = slots[0] if slots else None
 
     def note(self, index: int, output: Any) -> None:
-        """Learn the form of the blocks' output.
+        """Record the form of the blocks' output.
 
         Raises:
-            ValueError: if a block returns what cannot be stood in for, or another form than the blocks before it.
+            ValueError: if a stage cannot imitate the output, or it has another form than that of the blocks before.
         """
         try:
             self._returned, rest = split_output(output)
@@ -80,28 +80,28 @@ class Stack:
         if held:
             raise ValueError(
                 f"{self.who}: block {index} of {self.path!r} returned a tuple of {1 + len(rest or ())}, whose items {held}"
-                " hold tensors of integers, or several; expected one tensor, the hidden state, because only that is sent"
-                f" to the next pipeline stage. {ONE_OUTPUT}"
+                " hold tensors of integers, or several tensors, but only the hidden state is sent to the next pipeline stage."
+                f" {ONE_OUTPUT}"
             )
         form = None if rest is None else tuple(_like(value) for value in rest)
         if self.form is not None and len(form or ()) != len(self.form[0] or ()):
             raise ValueError(
-                f"{self.who}: block {index} of {self.path!r} returned {_named(form)}, those before it"
-                f" {_named(self.form[0])}; expected blocks that all return the same form. Name another stack by layers=."
+                f"{self.who}: block {index} of {self.path!r} returned {_named(form)}, but the blocks before it returned"
+                f" {_named(self.form[0])}, and all blocks need the same form. Name another stack by layers=."
             )
         self.form = (form,)
 
     def rest(self) -> None:
-        """Between passes nothing is held on to."""
+        """Drop references to tensors between passes."""
         self._returned = None
 
     @property
     def extra(self) -> list[int]:
-        """Which items beside the hidden state are tensors: they do not reach the next stage."""
+        """Return the indices of tensors after the hidden state, which do not reach the next stage."""
         return [i + 1 for i, like in enumerate((self.form and self.form[0]) or ()) if like is not None]
 
     def formed(self, hidden: Tensor, *, taint: bool) -> Any:
-        """``hidden`` as the blocks return it; what they return beside it is None, or NaN if that is to be seen."""
+        """Return ``hidden`` in the form of the blocks' output; further items are None, or NaN with ``taint``."""
         if self.form is None or self.form[0] is None:
             return hidden
         rest = [
@@ -111,17 +111,17 @@ class Stack:
         return (hidden, *rest)
 
     def show(self, modules: list[nn.Module]) -> None:
-        """Put ``modules`` in the blocks' places for good."""
+        """Register ``modules`` in the blocks' places."""
         for (parent, key), module in zip(self.slots, modules, strict=True):
             parent._modules[key] = module
 
     def shown(self) -> list[nn.Module]:
-        """What stands in the blocks' places."""
+        """Return the modules registered in the blocks' places."""
         return [cast("nn.Module", parent._modules[key]) for parent, key in self.slots]
 
 
 def _plain(value: Any) -> bool:
-    """Whether a block's further output is one floating-point tensor or holds none."""
+    """Whether an item of a block's output is one floating-point tensor or has no tensors."""
     if isinstance(value, Tensor):
         return value.is_floating_point()
     if isinstance(value, tuple | list):

@@ -1,11 +1,12 @@
-"""Random streams of a pipelined step: every draw follows from the step, the micro-batch and the block, on any layout.
+"""Random streams of a pipelined step, which depend on the step, the micro-batch and the block, and not on the layout.
 
-Before a micro-batch runs, before each block and after each block, the global generators (Python's, NumPy's, torch's and
-the device's) are set to a number that follows from ``(seed, pass, micro-batch, place)`` alone. A block therefore draws
-the same dropout mask whichever rank runs it and in whichever order, and so does code outside the blocks, which every
-pipeline rank runs. The single process that draws the same is one that runs the same micro-batches inside
-:func:`lightning_eff.strategies._pipeline.view.uncut` with the same seed and pass: its masks are those of a plain
-process in distribution, not in value, since a plain process draws from one stream in the order of execution.
+The global generators (Python's, NumPy's, torch's and the device's) are seeded before a micro-batch, before each block and
+after each block. The seed depends only on ``(seed, pass, micro-batch, place)``. So a block draws the same dropout mask on any
+rank and in any order. The code outside the blocks, which every rank runs, does too.
+
+A single process draws the same numbers if it runs the same micro-batches inside
+:func:`lightning_eff.strategies._pipeline.view.uncut`, with the same seed and pass. The masks have the same distribution as in
+a plain process but not the same values, because a plain process draws from one stream in order.
 """
 
 import hashlib
@@ -32,10 +33,10 @@ class Stream:
     """The random numbers of one micro-batch in one pass.
 
     Attributes:
-        seed: the run's, the same on all pipeline ranks.
+        seed: the run's seed, the same on all pipeline ranks.
         kind: "train", "evaluate", "look" or "verify".
-        number: of the pass, counted from the start of the run.
-        microbatch: its index in the batch.
+        number: number of the pass since the start of the run.
+        microbatch: index of the micro-batch.
     """
 
     seed: int
@@ -44,15 +45,15 @@ class Stream:
     microbatch: int
 
     def start(self) -> None:
-        """Before the user's step."""
+        """Seed the generators before the user's step."""
         self._set("start", 0)
 
     def enter(self, block: int) -> None:
-        """Before a block."""
+        """Seed the generators before a block."""
         self._set("block", block)
 
     def leave(self, block: int) -> None:
-        """After a block, whether it ran here or was passed over."""
+        """Seed the generators after a block, whether it ran or was skipped."""
         self._set("after", block)
 
     def _set(self, place: str, block: int) -> None:

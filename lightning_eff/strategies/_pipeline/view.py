@@ -1,4 +1,4 @@
-"""One pass of the user's own step with some of its blocks in place: others let the hidden state through, or leave."""
+"""Runs the user's step with some of its blocks; others pass the hidden state through or end the step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -16,7 +16,7 @@ from lightning_eff.strategies._pipeline.streams import Stream
 
 
 class StageExit(BaseException):
-    """Leaves the user's step at the block after a stage's last; no ``except Exception`` of theirs may stop it."""
+    """Ends the user's step at the block after a stage's last; ``except Exception`` does not catch it."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -24,9 +24,9 @@ class StageExit(BaseException):
 
 
 class _Entry(torch.autograd.Function):
-    """A copy of a received hidden state: a block may add to its input in place, which a leaf of the graph forbids.
+    """Copies a received hidden state, because a block can add to its input in place, which a leaf forbids.
 
-    Its gradient is made contiguous, since it is sent.
+    The gradient is made contiguous for sending.
     """
 
     @staticmethod
@@ -39,14 +39,14 @@ class _Entry(torch.autograd.Function):
 
 
 class Marks:
-    """Told of the blocks that run in a pass."""
+    """Receives the calls of blocks in a pass."""
 
     def entered(self, index: int, hidden: Tensor) -> Tensor:
-        """A block is called with ``hidden``; returns what it is to get instead."""
+        """Note that a block is called with ``hidden``, and return the hidden state for it."""
         raise NotImplementedError
 
     def left(self, index: int) -> None:
-        """It has returned."""
+        """Note that the block returned."""
         raise NotImplementedError
 
 
@@ -70,7 +70,7 @@ class Run:
         raise NotImplementedError
 
     def call(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module's code gets for its call of that block."""
+        """Return the result of the module's call of that block."""
         raise NotImplementedError
 
     @contextmanager
@@ -86,7 +86,7 @@ class Run:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Show them to a backward pass, whose checkpoints run parts of the user's code once more."""
+        """Show these blocks to a backward pass, in which checkpoints run parts of the user's code again."""
         original = [(namespace, namespace["_modules"]) for namespace, _ in self._shown.values()]
         for namespace, shown in self._shown.values():
             namespace["_modules"] = shown
@@ -98,25 +98,26 @@ class Run:
 
 
 class Pass(Run):
-    """One run of the user's step as a stage sees it.
+    """One run of the user's step with the blocks of a stage.
+
+    Skipped blocks return NaN for a hidden state that the stage receives later. With ``taint`` everything that they return is
+    NaN, so that wrong dependencies become visible.
 
     Args:
         stack: the blocks.
         first: the first block that runs.
-        end: the one after the last that runs; where there is such a block, the step is left there.
+        end: the block after the last one that runs, at which the step ends, if it exists.
         stream: the random numbers.
-        received: the hidden state that enters block ``first``; None if that is the model's own, or if ``first`` is 0.
-        training: gradients are wanted, so that a block called without is an error.
-        taint: all that blocks which do not run return is NaN, so that what depends on it is seen to: also what they return
-            beside the hidden state, and before there is a received one. The hidden state that they return in the place of
-            a received one always is.
-        learn: note the form of the output of the blocks that run, and what enters them.
-        marks: is told of them.
+        received: the hidden state that enters block ``first``; None uses the model's own.
+        training: whether gradients are needed; then a block called without gradients is an error.
+        taint: see above.
+        learn: whether to record the inputs and the form of the outputs of blocks.
+        marks: receives the calls of blocks.
 
     Attributes:
-        entered: by index, the hidden state that entered each block that ran, if ``learn``.
-        feeding: whether each block was fed by the one before it, if ``learn``.
-        learnt: by index, whence each block had its hidden state, where a :class:`.between.Between` is there to tell.
+        entered: with ``learn``, the hidden state that entered each block, by index.
+        feeding: with ``learn``, whether each block was fed by the one before.
+        learnt: the origin of each block's hidden state by index, if a :class:`.between_blocks.Between` finds it.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Pass(Run):
 
     @override
     def call(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's output, the received hidden state in its form, or :class:`StageExit`."""
+        """Return the block's output or the received hidden state in its form, or raise :class:`StageExit`."""
         if self.active:
             self.arrive(index)
             if index >= self.end:
@@ -191,32 +192,31 @@ class Pass(Run):
         return output
 
     def arrive(self, index: int) -> None:
-        """Check that the module's code calls each block once, in order, and with gradients where they are wanted."""
+        """Check that the module's code calls each block once, in order, and with gradients if they are needed."""
         who, path = self.stack.who, self.stack.path
         if index != self.expected:
             raise ValueError(
-                f"{who}: block {index} of {path!r} was called where block {self.expected} was expected; pipeline stages"
-                " need every block to be called once in each step, in the order of the stack. Take out what calls blocks"
-                " twice, in another order or not at all (layer drop, an extra forward pass in training_step), or name"
-                " another stack by layers=."
+                f"{who}: block {index} of {path!r} was called where block {self.expected} was expected, but pipeline stages"
+                " need each step to call every block once, in the order of the stack. Remove the code that repeats, reorders"
+                " or skips blocks (layer drop, an extra forward pass in training_step), or name another stack by layers=."
             )
         self.expected += 1
         if self.training and not torch.is_grad_enabled():
             raise ValueError(
-                f"{who}: block {index} of {path!r} was called without gradients in a training step; a pipeline stage"
-                " would lose the gradient of the hidden state it received. A reentrant checkpoint around the block does"
-                " this: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+                f"{who}: block {index} of {path!r} was called without gradients in a training step, as by a reentrant"
+                " checkpoint, so the pipeline stage would lose the gradient of its input. Use"
+                " torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
 
     def passing(self, index: int, hidden: Tensor) -> Any:
-        """What a block that does not run here returns when it is given ``hidden``."""
+        """Return the output of a skipped block for the input ``hidden``."""
         given = hidden
         if self.passed is not None:
             hidden = self.passed
         elif self.taint:
             hidden = torch.full_like(hidden.detach(), torch.nan)
         self.stream.leave(index)
-        if self.between is not None and self.between.at is None:  # to learn where hidden states come from
+        if self.between is not None and self.between.at is None:  # to find where hidden states come from
             known = self.between.before(given)
             if known is not None:
                 self.learnt[index] = known
@@ -230,7 +230,7 @@ class Pass(Run):
         return self.stack.formed(hidden, taint=self.taint)
 
     def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call of the first block that runs here, with what was received."""
+        """Return the call of the stage's first block with the received hidden state."""
         assert self.entry is not None and self.received is not None
         placed = self._placed
         if self.between is not None and self.active:
@@ -243,24 +243,24 @@ class Pass(Run):
         return self.stack.replaced(args, kwargs, self.entry)
 
     def finished(self) -> None:
-        """Check that a step that came to its end was to come there.
+        """Check that a finished step called every block.
 
         Raises:
             ValueError: if a block was not called.
         """
         if self.expected < len(self.stack.blocks):
             raise ValueError(
-                f"{self.stack.who}: the step ended before it called block {self.expected} of {self.stack.path!r}; pipeline"
-                " stages need every block to be called once in each step. Take out what passes blocks over (layer drop,"
-                " an early return, a bare except around the blocks), or name another stack by layers=."
+                f"{self.stack.who}: the step ended before it called block {self.expected} of {self.stack.path!r}, but pipeline"
+                " stages need each step to call every block once. Remove the code that skips blocks (layer drop, an early"
+                " return, a bare except around the blocks), or name another stack by layers=."
             )
 
 
 class StandIn(nn.Module):
-    """In a block's place during one pass: runs it, passes it over, or leaves.
+    """Replaces a block during one pass, and runs it, skips it or ends the step.
 
-    It belongs to one run, and so to one micro-batch, because a checkpoint may run it again in the backward pass. To
-    the module's own code it looks like the block: attributes and class are the block's.
+    It belongs to one run and one micro-batch, because a checkpoint can run it again in the backward pass. Its attributes and
+    class are the block's, so that it looks like the block to the module's code.
     """
 
     def __init__(self) -> None:
@@ -300,7 +300,7 @@ class StandIn(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the run gives for the call."""
+        """Return the run's result for the call."""
         return self.__dict__["_run"].call(self.__dict__["_index"], self.__dict__["_block"], args, kwargs)
 
 
@@ -309,16 +309,16 @@ _PROTOTYPE = StandIn()
 
 @contextmanager
 def uncut(stack: Stack, stream: Stream, *, learn: bool = False, marks: Marks | None = None) -> Iterator[Pass]:
-    """Run all blocks, with the random numbers that a pipeline draws."""
+    """Run all blocks with the random numbers of a pipeline."""
     run = Pass(stack, 0, len(stack.blocks), stream, learn=learn, marks=marks)
     with run.view():
         yield run
 
 
 def learn_origins(stack: Stack, step: Callable[[Any], Any], batch: Any, stream: Stream) -> None:
-    """Learn whence blocks have their hidden states in a training step.
+    """Find the origin of each block's hidden state in a training step.
 
-    No block runs, so this can be done on each rank by itself; what the step makes of that does not matter.
+    No block runs, so each rank can do this alone. The step's result does not matter.
     """
     end = len(stack.blocks)
     run = Pass(stack, end, end, stream)

@@ -1,11 +1,11 @@
-"""Parameters held as DTensors, read as plain tensors: a module's own code sees what it needs of each parameter.
+"""Lets a module's code read DTensor parameters as plain tensors.
 
-A parameter of a tensor-parallel module is a DTensor, so that optimizers, clipping, FSDP2 and checkpoints see one kind
-of tensor. Code that reads ``module.weight`` gets, by the ``Read`` set for that name,
+A parameter of a tensor-parallel module is a DTensor, so that optimizers, clipping, FSDP2 and checkpoints see one kind of
+tensor. The ``Read`` for a name decides the result of ``module.weight``:
 
-- ``whole``: the full tensor, gathered at that moment, which is right wherever and however the weight is used;
-- ``local``: this rank's part, which is what the module's forward computes with;
-- ``zero``: zeros in place of a bias that is added after the sum over ranks.
+- ``whole``: the full tensor, gathered at each read, which is right for every use.
+- ``local``: this rank's part, for the module's forward.
+- ``zero``: zeros instead of a bias that is added after the sum over ranks.
 """
 
 import functools
@@ -25,13 +25,13 @@ _TABLE = "_tensor_parallel_reads"
 
 @dataclass(frozen=True)
 class Read:
-    """What reading a parameter returns.
+    """The form in which code reads a parameter.
 
     Attributes:
         kind: "whole", "local" or "zero".
-        partial: the readers' gradients are this rank's share of a sum over ranks; otherwise equal on all ranks.
-        exchange: rows that ranks exchange after a local read, for weights of several sections.
-        columns: the exchange is along the last dimension, as in ``Conv1D``.
+        partial: whether gradients are partial sums on each rank. Otherwise they are equal on all ranks.
+        exchange: rows that ranks exchange after a local read, for weights with several sections.
+        columns: whether the exchange is along the last dimension, as in ``Conv1D``.
     """
 
     kind: str
@@ -41,11 +41,11 @@ class Read:
 
 
 def read(param: DTensor, how: Read) -> Tensor:
-    """The plain tensor that code reading ``param`` gets; differentiable.
+    """Return ``param`` as a differentiable plain tensor.
 
     Args:
-        param: on the tensor-parallel mesh.
-        how: which form.
+        param: a DTensor on the tensor-parallel mesh.
+        how: the form.
     """
     if how.kind == "whole":
         grads: list[Placement] = [Partial() if how.partial else Replicate()]
@@ -65,7 +65,7 @@ class _Reads:
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
-        # under FSDP2 a parameter is on the tensor-parallel mesh while its module computes, and on a larger one at rest
+        # under FSDP2 a parameter is on the tensor-parallel mesh only while its module runs, and otherwise on a larger one
         if isinstance(value, DTensor) and value.device_mesh.ndim == 1:
             how = self.__dict__[_TABLE].get(name)
             if how is not None:
@@ -79,12 +79,12 @@ def _reading_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the user's module has, without what is mixed in here."""
+    """Return the module's class without the mixin of this file."""
     return type(module).__mro__[2] if isinstance(module, _Reads) else type(module)
 
 
 def set_read(module: nn.Module, name: str, how: Read) -> None:
-    """Let code that reads the parameter ``name`` of ``module`` get it in the form ``how``."""
+    """Set the form in which code reads the parameter ``name`` of ``module``."""
     if not isinstance(module, _Reads):
         object.__setattr__(module, "__class__", _reading_class(type(module)))
         module.__dict__[_TABLE] = {}
@@ -92,5 +92,5 @@ def set_read(module: nn.Module, name: str, how: Read) -> None:
 
 
 def clear_read(module: nn.Module, name: str) -> None:
-    """Let code that reads the parameter get the DTensor itself, as torch's own styles need it."""
+    """Let code read the DTensor itself, as torch's styles need it."""
     module.__dict__.get(_TABLE, {}).pop(name, None)

@@ -1,8 +1,8 @@
-"""Parameters at sizes at which an error shows: near initialisation attention is uniform and many a branch is zero.
+"""Scales parameters so that a wrong split becomes visible.
 
-With small queries and keys, attention averages alike whatever a head is, and behind a weight of zeros every split is
-right. While splits are checked, parameters that are all zero are random, small scales are larger, and linear layers
-have outputs of about unit size. What is multiplied is multiplied by powers of two, so taking it back is exact.
+At initialization attention is almost uniform, and many branches are zero. With small queries and keys, attention averages in
+the same way for any heads. Behind a weight of zeros every split looks right. So during the check, zero parameters are random,
+small scales are larger, and linear layers have outputs of about unit size. Factors are powers of two, so undoing is exact.
 """
 
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ _HIGHEST = 2.0**10  # weight, far from what float16 can hold
 
 @dataclass(frozen=True)
 class _Change:
-    """What was done to a parameter: multiplied by ``factors``, powers of two in float32; where ``filled`` it was zero."""
+    """The change of a parameter: ``factors``, powers of two in float32, and ``filled`` if it was zero."""
 
     factors: Tensor
     filled: Tensor
 
     def undo(self, param: nn.Parameter) -> None:
-        """Give ``param``, the whole one or one split since, its own values."""
+        """Restore the values of ``param``, which can be split by now."""
         local = param.to_local() if isinstance(param, DTensor) else param
         shape = param.shape
         local.div_(local_part(self.factors.expand(shape).contiguous(), param))
@@ -45,7 +45,7 @@ def _power(ratio: Tensor) -> Tensor:
 
 
 def _rows(weight: Tensor, dim: int, rms: float, generator: torch.Generator) -> _Change:
-    """Give the layer outputs of about unit size, and its output features, along ``1 - dim``, weights of one size."""
+    """Scale the layer to outputs of about unit size, and its output features, along ``1 - dim``, to equal weights."""
     norms = weight.float().norm(dim=dim, keepdim=True)
     largest = norms.max()
     filled = norms == 0.0
@@ -64,7 +64,7 @@ def _rows(weight: Tensor, dim: int, rms: float, generator: torch.Generator) -> _
 
 
 def _change(param: Tensor, generator: torch.Generator) -> _Change:
-    """Fill what is all zero; make small scales and biases larger."""
+    """Fill zero parameters, and enlarge small scales and biases."""
     size = param.float().square().mean().sqrt()
     filled = size == 0.0
     small = param.ndim == 1 and not bool(filled) and bool(size < _SMALL)
@@ -78,11 +78,11 @@ def _change(param: Tensor, generator: torch.Generator) -> _Change:
 
 @contextmanager
 def exercised(root: nn.Module, before: Record) -> Iterator[None]:
-    """Within this context parameters have telling sizes; afterwards they have their own values, split or not.
+    """Scale parameters in this context, and restore their values afterwards, split or not.
 
     Args:
-        root: whole, with equal parameters on all ranks.
-        before: one execution, for the size of layers' outputs.
+        root: the whole module, with equal parameters on all ranks.
+        before: one execution, for the size of the layers' outputs.
     """
     outputs: dict[str, float] = {}
     for call in before.calls:

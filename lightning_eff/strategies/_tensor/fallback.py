@@ -1,4 +1,4 @@
-"""What is right by itself: one layer split with its result gathered, or only the storage of a parameter split."""
+"""Splits that are always right: one layer with a gathered result, or only the storage of a parameter."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from lightning_eff.strategies._tensor.sharder import Sharder
 from lightning_eff.strategies._tensor.styles import Style, even_dim, is_linear, misfit, names_of, owners
 from lightning_eff.strategies._tensor.trace import Record
 
-_SLACK = 0.01  # of a rank's fair share: what may stay whole on every rank
+_SLACK = 0.01  # fraction of a rank's fair part that can stay whole on every rank
 
 
 def alone(root: nn.Module, size: int, before: Record | None, *, taken: list[Entry], read: bool = False) -> list[Entry]:
-    """Linear layers and embeddings whose weights only they read, each with a style that is right by itself.
+    """Return linear layers and embeddings whose weights only they read, each with a style that is always right.
 
     Args:
         root: the module.
-        size: tensor-parallel ranks.
-        before: what one execution showed; None finds nothing, since nobody knows then who reads what.
-        taken: entries that stay as they are.
-        read: instead, those whose weights other code reads too: to try, since it may only look at a dtype.
+        size: number of tensor-parallel ranks.
+        before: the record of one execution; None finds nothing, since it is unknown which code reads the weights.
+        taken: entries that do not change.
+        read: instead, return layers whose weights other code reads too, to try them. It may read only a dtype.
     """
     if before is None:
         return []
@@ -43,7 +43,7 @@ def alone(root: nn.Module, size: int, before: Record | None, *, taken: list[Entr
 
 
 def last_layers(root: nn.Module, before: Record) -> list[str]:
-    """The linear layers whose outputs reach the loss through no other layer: a language model's head."""
+    """Return the linear layers whose outputs reach the loss without another layer, such as a language model's head."""
     made: dict[Any, list[str]] = {}
     for call in before.calls:
         if call.left is not None and names_of(root.get_submodule(call.path)):
@@ -72,7 +72,7 @@ def _style(module: nn.Module, size: int) -> Style | None:
 
 
 def _tied_style(module: nn.Module, holders: dict[int, list[tuple[str, nn.Module, str]]], size: int) -> Style | None:
-    """A style for a weight that an embedding and a head share: both split along the same dimension, or neither."""
+    """Return a style for a weight shared by an embedding and a head: both split along one dimension, or neither."""
     weight = module._parameters.get("weight")
     if weight is None:
         return None
@@ -90,12 +90,12 @@ def _tied_style(module: nn.Module, holders: dict[int, list[tuple[str, nn.Module,
 
 
 def norms(root: nn.Module, before: Record, *, taken: list[Entry]) -> list[Entry]:
-    """Normalisation layers on (B, T, features), to compute each rank's part of the sequence.
+    """Return normalization layers on (B, T, features) that can compute only each rank's part of the sequence.
 
     Args:
         root: the module.
-        before: what one execution showed.
-        taken: entries that stay as they are.
+        before: the record of one execution.
+        taken: entries that do not change.
     """
     named = {entry.path for entry in taken}
     called = {call.path for call in before.calls}
@@ -110,7 +110,7 @@ def norms(root: nn.Module, before: Record, *, taken: list[Entry]) -> list[Entry]
 
 
 def storage(root: nn.Module, sharder: Sharder) -> list[Entry]:
-    """Split the storage of what is still whole, largest first, until a rank's share is fair; they are gathered when read."""
+    """Split the storage of whole parameters, largest first, until every rank holds a fair part; reads gather them."""
     whole = sum(param.numel() for param in root.parameters())
     left = {
         id(param): param
@@ -131,7 +131,7 @@ def storage(root: nn.Module, sharder: Sharder) -> list[Entry]:
         remaining -= param.numel()
         for full, _, _ in holders[id(param)]:
             path = full.rpartition(".")[0]
-            entries[path] = Entry(path, Style("gather"), "stored in parts, gathered where it is read")
+            entries[path] = Entry(path, Style("gather"), "stored in parts, gathered when it is read")
     return list(entries.values())
 
 

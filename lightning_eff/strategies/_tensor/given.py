@@ -1,4 +1,4 @@
-"""Plans that somebody wrote: the user's mapping, or the one that a Hugging Face model carries."""
+"""Written plans: the user's mapping, or that of a Hugging Face model."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from lightning_eff.strategies._tensor.styles import STYLES, SYNONYMS, Style, is_
 
 @dataclass(frozen=True)
 class Entry:
-    """What one module gets, and why."""
+    """The style of one module, and the reason."""
 
     path: str
     style: Style
@@ -34,21 +34,21 @@ def _match(names: list[str], parts: list[str]) -> bool:
 
 
 def wildcard(path: str) -> str:
-    """``path`` with the indices of layers replaced by ``*``."""
+    """Replace the indices of layers in ``path`` by ``*``."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def given_plan(root: nn.Module, plan: Mapping[str, str], size: int, *, who: str) -> list[Entry]:
-    """The modules that a user's plan names, each with its style.
+    """Return the modules that a user's plan names, each with its style.
 
     Args:
         root: the LightningModule.
-        plan: dotted path or pattern of modules -> style.
-        size: tensor-parallel ranks.
-        who: begins messages.
+        plan: styles by dotted path or pattern of modules.
+        size: number of tensor-parallel ranks.
+        who: name of the caller in messages.
 
     Raises:
-        ValueError: if an entry names no module, a style is unknown or does not fit; the message lists candidates.
+        ValueError: if an entry names no module, or a style is unknown or does not fit.
     """
     where = f"{who}(tensor_parallel_plan=...)"
     modules = {
@@ -75,7 +75,7 @@ def given_plan(root: nn.Module, plan: Mapping[str, str], size: int, *, who: str)
             elif reason is not None:
                 raise ValueError(
                     f"{where}: {path!r} cannot be {style} over {size} ranks: {reason}. Give it another style"
-                    f" ({', '.join(STYLES)}), or take another tensor_parallel_size."
+                    f" ({', '.join(STYLES)}), or use another tensor_parallel_size."
                 )
             else:
                 style_here = style
@@ -87,10 +87,10 @@ def given_plan(root: nn.Module, plan: Mapping[str, str], size: int, *, who: str)
 
 
 def heads_of(module: nn.Module) -> tuple[int, int] | None:
-    """(query heads, key and value heads) that an attention module states; None if it is none or states none.
+    """Return (query heads, key-value heads) of an attention module, or None if it is not one or states no heads.
 
-    Attention is a module with two linear layers or more that has a number of heads, or is named attention and has a
-    configuration with one.
+    An attention module has two or more linear layers and a number of heads. If its name contains attention, its configuration
+    can have the number instead.
     """
     if sum(is_linear(child) for child in module.children()) < 2:
         return None
@@ -99,9 +99,7 @@ def heads_of(module: nn.Module) -> tuple[int, int] | None:
         query = _count(source, _QUERY)
         if query is not None:
             keys = _count(source, _KEYS) or query
-            if (
-                source is module and keys == query and named
-            ):  # the count of key-value heads may be in the configuration only
+            if source is module and keys == query and named:  # the configuration can have the key-value heads
                 config = getattr(module, "config", None)
                 keys = next((n for a in _KEYS if type(n := getattr(config, a, None)) is int and n > 0), query)
             return query, min(keys, query)
@@ -113,7 +111,7 @@ def _count(source: Any, names: tuple[str, ...]) -> int | None:
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
-# Styles that are right whatever the modules around have
+# Styles that are right for any styles of the surrounding modules
 _ALONE = (
     "colwise_gather_output",
     "rowwise_split_input",
@@ -134,30 +132,29 @@ def _refuse_split_heads(root: nn.Module, path: str, size: int, *, who: str) -> N
     heads = heads_of(module)
     if heads is not None and any(count % size for count in heads):
         raise ValueError(
-            f"{who}(tensor_parallel_size={size}): the plan splits {path!r}, but {parent!r} has {heads[0]} heads and"
-            f" {heads[1]} key-value heads; expected both to divide by {size}. Take another tensor_parallel_size, or give its"
-            " projections the styles colwise_gather_output and rowwise_split_input, which split no head."
+            f"{who}(tensor_parallel_size={size}): the plan splits {path!r}, but {size} does not divide the {heads[0]} heads and"
+            f" {heads[1]} key-value heads of {parent!r}. Use another tensor_parallel_size, or give its projections the styles"
+            " colwise_gather_output and rowwise_split_input, which split no head."
         )
 
 
 def refuse_heads(root: nn.Module, size: int, *, who: str) -> None:
-    """Raise ``ValueError`` if no attention of ``root`` that states a number of heads has one that ``size`` ranks can share."""
+    """Raise ``ValueError`` if ``size`` divides the number of heads of no attention in ``root`` that states one."""
     stated = {path: heads for path, module in root.named_modules() if (heads := heads_of(module)) is not None}
     if stated and all(query % size for query, _ in stated.values()):
         path, (query, _) = next(iter(stated.items()))
         raise ValueError(
-            f"{who}(tensor_parallel_size={size}): {path or type(root).__name__!r} has {query} attention heads; expected a"
-            f" number that divides by {size}. Take a tensor_parallel_size that divides it, or the plan"
+            f"{who}(tensor_parallel_size={size}): {path or type(root).__name__!r} has {query} attention heads, which {size}"
+            f" does not divide. Use a tensor_parallel_size that divides them, or"
             ' tensor_parallel_plan={"**": "gather"}, which splits the storage of parameters and no computation.'
         )
 
 
 def carried_plan(root: nn.Module, size: int) -> tuple[list[Entry], dict[str, str]]:
-    """The entries of the plans that Hugging Face models within ``root`` carry.
+    """Return the entries of the plans of Hugging Face models in ``root``.
 
     Returns:
-        The entries that can be used as they are, and for the modules that the plan names but cannot be split so, the
-        reason by path.
+        The usable entries, and the reasons by path for named modules that cannot be split in this way.
     """
     entries: dict[str, Entry] = {}
     refused: dict[str, str] = {}
@@ -191,7 +188,7 @@ def _carriers(root: nn.Module) -> Iterable[tuple[str, nn.Module, Mapping[str, st
         if any(not outer or path == outer or path.startswith(f"{outer}.") for outer in found):
             continue
         if not hasattr(type(module), "_tp_plan"):
-            continue  # wrappers such as PEFT's hand their model's attributes on, with paths that are not theirs
+            continue  # wrappers such as PEFT's forward their model's attributes, with other paths
         plan: Any = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
         if isinstance(plan, dict) and plan and hasattr(module, "config"):
             found.append(path)
@@ -208,7 +205,7 @@ def _drop_split_heads(root: nn.Module, entries: dict[str, Entry], refused: dict[
 
 
 def _drop_partners(entries: dict[str, Entry], unsplit: dict[str, str], refused: dict[str, str]) -> None:
-    """What shares its parent with a module that stays whole is part of the same computation, unless right by itself."""
+    """Drop entries next to a module that stays whole, which are part of its computation, unless always right."""
     why = {path.rpartition(".")[0]: reason for path, reason in unsplit.items()}
     for path, entry in list(entries.items()):
         if path in refused:

@@ -1,14 +1,13 @@
-"""Tensor parallelism of an unchanged module: a plan that is given, carried by the model or found, then checked.
+"""Tensor parallelism of an unchanged module, with a plan from the user, from the model, or found, and a check.
 
-The plan is applied with torch's styles on a device mesh; all parameters become DTensors whose ``full_tensor()`` is the
-plain module's parameter, under the plain module's name, so checkpoints and FSDP2 (``fully_shard`` afterwards) need no
-translation. Before that the module's training step runs once whole, and afterwards once split: loss and all gradients
-must agree on every rank.
+torch's styles apply the plan on a device mesh. All parameters become DTensors under the plain module's names, and their
+``full_tensor()`` is the plain parameter. So checkpoints and FSDP2 (``fully_shard`` afterwards) need no translation. The
+training step runs once before and once after the split. Loss and all gradients must agree on every rank.
 
-Random numbers: outside of split regions all ranks must draw the same, so the strategy seeds the ranks of one
-tensor-parallel group alike. Within a split region (attention's dropout, an MLP's inner dropout) each rank then draws
-the same mask for its own heads or features: every activation is dropped with the right probability, but head i of one
-rank shares its mask with head i of the next, unlike in one process.
+Outside split regions all ranks must draw the same random numbers, so the strategy gives all ranks of a tensor-parallel group
+the same seed. In a split region (attention's dropout, an MLP's inner dropout), each rank draws the same mask for its own heads
+or features. Every activation is dropped with the right probability. But unlike in one process, head i of one rank has the same
+mask as head i of the next.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,14 +33,14 @@ Attributes = tuple[tuple[str, str], ...]
 
 
 class TensorPlan:
-    """What was split and why; printing it shows a table.
+    """The applied plan with its reasons; it prints as a table.
 
     Attributes:
         entries: path, style and reason of every module with parameters.
-        notes: what was tried and given up.
-        sharded: names of the parameters of which a rank holds a part; the others are whole on every rank.
+        notes: attempts that failed.
+        sharded: names of split parameters; others are whole on every rank.
         verified: whether loss and gradients were compared with the whole module's.
-        share: the part of all parameters' elements that this rank holds, about 1 / size.
+        share: fraction of all parameter elements on this rank, about 1 / size.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class TensorPlan:
         return name in self.sharded
 
     def normalize_gradients(self) -> None:
-        """Give every gradient the placement of its parameter; where it already has it, this costs nothing."""
+        """Give every gradient the placement of its parameter, if it has another one."""
         for param in self._module.parameters():
             grad = param.grad
             if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
@@ -94,29 +93,27 @@ def tensor_parallel(
     """Split ``module`` over the ranks of ``mesh``, in place.
 
     Args:
-        module: whole and equal on all ranks; its parameters may be on the meta device if ``run`` is None.
-        mesh: one-dimensional.
-        plan: "auto", or dotted path or pattern (``*`` for one name, ``**`` for several) -> style: ``colwise``,
+        module: the whole module, equal on all ranks. Its parameters can be on the meta device if ``run`` is None.
+        mesh: a mesh with one dimension.
+        plan: "auto", or styles by dotted path or pattern (``*`` for one name, ``**`` for several). Styles are ``colwise``,
             ``rowwise``, ``colwise_gather_output``, ``rowwise_split_input``, ``packed_colwise[:rows,rows]``,
-            ``embedding_rowwise``, ``embedding_colwise``, ``gather`` (stored in parts, gathered where it is read),
-            ``replicate``, ``replicated_with_grad_allreduce``, ``sequence_parallel``. What a mapping does not name stays
-            replicated.
-        run: the training step on a real batch, the same on all ranks of ``mesh``; returns the loss, and logs nothing.
-            None if nothing can be run: then only plans that somebody wrote, and storage in parts, are used, unchecked.
-        sequence_parallel: norms on (B, T, features) compute each rank's part of the sequence, where that is right; what
-            goes in and comes out of them stays whole on every rank.
-        whole_heads: with the plan "auto", every rank computes with the whole weights of the layers that make the loss's
-            input, which are stored in parts and gathered where they are read.
-        who: begins messages.
+            ``embedding_rowwise``, ``embedding_colwise``, ``gather`` (stored in parts, gathered when it is read),
+            ``replicate``, ``replicated_with_grad_allreduce`` and ``sequence_parallel``. Other modules stay replicated.
+        run: runs the training step on a real batch, the same on all ranks, and returns the loss without logging. None if it
+            cannot run. Then only written plans and split storage are used, without a check.
+        sequence_parallel: let norms on (B, T, features) compute each rank's part of the sequence, if the result is right.
+            Their inputs and outputs stay whole on every rank.
+        whole_heads: with "auto", store the layers that compute the loss's input in parts, and compute with whole weights.
+        who: name of the caller in messages.
 
     Returns:
-        The plan as applied.
+        The applied plan.
 
     Raises:
         ValueError: if a given plan is wrong, or no plan gives the whole module's loss and gradients.
     """
     if mesh.ndim != 1:
-        raise ValueError(f"{who}: got a mesh of {mesh.ndim} dimensions for tensor parallelism; expected one.")
+        raise ValueError(f"{who}: got a mesh with {mesh.ndim} dimensions. Pass a mesh with one dimension.")
     if isinstance(plan, str) and plan != "auto":
         raise ValueError(
             f'{who}(tensor_parallel_plan={plan!r}): expected "auto" or a mapping of module paths to styles.'
@@ -149,7 +146,7 @@ def tensor_parallel(
 
 
 def same_random_numbers(mesh: DeviceMesh) -> None:
-    """Give all ranks of ``mesh`` the generator state of its first rank, on the CPU and on the mesh's device."""
+    """Copy the generator state of the first rank to all ranks of ``mesh``, on the CPU and on the mesh's device."""
     group = mesh.get_group()
     source = dist.get_global_rank(group, 0)
     states: list[Tensor | None] = [torch.get_rng_state(), None]
@@ -170,23 +167,23 @@ def _refuse_other_ranks(module: nn.Module, first: Record, mesh: DeviceMesh, *, w
     other = next((name for name in sums if len({of_rank.get(name) for _, of_rank in everyone}) > 1), None)
     if other is not None:
         raise ValueError(
-            f"{who}: {other!r} differs between the ranks of one tensor-parallel group before anything is split; expected the"
-            " same weights on all of them. Seed them alike, or broadcast the module first."
+            f"{who}: {other!r} differs between the ranks of one tensor-parallel group before the split. Set the same seed on"
+            " all of them, or broadcast the module first."
         )
     losses = [loss for loss, _ in everyone]
     if not max(losses) - min(losses) <= 1e-5 * max(1.0, abs(losses[0])):
         raise ValueError(
-            f"{who}: the ranks of one tensor-parallel group have losses {losses} before anything is split; expected the"
-            " same batch on all of them. Let the sampler split data over the data-parallel ranks only."
+            f"{who}: the ranks of one tensor-parallel group have different losses {losses} before the split, so their batches"
+            " differ. Let the sampler split data only over the data-parallel ranks."
         )
 
 
 class Check:
-    """Runs a module that is being split and compares it with what it was whole.
+    """Runs a split module and compares it with the whole one.
 
     Attributes:
         before: the whole module's execution.
-        errors: what rounding does to it.
+        errors: the effect of rounding on it.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, run: Callable[[], Tensor]) -> None:
@@ -196,7 +193,7 @@ class Check:
             self.errors = noise(self.before, execute(module, run))
 
     def __call__(self, sharder: Sharder) -> Finding:
-        """What differs now, the same on all ranks; an exception in the execution is a difference."""
+        """Return the first difference, equal on all ranks; an exception in the execution counts as one."""
         finding = self._run()
         if "modified inplace" in finding.message and not sharder.copies:  # code like ``x += layer(x)``
             sharder.copy_outputs()
@@ -232,7 +229,7 @@ def _by_hand(
             except ValueError as error:
                 sharder.undo()
                 raise ValueError(
-                    f"{who}(tensor_parallel_plan=...): {error}. Give modules that share a weight styles that split it alike."
+                    f"{who}(tensor_parallel_plan=...): {error}. Give modules that share a weight styles that split it equally."
                 ) from None
         _divide(module, sharder, attributes)
         sharder.finish()
@@ -246,9 +243,9 @@ def _by_hand(
         first = first if first.message else finding
         sharder.undo()
     raise ValueError(
-        f"{who}(tensor_parallel_plan=...): the split module is not equal to the whole one: {first.message}. Expected equal"
-        f" loss and gradients; the first difference is in {first.suspect or 'the loss'!r}. Mend the plan there (rowwise after"
-        ' colwise; heads that divide; a weight that other code reads too), or take plan "auto".'
+        f"{who}(tensor_parallel_plan=...): the split module differs from the whole one: {first.message}. The first"
+        f" difference is in {first.suspect or 'the loss'!r}. Correct the plan there (rowwise after"
+        ' colwise; heads that divide; a weight that other code reads too), or use tensor_parallel_plan="auto".'
     )
 
 
@@ -267,9 +264,9 @@ def _found(
     heads: Sequence[str] = (),
     who: str,
 ) -> TensorPlan:
-    """The model's own plan, pairs that prove right, and what is always right; each step back is noted.
+    """Combine the model's own plan, pairs that pass the check, and splits that are always right; record failures.
 
-    ``heads`` are not split, whatever the model's own plan says.
+    ``heads`` are not split, even if the model's own plan splits them.
     """
     size, before = sharder.size, check.before if check else None
     whole = [Entry(path, Style("gather"), "its loss is computed with the whole weight") for path in heads]
@@ -296,7 +293,7 @@ def _found(
     levels: list[tuple[str, list[Entry], Attributes]] = [
         ("all that proved right by itself", [*entries, *alone(module, size, before, taken=entries)], attributes),
         ("pairs", [*whole, *alone(module, size, before, taken=whole)], ()),
-        ("splitting layers", [], ()),  # all are read whole then
+        ("splitting layers", [], ()),  # then all are read whole
         ("storage in parts", [], ()),
     ]
     for level, (what, chosen, divided) in enumerate(levels):
@@ -318,8 +315,8 @@ def _found(
         sharder.undo()
     raise ValueError(
         f"{who}(tensor_parallel_size={size}): no plan gives the whole module's loss and gradients: {'; '.join(notes)}."
-        " Expected a training step that computes the same on all ranks from equal weights, batch and random numbers; give a"
-        " plan by hand, or take tensor_parallel_size=1."
+        " Let training_step compute the same on all ranks from equal weights, batch and random numbers, give a"
+        " tensor_parallel_plan, or use tensor_parallel_size=1."
     )
 
 
@@ -330,7 +327,7 @@ def _divide(module: nn.Module, sharder: Sharder, attributes: Attributes) -> None
 
 
 def _try(sharder: Sharder, entries: list[Entry], attributes: Attributes, check: Check) -> Finding:
-    """What differs with these entries alone; nothing stays applied."""
+    """Return the first difference with only these entries, and undo them."""
     try:
         for entry in entries:
             sharder.apply(entry.path, entry.style)
@@ -345,7 +342,7 @@ def _try(sharder: Sharder, entries: list[Entry], attributes: Attributes, check: 
 def _accept_pairs(
     module: nn.Module, sharder: Sharder, carried: list[Entry], check: Check | None, notes: list[str]
 ) -> tuple[list[Entry], Attributes]:
-    """``carried`` and the pairs whose numbers are right, with the attributes that they divide."""
+    """Return ``carried`` and the pairs that pass the check, with the attributes that they divide."""
     entries, divided = list(carried), []
     if check is None:
         return entries, ()
@@ -369,7 +366,7 @@ def _accept_pairs(
 
 
 def _alike(entries: list[Entry]) -> list[list[Entry]]:
-    """Entries of the same place in different layers together."""
+    """Group entries at the same place in different layers."""
     groups: dict[tuple[str, Style], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((wildcard(entry.path), entry.style), []).append(entry)

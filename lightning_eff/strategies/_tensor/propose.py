@@ -1,11 +1,11 @@
-"""Pairs of layers that split with one sum over ranks, proposed from one execution and accepted by their numbers.
+"""Proposes pairs of layers that split with one sum over ranks, from one execution, for a numerical check.
 
 In a transformer the outputs of one or more linear layers (q, k, v; gate and up) reach another one (o; down) through
-computations that treat heads or features separately. Split the first by columns and the last by rows, and ranks meet
-only in the last one's sum (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053). Which layers these are is read off the
-autograd graph of a real execution: walking back from a linear layer's input ends at other linear layers' outputs.
-Whether the code between them keeps heads apart is not read off anything: variants (sections of a fused weight,
-attributes that count heads) are tried, and one is kept only if loss and all gradients stay those of the whole module.
+computations that treat heads or features separately. If the first layers are split by columns and the last by rows, only the
+last one needs a sum over ranks (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053). The autograd graph of a real execution
+shows these layers: the way back from a linear layer's input ends at the outputs of other linear layers. It does not show
+whether the code between them treats heads separately. So variants are tried, with sections of a fused weight and attributes
+that count heads. A variant is accepted only if loss and all gradients equal those of the whole module.
 """
 
 import re
@@ -27,7 +27,7 @@ _NOT_HEADS = re.compile(r"dim|size|width|feature|mask", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Pair:
-    """Layers ``cols`` whose outputs meet in the layer ``row``; ``between`` own parameters that act on them in between."""
+    """Layers ``cols`` whose outputs reach the layer ``row``; modules ``between`` have parameters that act on these outputs."""
 
     cols: tuple[str, ...]
     row: str
@@ -35,19 +35,19 @@ class Pair:
 
     @property
     def region(self) -> str:
-        """The innermost module that holds them all."""
+        """The innermost module that contains them all."""
         return common([*self.cols, self.row])
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of splitting a pair: a style for each layer, and attributes to divide by the number of ranks."""
+    """One way to split a pair: a style for each layer, and attributes to divide by the number of ranks."""
 
     styles: tuple[tuple[str, Style], ...]
     attributes: tuple[tuple[str, str], ...] = ()
 
     def entries(self) -> list[Entry]:
-        """The variant as entries of a plan."""
+        """Return the variant as entries of a plan."""
         divided = ", ".join(dict.fromkeys(name for _, name in self.attributes))
         why = "pair, equal to the whole" + (f"; {divided} divided" if divided else "")
         return [Entry(path, style, why) for path, style in self.styles]
@@ -55,13 +55,13 @@ class Variant:
 
 @dataclass
 class Group:
-    """Pairs of the same make in different layers, to be split alike."""
+    """Pairs with the same structure in different layers, which are split in the same way."""
 
     pairs: list[Pair] = field(default_factory=list)
 
 
 def common(paths: list[str]) -> str:
-    """The dotted path of the innermost module that holds all of ``paths`` within it."""
+    """Return the dotted path of the innermost module that contains all of ``paths``."""
     parts = [path.split(".")[:-1] for path in paths]
     shared = []
     for names in zip(*parts, strict=False):
@@ -72,7 +72,7 @@ def common(paths: list[str]) -> str:
 
 
 def _sources(node: Any, ends: dict[Any, str], params: dict[int, str]) -> tuple[set[str], set[str]] | None:
-    """The layers whose outputs reach ``node`` and the parameters met on the way; None if it is too far."""
+    """Return the layers whose outputs reach ``node``, and the parameters on the way, or None if it is too far."""
     seen, todo = set(), [node]
     cols: set[str] = set()
     between: set[str] = set()
@@ -94,13 +94,13 @@ def _sources(node: Any, ends: dict[Any, str], params: dict[int, str]) -> tuple[s
 
 
 def pairs(root: nn.Module, before: Record, size: int, *, taken: list[Entry]) -> list[Group]:
-    """Candidates, in the order in which they ran, grouped by make.
+    """Return candidates in execution order, grouped by structure.
 
     Args:
         root: the module.
         before: its execution, with calls.
-        size: tensor-parallel ranks.
-        taken: entries whose modules are left alone.
+        size: number of tensor-parallel ranks.
+        taken: entries whose modules are skipped.
     """
     named = {entry.path for entry in taken}
     modules = dict(root.named_modules())
@@ -149,14 +149,14 @@ def _make(modules: dict[str, nn.Module], pair: Pair) -> Any:
 
 
 def variants(root: nn.Module, pair: Pair, size: int) -> Iterator[Variant]:
-    """Ways of splitting ``pair``, the likeliest first; most are wrong for most modules, which their numbers show."""
+    """Yield ways to split ``pair``, the likeliest first; the numerical check rejects wrong ones."""
     modules = dict(root.named_modules())
     width = features(modules[pair.row])[0]
     for styles in _column_styles(modules, pair, width, size):
         sections = {rows for _, style in styles for rows in style.sections}
         heads, groups, widths = _counts(modules, pair, {width, *sections}, size)
         whole = any(style.name == WHOLE for _, style in styles)
-        # a single key head stays whole: then what counts query heads for each key head is divided too
+        # a single key head stays whole, so the number of query heads per key head is divided too
         choices = (
             [groups, (*heads, *groups), (*heads, *groups, *widths)] if whole else [(), heads, (*heads, *widths), widths]
         )
@@ -166,10 +166,10 @@ def variants(root: nn.Module, pair: Pair, size: int) -> Iterator[Variant]:
 
 
 def divisions(root: nn.Module, before: Record, entries: list[Entry], size: int) -> list[tuple[tuple[str, str], ...]]:
-    """What may have to be divided for a plan that somebody wrote: attributes within the pairs that it splits.
+    """Return the attributes that a written plan can require to divide, in the pairs that it splits.
 
     Returns:
-        Choices to try in turn, the first of which divides nothing.
+        Choices to try in turn. The first one divides nothing.
     """
     modules = dict(root.named_modules())
     styles = {entry.path: entry.style for entry in entries}
@@ -212,7 +212,7 @@ def _column_styles(
 def _counts(
     modules: dict[str, nn.Module], pair: Pair, widths_known: set[int], size: int
 ) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Attributes between the layers that count heads, heads in a group, and features: (path of the module, name)."""
+    """Return attributes between the layers that count heads, heads per group, and features, as (path of module, name)."""
     outs = widths_known | {
         features(modules[path])[1] for path in pair.cols if features(modules[path])[1] < max(widths_known)
     }

@@ -1,9 +1,9 @@
-"""Fused weights: rows of several sections, each split over the ranks, without moving what is stored.
+"""Splits each section of a fused weight over the ranks, without changing the order of stored rows.
 
-A fused projection holds q, k and v (or gate and up) below one another. A rank needs its part of *each* section, but
-stored contiguously it holds a part of one. Stored permuted, checkpoints would be of another model; so the rows stay
-where they are (``DTensor.full_tensor()`` is the plain weight) and ranks exchange rows in one all-to-all when the weight
-is read, and gradients of rows in one all-to-all back.
+A fused projection stores q, k and v (or gate and up) below one another. A rank needs its part of *each* section, but a
+contiguous part of the rows belongs to one section. A permuted order would change checkpoints. So the rows keep their order
+(``DTensor.full_tensor()`` is the plain weight). Ranks exchange rows in one all-to-all when the weight is read, and gradients
+of rows in another one.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from typing_extensions import override
 
 @dataclass(frozen=True)
 class Routes:
-    """Which rows one rank sends and receives.
+    """The rows that one rank sends and receives.
 
     Attributes:
-        send: positions among the rank's stored rows, in the order in which they are sent, shape (rows,).
-        send_counts: rows for each rank.
-        receive: positions among the rows it computes with, in the order in which they arrive, shape (rows,).
-        receive_counts: rows from each rank.
+        send: positions among the rank's stored rows in sending order, shape (rows,).
+        send_counts: number of rows for each rank.
+        receive: positions among the rows for its computation in order of arrival, shape (rows,).
+        receive_counts: number of rows from each rank.
     """
 
     send: Tensor
@@ -33,11 +33,11 @@ class Routes:
 
 
 def routes(sections: tuple[int, ...], size: int, rank: int) -> Routes:
-    """How rank ``rank`` of ``size`` gets its part of every section.
+    """Return the routes by which rank ``rank`` of ``size`` gets its part of every section.
 
     Args:
-        sections: rows of each section; each a multiple of ``size``.
-        size: ranks.
+        sections: rows of each section, each a multiple of ``size``.
+        size: number of ranks.
         rank: in [0, size).
     """
     starts = [sum(sections[:i]) for i in range(len(sections))]
@@ -55,7 +55,7 @@ def routes(sections: tuple[int, ...], size: int, rank: int) -> Routes:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows (rows, ...) to the ranks that compute with them; the backward pass takes gradients back."""
+    """Sends rows (rows, ...) to the ranks that compute with them, and gradients back in the backward pass."""
 
     @staticmethod
     @override
@@ -80,7 +80,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class Exchange:
-    """Callable on this rank's stored rows: returns the rows that it computes with, sections in their order."""
+    """Turns this rank's stored rows into the rows for its computation, with sections in order."""
 
     def __init__(self, sections: tuple[int, ...], group: dist.ProcessGroup) -> None:
         self.sections, self.group = sections, group

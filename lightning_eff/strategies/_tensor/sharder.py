@@ -1,9 +1,8 @@
-"""Applies tensor-parallel styles to modules, and can take all of it back.
+"""Applies tensor-parallel styles to modules, and can undo them.
 
-``nn.Linear`` and ``nn.Embedding`` get torch's own styles (torch.distributed.tensor.parallel). What torch has no style
-for is built on the same DTensor collectives: transformers' ``Conv1D`` (its weight is transposed), subclasses of
-``nn.Linear`` with their own forward, fused weights of several sections, and parameters that are stored in parts and
-gathered where they are read.
+``nn.Linear`` and ``nn.Embedding`` get torch's styles (torch.distributed.tensor.parallel). Other cases use the same DTensor
+collectives. These are transformers' ``Conv1D`` (its weight is transposed), subclasses of ``nn.Linear`` with another forward,
+fused weights with several sections, and parameters that are stored in parts and gathered when they are read.
 """
 
 from collections.abc import Callable
@@ -43,11 +42,11 @@ _TORCH: dict[str, Callable[[], ParallelStyle]] = {
 
 
 class Sharder:
-    """Applies styles to the modules of ``root`` on ``mesh``, keeping shared parameters shared.
+    """Applies styles to the modules of ``root`` on ``mesh``, and keeps shared parameters shared.
 
     Attributes:
-        size: ranks of the tensor-parallel mesh.
-        copies: split layers return copies, which code may change in place, rather than views of DTensors.
+        size: number of tensor-parallel ranks.
+        copies: whether split layers return copies, which code can change in place, instead of views of DTensors.
     """
 
     def __init__(self, root: nn.Module, mesh: DeviceMesh) -> None:
@@ -60,13 +59,13 @@ class Sharder:
     # -- undoing
 
     def copy_outputs(self) -> None:
-        """From now on, and for layers split already, return copies."""
+        """Let split layers return copies, including those split already."""
         self.copies = True
         for module in self._hooked.values():
             module.register_forward_hook(_copied)
 
     def commit(self) -> None:
-        """Let go of what undoing needs: the whole parameters."""
+        """Free the whole parameters, which only :meth:`undo` needs."""
         self._saved.clear()
 
     def _save(self, module: nn.Module) -> None:
@@ -78,7 +77,7 @@ class Sharder:
             self._saved[id(module)] = (module, type(module), space)
 
     def undo(self) -> None:
-        """Put all modules back as they were; parameters are the same objects as before."""
+        """Restore all modules with the same parameter objects as before."""
         for module, cls, space in self._saved.values():
             object.__setattr__(module, "__class__", cls)
             for key in [key for key in module.__dict__ if key not in space]:
@@ -86,7 +85,7 @@ class Sharder:
             for key, value in space.items():
                 current = module.__dict__.get(key)
                 if isinstance(current, dict) and isinstance(value, dict):
-                    current.clear()  # in place: others may hold on to the dictionary
+                    current.clear()  # in place, since other objects can refer to the dictionary
                     current.update(value)
                 else:
                     module.__dict__[key] = value
@@ -102,10 +101,10 @@ class Sharder:
         setattr(module, name, value)
 
     def place(self, module: nn.Module, name: str, placement: Placement) -> nn.Parameter:
-        """Make the parameter a DTensor with ``placement``, in this and in every other module that owns it.
+        """Turn the parameter into a DTensor with ``placement``, in every module that owns it.
 
         Raises:
-            ValueError: if it is shared and already placed otherwise.
+            ValueError: if it is shared and has another placement already.
         """
         old = module._parameters[name]
         assert old is not None
@@ -136,13 +135,13 @@ class Sharder:
             set_read(owner, name, Read("whole"))
 
     def store(self, module: nn.Module, name: str, dim: int) -> None:
-        """Split the storage of one parameter along ``dim``; code that reads it gets all of it."""
+        """Split the storage of one parameter along ``dim``; reads return the whole parameter."""
         self.place(module, name, Shard(dim))
 
     # -- styles
 
     def apply(self, path: str, style: Style) -> None:
-        """Give the module at ``path`` the style.
+        """Apply the style to the module at ``path``.
 
         Raises:
             ValueError: if the style does not fit the module.
@@ -190,7 +189,10 @@ class Sharder:
         made = _TORCH[style.name]()
         made.src_data_rank = None
         parallelize_module(module, self.mesh, made)
-        for name, param in placed.items():  # torch makes new Parameter objects of the same tensors: keep sharing
+        for (
+            name,
+            param,
+        ) in placed.items():  # torch creates new Parameter objects of the same tensors, so share them again
             module._parameters[name] = param
 
     def _apply_columns(self, module: nn.Module, style: Style) -> None:
@@ -252,7 +254,7 @@ class Sharder:
             module.register_forward_hook(leave)
 
     def finish(self) -> None:
-        """Make what no style has named a replicated DTensor, so that all parameters are of one kind on one mesh."""
+        """Turn all other parameters into replicated DTensors, so that all parameters are on one mesh."""
         for module in self.root.modules():
             for name in names_of(module):
                 if not isinstance(module._parameters[name], DTensor) and type(module._parameters[name]) is nn.Parameter:
@@ -260,18 +262,18 @@ class Sharder:
 
 
 class _SequenceParts:
-    """Around a module that treats positions alike: each rank's part of dimension 1 in, the whole of it out."""
+    """Runs a module that treats positions equally on each rank's part of dimension 1, and gathers the result."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self.length = mesh, 0
 
     def split(self, x: Tensor) -> Tensor:
-        """(B, T, ...) to this rank's (B, about T / size, ...)."""
+        """Return this rank's part (B, about T / size, ...) of (B, T, ...)."""
         self.length = x.shape[1]
         return _redistribute(x, self.mesh, Replicate(), Shard(1))
 
     def gather(self, y: Tensor) -> Tensor:
-        """All ranks' parts to (B, T, ...); they need not be equally long."""
+        """Join all ranks' parts, which can have different lengths, to (B, T, ...)."""
         shape = torch.Size((y.shape[0], self.length, *y.shape[2:]))
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(y.contiguous(), self.mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
@@ -279,7 +281,7 @@ class _SequenceParts:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether torch's styles fit: they hand DTensors to a forward, which must be torch's."""
+    """Whether torch's styles fit. They pass DTensors to the forward, which must be torch's."""
     return own_class(module) in (nn.Linear, nn.Embedding) and "forward" not in module.__dict__
 
 

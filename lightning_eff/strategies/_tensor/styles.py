@@ -1,4 +1,4 @@
-"""Tensor-parallel styles by name, and which modules each is for."""
+"""Tensor-parallel styles by name, and the modules that each supports."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from lightning_eff._core._architecture.stand_ins import stands_in
 from lightning_eff.strategies._tensor.access import own_class
 
 PACKED = "packed_colwise"
-WHOLE = "colwise_replicated"  # all outputs on every rank, each for its own part of what follows: one key head of many
+WHOLE = (
+    "colwise_replicated"  # all outputs on every rank, for its part of the next computation, such as a single key head
+)
 LINEAR_STYLES = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", PACKED, WHOLE)
 EMBEDDING_STYLES = ("embedding_rowwise", "embedding_colwise")
 ANY_STYLES = ("gather", "replicate", "replicated_with_grad_allreduce", "sequence_parallel")
@@ -22,7 +24,7 @@ STYLES = (*LINEAR_STYLES, *EMBEDDING_STYLES, *ANY_STYLES)
 
 @dataclass(frozen=True)
 class Style:
-    """A style's name and, for ``packed_colwise``, the rows of each section (empty: two equal ones)."""
+    """A style's name and, for ``packed_colwise``, the rows of each section (empty means two equal ones)."""
 
     name: str
     sections: tuple[int, ...] = ()
@@ -32,10 +34,10 @@ class Style:
 
 
 def parse_style(text: str, *, where: str) -> Style:
-    """The style that ``text`` names: one of ``STYLES``, or ``packed_colwise:64,32,32`` with the rows of each section.
+    """Return the style of ``text``: one of ``STYLES``, or ``packed_colwise:64,32,32`` with the rows of each section.
 
     Raises:
-        ValueError: for another name; ``where`` begins the message.
+        ValueError: if the name is unknown; ``where`` begins the message.
     """
     name, _, rest = str(text).partition(":")
     name = SYNONYMS.get(name, name)
@@ -49,24 +51,24 @@ def parse_style(text: str, *, where: str) -> Style:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer that can be split: ``nn.Linear``, a subclass, or ``Conv1D``; with a weight."""
-    own = module._parameters.get("weight") is not None  # not made of others, as weight_norm's is
+    own = module._parameters.get("weight") is not None  # not computed from others, as by weight_norm
     return own and ((isinstance(module, nn.Linear) and not stands_in(module)) or is_conv1d(module))
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """(in, out) of a linear layer, of the whole layer."""
+    """Return (in, out) features of a whole linear layer."""
     weight = module._parameters["weight"]
     assert weight is not None
     return (weight.shape[0], weight.shape[1]) if is_conv1d(module) else (weight.shape[1], weight.shape[0])
 
 
 def even_dim(shape: torch.Size, size: int) -> int | None:
-    """The first dimension that ``size`` ranks can share evenly; None if there is none."""
+    """Return the first dimension that ``size`` divides, or None."""
     return next((dim for dim, n in enumerate(shape) if n >= size and n % size == 0), None)
 
 
 def misfit(module: nn.Module, style: Style, size: int) -> str | None:
-    """Why ``style`` cannot be applied to ``module`` over ``size`` ranks; None if it can."""
+    """Return why ``style`` does not fit ``module`` over ``size`` ranks, or None."""
     kind = type(module).__name__
     if style.name in LINEAR_STYLES:
         if not is_linear(module) or any(name not in ("weight", "bias") for name in module._parameters):
@@ -89,7 +91,7 @@ def misfit(module: nn.Module, style: Style, size: int) -> str | None:
         if style.name == "embedding_rowwise" and rows % size:
             return f"its {rows} rows do not divide by {size}"
         if style.name == "embedding_rowwise" and module.padding_idx is not None:
-            return "it has a padding_idx, which is an index among all rows and not among a rank's"
+            return "it has a padding_idx, which is an index of the whole weight and not of a rank's part"
         if style.name == "embedding_colwise" and width % size:
             return f"its width {width} does not divide by {size}"
     if style.name == "gather" and all(
@@ -100,13 +102,13 @@ def misfit(module: nn.Module, style: Style, size: int) -> str | None:
 
 
 def sections_of(module: nn.Module, style: Style) -> tuple[int, ...]:
-    """The rows of each section; without any in the style, two equal ones."""
+    """Return the rows of each section, by default two equal ones."""
     width = features(module)[1]
     return style.sections or (width // 2, width - width // 2)
 
 
 def owners(root: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
-    """By the identity of each parameter: (dotted name, owning module, name in it) of every module that holds it."""
+    """Return (dotted name, owning module, name in it) for every owner of each parameter, by the parameter's id."""
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in root.named_modules():
         for name, param in module._parameters.items():
@@ -116,12 +118,12 @@ def owners(root: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
 
 
 def names_of(module: nn.Module) -> list[str]:
-    """Names of a module's own parameters that exist."""
+    """Return the names of a module's own parameters, without those that are None."""
     return [name for name, param in module._parameters.items() if param is not None]
 
 
 def sharded_part(params: Iterable[nn.Parameter]) -> tuple[int, int]:
-    """(elements this rank holds, elements of the whole) of ``params``, each counted once."""
+    """Return (elements on this rank, all elements) of ``params``, each counted once."""
     held = whole = 0
     for param in {id(p): p for p in params}.values():
         whole += param.numel()

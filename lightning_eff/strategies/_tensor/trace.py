@@ -1,4 +1,4 @@
-"""One real execution of a module: which leaves were called with what, who reads whose weights, and all gradients."""
+"""Records one real execution of a module: the calls of leaves, the reads of weights, and all gradients."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.f
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout keeps everything: masks of split activations cannot equal those of whole ones."""
+    """Disables dropout, since masks of split activations cannot equal those of whole ones."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -35,7 +35,7 @@ class _NoDropout(TorchFunctionMode):
 
 @contextmanager
 def undisturbed(root: nn.Module) -> Iterator[None]:
-    """Random numbers from a fixed seed and no dropout; afterwards generators, buffers and gradients are as before."""
+    """Use a fixed seed and no dropout in this context, and restore generators, buffers and gradients afterwards."""
     owners = [(module._buffers, dict(module._buffers)) for module in root.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers()]
     grads = [(param, param.grad) for param in root.parameters()]
@@ -54,7 +54,7 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
             yield
         finally:
             random.setstate(state)
-            torch.clear_autocast_cache()  # of casts of weights that are about to have other values
+            torch.clear_autocast_cache()  # the values of the cached weights change
             for param, grad in grads:
                 param.grad = grad
             with torch.no_grad():
@@ -66,17 +66,17 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
 
 
 class _NotRecomputed:
-    """Stands for torch's reentrant checkpoint, whose forward pass would leave no graph to read."""
+    """Replaces torch's reentrant checkpoint, whose forward pass leaves no graph."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Run ``function`` as it is."""
+        """Run ``function`` without a checkpoint."""
         return function(*args)
 
 
 @contextmanager
 def without_reentrant() -> Iterator[None]:
-    """Within this context reentrant checkpoints keep what they would recompute."""
+    """Let reentrant checkpoints keep their activations in this context."""
     before = torch.utils.checkpoint.CheckpointFunction
     torch.utils.checkpoint.CheckpointFunction = _NotRecomputed  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -87,8 +87,7 @@ def without_reentrant() -> Iterator[None]:
 
 @contextmanager
 def own_arithmetic(root: nn.Module) -> Iterator[None]:
-    """Within this context layers compute as their classes do, and not in this pack's low precision, whose scales depend
-    on how weights are split."""
+    """Disable this package's low precision in this context, since its scales depend on the split of weights."""
     swapped = [
         (module, forward)
         for module in root.modules()
@@ -105,7 +104,7 @@ def own_arithmetic(root: nn.Module) -> Iterator[None]:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first floating-point tensor in nested tuples, lists and mappings; None if there is none."""
+    """Return the first floating-point tensor in nested tuples, lists and mappings, or None."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() else None
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
@@ -114,7 +113,7 @@ def first_tensor(value: Any) -> Tensor | None:
 
 @dataclass
 class Call:
-    """One call of a leaf: the autograd nodes of what went in and of what came out, and the latter's root mean square."""
+    """One call of a leaf: the autograd nodes of its input and output, and the output's root mean square."""
 
     path: str
     entered: Any
@@ -124,7 +123,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Print:
-    """What is kept of an output to compare it with another run's: shape, sum and root of the sum of squares."""
+    """The fingerprint of an output for comparison with another run: shape, sum and root of the sum of squares."""
 
     path: str
     shape: tuple[int, ...]
@@ -134,18 +133,18 @@ class Print:
 
 @dataclass
 class Record:
-    """What one execution showed.
+    """The record of one execution.
 
     Attributes:
         loss: the loss, a number.
-        grads: each parameter's gradient by name; the first name of a shared one.
-        calls: of leaves (modules without children), in order; kept only where asked for.
-        buffers: what the execution left in the buffers that it changed, by name.
-        prints: of every module's output, in the order in which modules ended.
+        grads: gradients by name; a shared parameter has its first name.
+        calls: calls of leaves (modules without children) in order, if requested.
+        buffers: values of changed buffers by name.
+        prints: fingerprint of every module's output, in the order in which modules finished.
         outside: names of parameters that were read while their module was not running.
-        end: the loss's autograd node; kept only where calls are.
-        dtype: the lowest floating-point precision among the outputs of modules.
-        inside: the innermost module that was running when the execution failed.
+        end: the loss's autograd node, if calls are recorded.
+        dtype: the lowest floating-point precision of a module's output.
+        inside: the innermost running module when the execution failed.
     """
 
     loss: float = float("nan")
@@ -164,7 +163,7 @@ def _lower(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 
 
 class _Watcher:
-    """Hooks on every module, and on reads of parameters, for one execution."""
+    """Hooks every module and every read of parameters during one execution."""
 
     def __init__(self, root: nn.Module, record: Record, keep_calls: bool) -> None:
         self.root, self.record, self.keep = root, record, keep_calls
@@ -186,7 +185,7 @@ class _Watcher:
         if left is None or isinstance(left, DTensor):
             return
         self.record.dtype = _lower(self.record.dtype, left.dtype)
-        plain = left.detach().double()  # float64, and as numbers: nothing here may keep activations
+        plain = left.detach().double()  # as float64 numbers, so that nothing keeps activations alive
         self.record.prints.append(Print(path, tuple(left.shape), plain.sum().item(), plain.norm().item()))
         if self.keep and not module._modules:
             self.record.calls.append(Call(path, entered, left.grad_fn, float(plain.square().mean().sqrt())))
@@ -218,7 +217,7 @@ class _Watcher:
 
 @contextmanager
 def jittered(root: nn.Module, relative: float) -> Iterator[None]:
-    """Within this context outputs of layers with parameters are off by random errors of size ``relative``, as rounding's."""
+    """Add random errors of size ``relative``, like rounding, to the outputs of layers with parameters in this context."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -241,15 +240,15 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def execute(root: nn.Module, run: Callable[[], Tensor], *, keep_calls: bool = False) -> Record:
-    """Run forward and backward once and return what happened; ``root`` is left as it was.
+    """Run forward and backward once, and return the record; ``root`` does not change.
 
     Args:
-        root: the module whose parts are watched.
-        run: its training step on one batch; returns the loss.
-        keep_calls: keep inputs and outputs of leaves, with their autograd graph.
+        root: the module.
+        run: runs its training step on one batch, and returns the loss.
+        keep_calls: record inputs and outputs of leaves, with their autograd graph.
 
     Raises:
-        Exception: whatever the execution raises; its ``inside`` attribute then names the innermost running module.
+        Exception: the error of the execution. Its ``inside`` attribute names the innermost running module.
     """
     record = Record()
     watcher = _Watcher(root, record, keep_calls)

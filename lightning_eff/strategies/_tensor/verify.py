@@ -1,4 +1,4 @@
-"""Whether a sharded module computes what the whole one did: loss and all gradients, on every rank."""
+"""Checks that a split module computes the loss and all gradients of the whole one, on every rank."""
 
 import math
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_eff.strategies._tensor.trace import Record
 
-# Relative errors that are always taken for rounding, by the lowest precision in which a module computes; a wrong split
-# is off by about 1 in the gradients of what it touches.
+# Relative errors that always count as rounding, by the lowest precision of a module's computation. A wrong split has errors
+# of about 1 in the affected gradients.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
 _TF32 = 2.0**-10
-_TIMES = 8.0  # a split may differ by as many times what rounding errors put in on purpose make
+_TIMES = 8.0  # allowed difference, as a multiple of the effect of artificial rounding errors
 _FLOOR = 1e-3  # of the mean gradient norm
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What differs.
+    """A difference between two executions.
 
     Attributes:
-        message: for the reader; empty if nothing does.
-        suspect: dotted path of the module at fault, as far as it can be told.
+        message: description of the difference, or empty.
+        suspect: dotted path of the module at fault, if known.
     """
 
     message: str = ""
@@ -33,20 +33,20 @@ class Finding:
 
 
 def rounding(dtype: torch.dtype, device: str) -> float:
-    """The relative rounding error of a product in ``dtype``."""
+    """Return the relative rounding error of a product in ``dtype``."""
     if dtype is torch.float32 and device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return _TF32
     return torch.finfo(dtype).eps
 
 
 def tolerance(dtype: torch.dtype, device: str) -> float:
-    """The relative error that is always taken for rounding."""
+    """Return the relative error that always counts as rounding."""
     return max(_TOLERANCE.get(dtype, 0.1), 10 * rounding(dtype, device))
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding errors do to a module: by how much its loss changes, and each gradient and buffer in norm."""
+    """The effect of rounding errors on a module: the changes of its loss, and of the norms of gradients and buffers."""
 
     loss: float
     grads: dict[str, float]
@@ -54,7 +54,7 @@ class Noise:
 
 
 def noise(before: Record, jittered: Record) -> Noise:
-    """From two executions of the whole module, the second with errors put in."""
+    """Compute the noise from two executions of the whole module, the second with artificial errors."""
     return Noise(
         abs(before.loss - jittered.loss),
         {name: _distance(jittered.grads[name], grad) for name, grad in before.grads.items() if name in jittered.grads},
@@ -63,28 +63,28 @@ def noise(before: Record, jittered: Record) -> Noise:
 
 
 def local_part(whole: Tensor, param: nn.Parameter) -> Tensor:
-    """The part of ``whole`` that this rank has of ``param``."""
+    """Return the part of ``whole`` that this rank has of ``param``."""
     if not isinstance(param, DTensor):
         return whole
     return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None).to_local()
 
 
 def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, in the parameter's own placement."""
+    """Return this rank's part of a gradient, in the parameter's placement."""
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         return grad.redistribute(placements=param.placements).to_local()
     return grad
 
 
 def compare(root: nn.Module, before: Record, after: Record, mesh: DeviceMesh, errors: Noise) -> Finding:
-    """What differs between the whole module's execution and the split one's; the same on all ranks of ``mesh``.
+    """Return the difference between the whole module's execution and the split one's, equal on all ranks of ``mesh``.
 
     Args:
         root: the split module.
         before: the whole module's execution.
-        after: the split module's.
+        after: the split module's execution.
         mesh: the tensor-parallel ranks.
-        errors: what rounding explains.
+        errors: the effect of rounding.
     """
     tol = tolerance(before.dtype, mesh.device_type)
     mine = Finding()
@@ -114,7 +114,7 @@ def compare(root: nn.Module, before: Record, after: Record, mesh: DeviceMesh, er
 
 
 def _of_buffers(before: Record, after: Record, tol: float, errors: Noise) -> Finding:
-    """A buffer in which the step leaves other values: statistics of a part of the features, as where a layer is split."""
+    """Return the difference in a buffer, such as statistics of a part of the features behind a split layer."""
     for name in dict.fromkeys((*before.buffers, *after.buffers)):
         whole, found = before.buffers.get(name), after.buffers.get(name)
         path = name.rpartition(".")[0]
@@ -135,7 +135,7 @@ def _distance(value: Tensor, reference: Tensor) -> float:
 
 
 def _diverges(before: Record, after: Record, tol: float) -> str:
-    """The first module whose output has the whole module's shape and other values."""
+    """Return the first module whose output has the same shape as in the whole module but other values."""
     for old, new in zip(before.prints, after.prints, strict=False):
         if old.path != new.path:
             return ""

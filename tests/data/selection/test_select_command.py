@@ -38,7 +38,7 @@ def test_text_is_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     cli.main([*arguments, "--keep", "0.5"])
     assert read(out, "indices", who="").values.tolist() == [*range(1, 40, 2)]
     assert read(out, "indices", who="").num_samples == 40 and not (tmp_path / "kept.json.work").exists()
-    assert "kept 20 of 40 documents, whose log-weight is" in capsys.readouterr().out
+    assert "kept 20 of 40 documents in" in capsys.readouterr().out
     cli.main([*arguments, "--keep", "7", "--seed", "1"])
     first = read(out, "indices", who="").values.tolist()
     cli.main([*arguments, "--keep", "7", "--seed", "2"])
@@ -93,18 +93,18 @@ def test_a_texts_length_and_fingerprint_are_those_of_the_data_set(
     Path(raw).write_text("a b\n" * 19)
     with pytest.raises(SystemExit):
         cli.main(arguments)
-    assert "has 19 documents, and the data set of" in capsys.readouterr().err
+    assert "has 19 documents, but the data set of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["prun"], "got 'prun'; expected dsir or prune"),
-        (["dsir", "--raw", "gone.txt", "--target", "x", "--keep", "1", "--out", "a.json"], "gone.txt: there is no such file"),
+        (["dsir", "--raw", "gone.txt", "--target", "x", "--keep", "1", "--out", "a.json"], "gone.txt: no such file"),
         (["dsir", "--raw", "gone.txt", "--target", "x", "--keep", "1", "--out", "a.csv"], "ends in .json or .npz"),
-        (["dsir", "--raw", "pyproject.toml", "--target", "pyproject.toml", "--keep", "1.5", "--out", "a.json"], "a share in"),
-        (["prune", "--config", "gone.yaml", "--keep", "0.5", "--out", "a.json"], "there is no such file"),
-        (["prune", "--config", "gone.yaml", "--keep", "5", "--out", "a.json"], r"--keep 5: expected a share"),
+        (["dsir", "--raw", "pyproject.toml", "--target", "pyproject.toml", "--keep", "1.5", "--out", "a.json"], "a fraction"),
+        (["prune", "--config", "gone.yaml", "--keep", "0.5", "--out", "a.json"], "no such file"),
+        (["prune", "--config", "gone.yaml", "--keep", "5", "--out", "a.json"], r"--keep 5: expected a fraction"),
         (["prune", "--config", "gone.yaml", "--keep", "0.5", "--out", "a.json", "--scre", "el2n"], "Did you mean '--score'"),
     ],
 )  # fmt: skip

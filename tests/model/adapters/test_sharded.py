@@ -118,8 +118,8 @@ def test_plans_of_wrapped_maps_are_refused_with_what_there_is(two: dict[str, Any
     plans = two["around"]["plans"]
     assert "'blocks.0.qkv' names no module with parameters" in plans["blocks.0.qkv"]
     assert "blocks.*.qkv.base_layer" in plans["blocks.0.qkv"]
-    assert "the split module is not equal to the whole one" in plans["blocks.0.qkv.base_layer"]
-    assert 'or take plan "auto"' in plans["blocks.0.qkv.base_layer"]
+    assert "the split module differs from the whole one" in plans["blocks.0.qkv.base_layer"]
+    assert 'or use tensor_parallel_plan="auto"' in plans["blocks.0.qkv.base_layer"]
 
 
 @pytest.mark.parametrize("layout", ["hybrid", "tensor"])

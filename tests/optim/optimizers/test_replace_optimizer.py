@@ -690,19 +690,19 @@ class _AnewEachStep(FourGroups):
         (_AnewEachStep, lambda: ReplaceOptimizer(group_lr={"head": 0.1}), "LBFGS keeps .* parameters='all'"),
         (_Two, lambda: ReplaceOptimizer(Muon), r"returned 2 optimizers \(\['AdamW', 'SGD'\]\)\. Return one optimizer"),
         (_None, lambda: ReplaceOptimizer(Muon), r"returned no optimizers\. Return one optimizer"),
-        (FourGroups, lambda: ReplaceOptimizer(torch.optim.LBFGS), "LBFGS evaluates the loss anew"),
+        (FourGroups, lambda: ReplaceOptimizer(torch.optim.LBFGS), "LBFGS evaluates the loss again"),
         (
             FourGroups,
             lambda: ReplaceOptimizer(torch.optim.LBFGS, "all"),
-            "LBFGS does not take these parameters, 4 groups",
+            "LBFGS does not accept these parameters, 4 groups",
         ),
         (
             FourGroups,
             lambda: ReplaceOptimizer(torch.optim.Muon, "all"),
-            r"Muon does not take .*shapes \(\(|Muon does not take",
+            r"Muon does not accept .*shapes \[\(16,\)",
         ),
-        (FourGroups, lambda: ReplaceOptimizer(_Forgets), "_Forgets holds 1 parameters and was given 8, without"),
-        (FourGroups, lambda: ReplaceOptimizer(lambda params: 3), "returned int; expected a torch.optim.Optimizer"),
+        (FourGroups, lambda: ReplaceOptimizer(_Forgets), "_Forgets has 1 parameters but was given 8, without"),
+        (FourGroups, lambda: ReplaceOptimizer(lambda params: 3), r"returned int\. Return a torch.optim.Optimizer"),
         (
             FourGroups,
             lambda: ReplaceOptimizer(Muon, ["net.block.*"]),
@@ -734,7 +734,7 @@ def test_what_cannot_be_done_is_refused_at_setup(net: Any, technique: Any, messa
         ),
         (
             functools.partial(torch.optim.SGD, warmup=3),
-            r"SGD has no argument 'warmup'; expected one of lr, .* Take it out",
+            r"SGD has no argument 'warmup'; expected one of lr, .* Remove it",
         ),
     ],
 )
@@ -746,7 +746,7 @@ def test_an_argument_that_the_optimizer_has_not_is_refused_at_once(optimizer: An
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (functools.partial(Muon, lr="0.02"), r"Muon does not take lr='0.02': .*such as the default 0.02\.$"),
+        (functools.partial(Muon, lr="0.02"), r"Muon does not accept lr='0.02': .*such as the default 0.02\.$"),
         (
             functools.partial(Muon, momentum=0.9, lr=-1.0),
             r"does not take lr=-1.0: .* finite number >= 0.* default 0.02\.$",
@@ -757,7 +757,7 @@ def test_an_argument_that_the_optimizer_has_not_is_refused_at_once(optimizer: An
         ),
         (
             lambda params: Muon(params, rate=0.1),
-            r"cannot be made, whatever the parameters: .*'rate'\. Mend the arguments",
+            r"cannot be created with these arguments .*'rate'\. Correct the arguments",
         ),
     ],
 )
@@ -806,7 +806,7 @@ def _scheduled(optimizer: Any) -> Any:
         ({"group_lr": {"head": float("nan")}}, r"group_lr=\{'head': nan\}\): expected a finite number >= 0"),
         ({"lr": 0.1}, "none is named. Name one, or give only group_lr="),
         ({"optimizer": "torch.optim.Muno"}, "no class is found at 'torch.optim.Muno'"),
-        ({"optimizer": "torch.nn.Linear"}, "is no torch.optim.Optimizer"),
+        ({"optimizer": "torch.nn.Linear"}, "is not a torch.optim.Optimizer"),
         ({"optimizer": {"class": "a"}}, "expected the keys class_path and init_args"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What Muon is made of: its settings, the orthogonal step, and how ranks divide it."""
+"""The parts of Muon: its settings, the orthogonal step, and its division over ranks."""

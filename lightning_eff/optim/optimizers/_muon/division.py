@@ -1,4 +1,4 @@
-"""Work on a list of tensors divided over the ranks of a run, whose results are exchanged."""
+"""Divides work on a list of tensors over the ranks of a run, and exchanges the results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from lightning_eff.optim.optimizers import _lists as lists
 
 
 class Division:
-    """Divides work that every rank would do alike, as long as the ranks hold the same tensors.
+    """Divides work that every rank would do equally, as long as the ranks hold the same tensors.
 
-    Before the first call the ranks agree on whether they hold tensors of the same shapes; in a pipeline they do not, and some
-    may hold none. At each call the norms of all tensors travel with the results: where they differ (each rank trains for
-    itself), the ranks find out together, do that call's work again by themselves, and divide nothing from then on.
+    Before the first call the ranks compare the shapes of their tensors, which differ in a pipeline. Each call sends the norms
+    of all tensors with the results. If norms differ, because each rank trains separately, all ranks notice it. They then redo
+    the work of that call alone, and divide nothing afterwards.
     """
 
     def __init__(self) -> None:
@@ -26,16 +26,16 @@ class Division:
 
     @property
     def idle(self) -> bool:
-        """Whether each rank does all by itself."""
+        """Whether each rank does all work alone."""
         return (
             not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or self._divides is False
         )
 
     def agree(self, held: Sequence[Any]) -> None:
-        """Find out whether the ranks can divide anything; each must call it, also one that holds nothing.
+        """Find out whether the ranks can divide work; every rank must call it, even without tensors.
 
         Args:
-            held: of the tensors of all calls to come in this step, what must be alike on all ranks; empty where there are none.
+            held: properties of this step's tensors that must be equal on all ranks; empty without tensors.
         """
         if self._divides is not None or self.idle:
             return
@@ -45,11 +45,11 @@ class Division:
             self._divides = all(one == said[0] for one in said)
 
     def run(self, tensors: list[Tensor], work: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """``work(tensors)``, whose results have the shapes of ``tensors`` and depend on each tensor alone.
+        """Return ``work(tensors)``. Each result has the shape of its tensor and depends only on it.
 
         Args:
-            tensors: the same on all ranks, if the work shall be divided.
-            work: what is done with a part of them.
+            tensors: the tensors, equal on all ranks if the work is divided.
+            work: function of a part of the tensors.
         """
         if self.idle:
             return work(tensors)
@@ -62,7 +62,7 @@ class Division:
         dtype = done[0].dtype if done else None
         dtypes = [torch.float32, torch.bfloat16]
         sizes = [sum(tensors[i].numel() for i, who in enumerate(owner) if who == r) for r in range(world)]
-        # results travel as float32: bfloat16 goes into it and back without a change
+        # results are sent as float32, which represents bfloat16 exactly
         sent = torch.zeros(1 + len(norms) + max(sizes), device=norms.device)
         sent[0] = -1.0 if dtype is None else float(dtypes.index(dtype))
         sent[1 : 1 + len(norms)] = norms
@@ -72,7 +72,7 @@ class Division:
         got = torch.empty(world * len(sent), device=sent.device)
         dist.all_gather_into_tensor(got, sent)
         rows = got.view(world, -1)
-        held = rows[:, 1 : 1 + len(norms)].contiguous().view(torch.int32)  # as bits, so that a NaN is equal to itself
+        held = rows[:, 1 : 1 + len(norms)].contiguous().view(torch.int32)  # as bits, since NaN is not equal to itself
         if not torch.equal(held, held[:1].expand(world, -1)):
             self._divides = False
             return work(tensors)
@@ -87,7 +87,7 @@ class Division:
 
 
 def divided(costs: list[int], world: int) -> list[int]:
-    """Who does which, so that no rank has much more to do than another: the dearest first, to who has least."""
+    """Assign work to ranks evenly: the most expensive first, to the rank with the least work."""
     load, owner = [0] * world, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         owner[i] = min(range(world), key=lambda r: (load[r], r))
@@ -96,13 +96,13 @@ def divided(costs: list[int], world: int) -> list[int]:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """A DTensor's whole, gathered; anything else as it is."""
+    """Return the gathered DTensor, or a plain tensor unchanged."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 def part_of(whole: Tensor, p: Any) -> Tensor:
-    """This rank's part of ``whole``, which every rank has, divided as the DTensor ``p`` is."""
+    """Return this rank's part of ``whole``, which every rank has, divided like the DTensor ``p``."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = p.device_mesh

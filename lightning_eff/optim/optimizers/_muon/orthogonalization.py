@@ -1,8 +1,8 @@
-"""The polar factor of many matrices at once, by matrix products alone (Jordan et al. 2024; Amsel et al. 2025).
+"""The polar factor of many matrices at once, by matrix products only (Jordan et al. 2024; Amsel et al. 2025).
 
-Of a matrix ``X = U S V^T`` the polar factor is ``U V^T``: the nearest matrix whose singular values are all one. An odd
-polynomial of ``X`` acts on its singular values, so a few steps ``X := a X + b (X X^T) X + c (X X^T)^2 X`` bring them
-near one. Matrices of one shape are stacked, so that a step is three batched products however many there are.
+The polar factor of a matrix ``X = U S V^T`` is ``U V^T``, the nearest matrix whose singular values are all one. An odd
+polynomial of ``X`` acts on its singular values. So a few steps ``X := a X + b (X X^T) X + c (X X^T)^2 X`` bring them close to
+one. Matrices of one shape are stacked, so that a step needs three batched products for any number of matrices.
 """
 
 import math
@@ -18,12 +18,12 @@ _SLOPE = 50.0  # of the steps of one stage
 
 @dataclass(frozen=True)
 class Iteration:
-    """One way to iterate.
+    """One kind of iteration.
 
     Attributes:
-        steps: ``(a, b, c)`` of each step; where more are asked for, the last one is repeated.
-        safety: the Frobenius norm is multiplied by it, so that rounding cannot lift a singular value above one.
-        eps: added to the norm, or (``clamped``) its least value.
+        steps: ``(a, b, c)`` of each step; further steps repeat the last one.
+        safety: factor of the Frobenius norm, so that rounding cannot lift a singular value above one.
+        eps: added to the norm, or its least value if ``clamped``.
         clamped: see ``eps``.
     """
 
@@ -33,7 +33,7 @@ class Iteration:
     clamped: bool
 
     def coefficients(self, num_iterations: int) -> tuple[Coefficients, ...]:
-        """Those of ``num_iterations`` steps."""
+        """Return the coefficients of ``num_iterations`` steps."""
         missing = num_iterations - len(self.steps)
         return (*self.steps[:num_iterations], *[self.steps[-1]] * max(missing, 0))
 
@@ -41,8 +41,8 @@ class Iteration:
 ITERATIONS = {
     # Jordan et al. 2024: one quintic whose slope at 0 is steep; singular values end in about [0.7, 1.2]
     "newton_schulz": Iteration(((3.4445, -4.775, 2.0315),), safety=1.0, eps=1e-7, clamped=True),
-    # Amsel et al. 2025, arXiv:2505.16932: the best quintic for what the steps before have left, of singular values in
-    # [1e-3, 1]; the figures are those of their implementation, with a cushion for bfloat16
+    # Amsel et al. 2025, arXiv:2505.16932: the best quintic after the steps before, for singular values in [1e-3, 1]; the
+    # coefficients are those of their implementation, with a margin for bfloat16
     "polar_express": Iteration(
         (
             (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -63,7 +63,7 @@ class Stack:
     """Matrices of one shape.
 
     Attributes:
-        blocks: which of the blocks that were given it is made of, in their order.
+        blocks: indices of the given blocks in it, in order.
         x: shape (k, out, in).
     """
 
@@ -78,16 +78,16 @@ def orthogonalize(
     num_iterations: int = 5,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """The polar factors of ``matrices``, approximately: singular values go to about one, singular vectors stay.
+    """Return the approximate polar factors of ``matrices``: singular values become about one, singular vectors stay.
 
     Args:
-        matrices: of shape (m, n) each, any mixture of shapes, on one device; not changed.
+        matrices: matrices (m, n) of any shapes on one device. They do not change.
         method: "polar_express" or "newton_schulz".
-        num_iterations: steps, >= 1.
-        dtype: in which products are computed; None takes bfloat16 on CUDA and float32 elsewhere.
+        num_iterations: number of steps, >= 1.
+        dtype: type of the products. None uses bfloat16 on CUDA and float32 elsewhere.
 
     Returns:
-        In the order of ``matrices``, of their shapes, in ``dtype``; views of a few large tensors.
+        The factors in the order and shapes of ``matrices``, in ``dtype``. They are views of a few large tensors.
     """
     found = list(matrices)
     blocks = [matrix[None] for matrix in matrices]
@@ -104,7 +104,7 @@ def polar_stacks(
     num_iterations: int = 5,
     dtype: torch.dtype | None = None,
 ) -> list[Stack]:
-    """As :func:`orthogonalize`, of blocks of several matrices of one shape, (j, out, in): as they come out, stacked."""
+    """Orthogonalize blocks of matrices (j, out, in) like :func:`orthogonalize`, and return the stacks."""
     if not blocks:
         return []
     how = ITERATIONS[method]
@@ -116,7 +116,7 @@ def polar_stacks(
     for stack in stacks:
         stack.x = _normalized(stack.x.to(dtype), how)
         m, n = sorted(stack.x.shape[1:])
-        # by the shape alone, so that what a matrix becomes does not depend on the others, or on who computes it
+        # by the shape only, so that the result does not depend on other matrices or on the rank
         if dtype == torch.float32 and gram_is_cheaper(m, n, steps):
             on_gram.setdefault(m, []).append(stack)
         else:
@@ -128,7 +128,7 @@ def polar_stacks(
 
 
 def stacked(blocks: Sequence[Tensor]) -> list[Stack]:
-    """Blocks of matrices, (j, out, in), with all of one shape in one new tensor."""
+    """Stack blocks of matrices (j, out, in), with all matrices of one shape in one new tensor."""
     by_shape: dict[torch.Size, list[int]] = {}
     for index, block in enumerate(blocks):
         by_shape.setdefault(block.shape[1:], []).append(index)
@@ -138,18 +138,18 @@ def stacked(blocks: Sequence[Tensor]) -> list[Stack]:
 def gram_is_cheaper(m: int, n: int, steps: Sequence[Coefficients]) -> bool:
     """Whether ``steps`` take fewer multiplications on Gram matrices than on ``X`` of shape (m, n), ``m <= n``.
 
-    On ``X``, a step takes ``2 m^2 n + m^3``. On the Gram matrix, four products of ``m^3``, but three in the first and two in
-    the last step of a stage, and each stage twice ``m^2 n`` in all.
+    On ``X``, each step needs ``2 m^2 n + m^3``. On the Gram matrix it needs four products of ``m^3``, but three in the first
+    and two in the last step of a stage. Each stage needs ``m^2 n`` twice.
     """
     return sum(2 * n + (4 * len(stage) - 3) * m for stage in stages(steps)) < len(steps) * (2 * n + m)
 
 
 def stages(steps: Sequence[Coefficients]) -> list[list[Coefficients]]:
-    """The steps, parted where the Gram matrix is made anew of ``X``: before slopes at zero, together, are above 50.
+    """Split the steps into stages, which compute the Gram matrix again, before the product of slopes at zero exceeds 50.
 
-    Rounding errors of a Gram matrix are as large as those of its largest eigenvalue, beside which small singular values are
-    squared away. Stages lift these first: so parted, matrices of any condition come out within some 1e-5 of what the steps
-    make of ``X`` itself, and without, 1e-3 away.
+    Rounding errors of a Gram matrix are as large as those of its largest eigenvalue, so squares of small singular values are
+    lost. Stages enlarge these first. With stages, the result differs from the steps on ``X`` itself by about 1e-5 for any
+    condition number, and without them by 1e-3.
     """
     found: list[list[Coefficients]] = []
     slope = math.inf
@@ -169,7 +169,7 @@ def _normalized(x: Tensor, how: Iteration) -> Tensor:
 
 
 def _iterate(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
-    """The steps on ``x`` of shape (k, out, in) itself; a tall one is multiplied from its shorter side."""
+    """Do the steps on ``x`` (k, out, in), multiplied from its shorter side."""
     for a, b, c in steps:
         gram = _gram(x)
         # X := a X + (b A + c A^2) X,  A = X X^T
@@ -179,10 +179,10 @@ def _iterate(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
 
 
 def _iterate_gram(stacks: Sequence[Tensor], steps: Sequence[Coefficients]) -> Sequence[Tensor]:
-    """The same on the Gram matrices of stacks (k, out, in) whose shorter sides are as long.
+    """Do the steps on the Gram matrices of stacks (k, out, in) with equal shorter sides, in float32.
 
-    With ``P = a I + b G + c G^2``, a step is ``X := P X``, ``G := P G P``; all ``P`` are polynomials in one matrix, so they
-    commute. What is kept is their product ``Q`` over each of the :func:`stages`. It is for float32.
+    With ``P = a I + b G + c G^2``, each step is ``X := P X``, ``G := P G P``. All ``P`` are polynomials in one matrix, so they
+    commute. The code computes their product ``Q`` over each of the :func:`stages`.
     """
     for stage in stages(steps):
         gram = torch.cat([_gram(x) for x in stacks])
@@ -196,7 +196,7 @@ def _iterate_gram(stacks: Sequence[Tensor], steps: Sequence[Coefficients]) -> Se
                 gram = torch.bmm(torch.bmm(p, gram), p)
         assert q is not None
         parts = q.split([len(x) for x in stacks])
-        # rounded, they commute no more: P_k ... P_1 X, of a tall one X P_1 ... P_k
+        # with rounding they do not commute: P_k ... P_1 X, or X P_1 ... P_k for a tall matrix
         stacks = [torch.bmm(x, q.mT) if _is_tall(x) else torch.bmm(q, x) for x, q in zip(stacks, parts, strict=True)]
     return stacks
 
@@ -206,5 +206,5 @@ def _is_tall(x: Tensor) -> bool:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """The smaller of the two Gram matrices of each: ``X X^T``, of a tall one ``X^T X``."""
+    """Return the smaller Gram matrix of each: ``X X^T``, or ``X^T X`` for a tall one."""
     return torch.bmm(x.mT, x) if _is_tall(x) else torch.bmm(x, x.mT)

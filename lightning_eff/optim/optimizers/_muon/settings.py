@@ -18,12 +18,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def spectral_scale(rows: int, columns: int) -> float:
-    """``sqrt(max(1, out / in))``: a step changes the outputs of a linear layer by about ``lr``, whatever its shape."""
+    """Return ``sqrt(max(1, out / in))``, with which a step changes a linear layer's outputs by about ``lr``."""
     return math.sqrt(max(1.0, rows / columns))
 
 
 def match_rms_adamw_scale(rows: int, columns: int) -> float:
-    """``0.2 sqrt(max(out, in))``: entries as large as AdamW's steps, so its learning rate fits (Liu et al. 2025)."""
+    """Return ``0.2 sqrt(max(out, in))``, which fits AdamW's learning rate (Liu et al. 2025)."""
     return 0.2 * math.sqrt(max(rows, columns))
 
 
@@ -31,7 +31,7 @@ SCALES = {"spectral": spectral_scale, "match_rms_adamw": match_rms_adamw_scale}
 
 
 def checked_adam(adam: Mapping[str, Any] | None) -> dict[str, Any]:
-    """AdamW's settings for the other parameters; by default those that Jordan et al. use beside Muon."""
+    """Check AdamW's settings for the other parameters; the defaults are those of Jordan et al. for Muon."""
     given = dict(adam or {})
     unknown = sorted(set(given) - set(_ADAM))
     if unknown:

@@ -1,4 +1,4 @@
-"""What Muon does with the orthogonal matrices of a step: all of one shape at once, in few operations."""
+"""Applies the orthogonal matrices of a Muon step to parameters, all of one shape at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from lightning_eff.optim.optimizers._muon.settings import SCALES
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Matrices of one shape that lie in one parameter.
+    """Matrices of one shape in one parameter.
 
     Attributes:
-        group: the parameter's.
+        group: the parameter's group.
         p: the parameter.
-        index: which of its blocks this is.
-        block: their momenta ``u``, shape (j, out, in).
-        target: the same part of the parameter, as a view; of a DTensor, of which no such view is here, None.
-        second_moment: NorMuon's ``S``, shape (j, longer side); None without.
+        index: index of the block in the parameter.
+        block: the momenta ``u``, shape (j, out, in).
+        target: the part of the parameter as a view; None for a DTensor.
+        second_moment: NorMuon's ``S``, shape (j, longer side), or None.
     """
 
     group: dict[str, Any]
@@ -33,7 +33,7 @@ class Piece:
 
     @property
     def scale(self) -> float:
-        """What ``O`` is multiplied by, beside the rate."""
+        """The factor of ``O``, without the learning rate."""
         return SCALES[self.group["scale"]](*self.block.shape[1:])
 
     @property
@@ -43,11 +43,11 @@ class Piece:
 
 
 def normalize_neurons(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
-    """NorMuon: divide each neuron of ``O`` by the root of its running mean square, and keep the norm of the whole.
+    """Divide each neuron of ``O`` by the root of its running mean square, and keep the norm of ``O`` (NorMuon).
 
     Args:
         update: ``O`` of several matrices, shape (j, out, in).
-        second_moment: ``S`` of shape (j, out, 1) or (j, 1, in), along the longer side; changed in place.
+        second_moment: ``S`` along the longer side, shape (j, out, 1) or (j, 1, in), updated in place.
         beta2: in [0, 1).
     """
     norm = torch.linalg.matrix_norm(update, keepdim=True)
@@ -60,7 +60,7 @@ def normalize_neurons(update: Tensor, second_moment: Tensor, beta2: float) -> Te
 
 
 def normalize_stack(pieces: Sequence[Piece], x: Tensor) -> None:
-    """NorMuon's normalization, in place, of those pieces that want it; ``x`` as for :func:`take_steps`."""
+    """Apply NorMuon's normalization in place to the pieces that use it; ``x`` as for :func:`take_steps`."""
     for piece, part in zip(pieces, x.split([len(piece.block) for piece in pieces]), strict=True):
         if piece.second_moment is not None:
             wide = part.shape[1] < part.shape[2]
@@ -69,11 +69,11 @@ def normalize_stack(pieces: Sequence[Piece], x: Tensor) -> None:
 
 
 def take_steps(pieces: Sequence[Piece], x: Tensor) -> None:
-    """``p := p - lr scale O - lr wd p`` in place; "cautious" decays only where ``O p >= 0``.
+    """Compute ``p := p - lr scale O - lr wd p`` in place; "cautious" decays only if ``O p >= 0``.
 
     Args:
-        pieces: with targets, of one shape and dtype.
-        x: their ``O``, one after the other, shape (k, out, in); it is used up.
+        pieces: pieces with targets, of one shape and dtype.
+        x: their ``O`` in order, shape (k, out, in). It is overwritten.
     """
     dtype = pieces[0].p.dtype
     sizes = [len(piece.block) for piece in pieces]
@@ -98,20 +98,20 @@ def take_steps(pieces: Sequence[Piece], x: Tensor) -> None:
     for piece, target in zip(pieces, targets, strict=True):
         if piece.decay and not piece.group["cautious"]:
             target.mul_(1 - piece.decay)
-    # p := p - lr scale O, a convolution's in the shape of its kernels
+    # p := p - lr scale O; for a convolution in the shape of its kernels
     steps = [part.reshape(target.shape) for part, target in zip(x.split(sizes), targets, strict=True)]
     lists.sub_(targets, steps, alpha=length)
 
 
 def parts_of(pieces: Sequence[Piece], x: Tensor) -> list[Tensor]:
-    """``scale O`` of each piece, of the shape of its block; ``x`` as for :func:`take_steps`."""
+    """Return ``scale O`` of each piece in the shape of its block; ``x`` as for :func:`take_steps`."""
     parts = list(x.split([len(piece.block) for piece in pieces]))
     lists.mul_(parts, [piece.scale for piece in pieces])
     return parts
 
 
 def take_step(target: Tensor, step: Tensor, lr: float, weight_decay: float, *, cautious: bool) -> None:
-    """The same for any part of a parameter, such as a DTensor's on this rank.
+    """Do the same for any part of a parameter, such as a DTensor's local part.
 
     Args:
         target: ``p``.

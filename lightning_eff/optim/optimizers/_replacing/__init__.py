@@ -1,1 +1,1 @@
-"""Which parameters get which optimizer and which rate, and how an optimizer is made from its class path."""
+"""Assigns optimizers and learning rates to parameters, and creates an optimizer from its class path."""

@@ -1,4 +1,4 @@
-"""Who steps which parameter at which rate: the module's groups taken apart."""
+"""Splits the module's parameter groups by optimizer and learning rate."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from lightning_eff.optim.optimizers._replacing.kinds import kinds_of, matches, u
 
 @dataclass(frozen=True)
 class Share:
-    """Parameters that were in one group of the module's, and have one optimizer and one rate now.
+    """Parameters of one of the module's groups with one optimizer and one learning rate.
 
     Attributes:
         origin: index of the module's group.
         replaced: whether the other optimizer has them.
-        rate: their own one, from ``group_lr``; None for that of their optimizer.
-        names: of the parameters; "?" for one that is not the module's.
-        parameters: in the order of the group.
-        exempt: the module decays other groups and not this one.
+        rate: their learning rate from ``group_lr``; None uses their optimizer's.
+        names: names of the parameters; "?" for a parameter of no module.
+        parameters: the parameters in the order of the group.
+        exempt: whether the module decays other groups but not this one.
     """
 
     origin: int
@@ -39,16 +39,16 @@ def shares(
     parameters: str | Sequence[str] | None,
     group_lr: Mapping[str, float],
 ) -> list[Share]:
-    """The module's groups, each in as many shares as it has parameters of different fates.
+    """Split each of the module's groups by optimizer and learning rate.
 
     Args:
-        module: complete.
-        optimizer: the module's.
-        parameters: "matrices", "all", or patterns; None where no other optimizer is put in.
-        group_lr: rates by kind or pattern; the first that matches counts.
+        module: the complete module.
+        optimizer: the module's optimizer.
+        parameters: "matrices", "all", or patterns; None without another optimizer.
+        group_lr: learning rates by kind or pattern; the first match counts.
 
     Raises:
-        ValueError: where there is no hidden matrix that trains, or a pattern matches nothing.
+        ValueError: if no hidden matrix is trained, or a pattern matches nothing.
     """
     name_of = {id(p): name for name, p in module.named_parameters()}
     matrices = hidden_matrices(module)
@@ -65,8 +65,8 @@ def shares(
         frozen = f"; {len(known) - len(train)} others are frozen" if len(train) < len(known) else ""
         raise ValueError(
             f"ReplaceOptimizer(parameters='matrices'): {type(module).__name__} has no hidden matrix among the {len(held)}"
-            f" parameters of its {type(optimizer).__name__} ({present}{frozen}); expected weights of linear maps or"
-            " convolutions in repeated blocks, or between the first and the last. Name what you mean,"
+            f" parameters of its {type(optimizer).__name__} ({present}{frozen}). Hidden matrices are weights of linear layers"
+            " or convolutions between the first and the last layer. Pass patterns of names such as"
             " parameters=['layers.*.weight'], or parameters='all'."
         )
     decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
@@ -100,14 +100,14 @@ def check_not_taken(
     parameters: str | Sequence[str] | None,
     group_lr: Mapping[str, float],
 ) -> None:
-    """Raise ``ValueError`` for a pattern all of whose parameters another technique gave an optimizer of their own.
+    """Raise ``ValueError`` if another technique's optimizer steps all parameters of a pattern.
 
     Args:
-        module: complete.
+        module: the complete module.
         whole: all optimizers that step as one.
-        ours: those of them that the patterns are for.
+        ours: the optimizers that the patterns are for.
         parameters: as in :func:`shares`.
-        group_lr: likewise.
+        group_lr: as in :func:`shares`.
     """
     others = {id(p): type(part).__name__ for part in whole.parts if part not in ours for p in _parameters_of(part)}
     if not others:
@@ -120,9 +120,8 @@ def check_not_taken(
                 continue
             name, who = next((name, others[id(p)]) for name, p in meant if id(p) in others)
             raise ValueError(
-                f"ReplaceOptimizer({argument}={pattern!r}): {name}, which it means, is stepped by the {who} that another"
-                " technique brings for it, at a rate of its own; expected a parameter that is left to the module's optimizer."
-                " Leave the pattern out, and give that technique the rate."
+                f"ReplaceOptimizer({argument}={pattern!r}): another technique's {who} steps {name}, with its own learning rate."
+                " Remove the pattern, and set the learning rate in that technique."
             )
 
 
@@ -135,7 +134,7 @@ def _patterns(parameters: str | Sequence[str] | None) -> list[str]:
 
 
 def group_of(share: Share, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The module's ``group`` with the parameters of ``share`` alone."""
+    """Return the module's ``group`` with only the parameters of ``share``."""
     found = {**group, "params": list(share.parameters)}
     if "param_names" in group:
         chosen = {id(p) for p in share.parameters}

@@ -1,4 +1,4 @@
-"""What kind of parameter each one is: of embeddings, of the head, a hidden matrix, a vector, or another."""
+"""Sorts parameters into kinds: embedding, head, hidden matrix, vector, or other."""
 
 import difflib
 import re
@@ -19,16 +19,16 @@ _HEAD = re.compile(r"(\w*_)?(lm_head|head|heads|classifier|unembed|embed_out|sco
 
 
 def kinds_of(module: nn.Module, matrices: Mapping[str, Layout]) -> dict[str, str]:
-    """The kind of every parameter, by its name in ``module.named_parameters()``.
+    """Return the kind of every parameter by its name in ``module.named_parameters()``.
 
-    "matrix" is what :func:`hidden_matrices` finds; "vector" has one dimension or none; "embedding" is a table that is
-    looked up (tied to a head or not), a position or a token; "head" maps the last features to the outputs: the linear map
-    or convolution named as one, else the last linear map after all hidden matrices. The rest is "other": stems, convolutions
-    by channel, routers.
+    "matrix" comes from :func:`hidden_matrices`. "vector" has one dimension or none. "embedding" is a lookup table (tied to a
+    head or not), a position or a token. "head" computes the outputs from the last features. It is a linear layer or convolution
+    with such a name, or the last linear layer after all hidden matrices. All others are "other": stems, depthwise
+    convolutions, routers.
 
     Args:
-        module: any.
-        matrices: what :func:`hidden_matrices` finds in it.
+        module: any module.
+        matrices: the result of :func:`hidden_matrices`.
     """
     tables = {
         id(p) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters(False)
@@ -55,18 +55,18 @@ def kinds_of(module: nn.Module, matrices: Mapping[str, Layout]) -> dict[str, str
 
 
 def matches(pattern: str, name: str | None, kind: str) -> bool:
-    """Whether ``pattern``, a kind or a pattern of names, means the parameter."""
+    """Whether ``pattern``, a kind or a pattern of names, matches the parameter."""
     return pattern == kind or (name is not None and fnmatchcase(name, pattern))
 
 
 def unmatched(argument: str, pattern: str, kinds: Mapping[str, str], known: Iterable[str]) -> ValueError:
-    """The error for a pattern that matches nothing, with the nearest names.
+    """Return the error for a pattern that matches nothing, with the closest names.
 
     Args:
-        argument: which one it stands in.
-        pattern: as given.
-        kinds: of all parameters, by name.
-        known: the names of those that could have been meant.
+        argument: argument with the pattern.
+        pattern: the pattern.
+        kinds: kinds of all parameters by name.
+        known: names of the possible parameters.
     """
     names = list(known)
     present = sorted({kinds[name] for name in names})
@@ -78,7 +78,7 @@ def unmatched(argument: str, pattern: str, kinds: Mapping[str, str], known: Iter
         )
         return ValueError(
             f"ReplaceOptimizer({argument}={pattern!r}): no parameter of the module's optimizer is of this kind{tied}; there are"
-            f" {present}. Leave it out, or give a pattern of names, such as {names[0] + '*' if names else '*'!r}."
+            f" {present}. Remove it, or pass a pattern of names, such as {names[0] + '*' if names else '*'!r}."
         )
     parts = sorted({".".join(name.split(".")[:i]) for name in names for i in range(1, name.count(".") + 2)})
     plain = pattern.replace("*", "").strip(".")

@@ -18,15 +18,15 @@ Making = Callable[[Any], Optimizer]
 
 
 def making(optimizer: Any, settings: Mapping[str, Any] | None = None) -> Making:
-    """The function of parameters that makes the optimizer.
+    """Return the function of parameters that creates the optimizer.
 
     Args:
-        optimizer: such a function (a class is one), a name, a class path, or a mapping with ``class_path`` and ``init_args``.
-        settings: keyword arguments for it, if any.
+        optimizer: such a function or class, a name, a class path, or a mapping with ``class_path`` and ``init_args``.
+        settings: its keyword arguments, if any.
 
     Raises:
-        ValueError: for a name or path that leads to no optimizer, or an argument that it does not have.
-        TypeError: for something else, such as an optimizer that is made already.
+        ValueError: if the name or path is not that of an optimizer, or it has no such argument.
+        TypeError: for any other value, such as an optimizer object.
     """
     make = _making(optimizer)
     return _checked(functools.partial(make, **settings)) if settings else make
@@ -54,7 +54,7 @@ def _making(optimizer: Any) -> Making:
 
 
 def _checked(make: functools.partial[Any]) -> Making:
-    """The function, whose keywords are known.
+    """Return the function after checking its keywords.
 
     Raises:
         ValueError: if one of them is not.
@@ -70,7 +70,7 @@ def _checked(make: functools.partial[Any]) -> Making:
         near += [one for one in known if one == _initials(unknown[0]) or _initials(one) == unknown[0]]
         raise ValueError(
             f"ReplaceOptimizer: {_name(make)} has no argument {unknown[0]!r}; expected one of {', '.join(known)}."
-            f"{f' Did you mean {near[0]!r}?' if near else ' Take it out.'}"
+            f"{f' Did you mean {near[0]!r}?' if near else ' Remove it.'}"
         )
     return make
 
@@ -93,13 +93,13 @@ def _imported(path: str) -> Making:
             " 'torch.optim.SGD' or 'pytorch_optimizer.Lion', and install its package."
         ) from error
     if not inspect.isclass(found) or Optimizer not in inspect.getmro(found):
-        raise ValueError(f"ReplaceOptimizer: {path!r} is no torch.optim.Optimizer; expected the class path of one.")
+        raise ValueError(f"ReplaceOptimizer: {path!r} is not a torch.optim.Optimizer. Pass the class path of one.")
     make: Any = found
     return make
 
 
 def _by_name(name: str) -> Any:
-    """The optimizer of this package or of ``torch.optim`` that is called so, in whichever case.
+    """Return the optimizer of this package or of ``torch.optim`` with this name, ignoring case.
 
     Raises:
         AttributeError: if there is none.
@@ -113,22 +113,22 @@ def _by_name(name: str) -> Any:
     }
     if name.lower() not in known:
         near = difflib.get_close_matches(name.lower(), known, n=1)
-        raise AttributeError(f"did you mean {known[near[0]][1]!r}?" if near else "no optimizer is called so")
+        raise AttributeError(f"did you mean {known[near[0]][1]!r}?" if near else "no optimizer has this name")
     home, found = known[name.lower()]
     return getattr(home, found)
 
 
 def made(make: Making, groups: list[dict[str, Any]], module: nn.Module) -> Optimizer:
-    """The optimizer of these groups.
+    """Create the optimizer of these groups.
 
     Args:
         make: see :func:`making`.
-        groups: with ``params`` and what else a group shall have of its own.
-        module: whose parameters these are.
+        groups: groups with ``params`` and their own settings.
+        module: the module of the parameters.
 
     Raises:
-        ValueError: if it does not take such groups, or what it is made with, holds other parameters afterwards, or needs to
-            compute losses anew.
+        ValueError: if it does not accept the groups or its arguments, has other parameters afterwards, or evaluates losses
+            again.
     """
     bare = len(groups) == 1 and set(groups[0]) == {"params"}
     who = _name(make)
@@ -143,20 +143,19 @@ def made(make: Making, groups: list[dict[str, Any]], module: nn.Module) -> Optim
         )
         keys = sorted({key for group in groups for key in group} - {"params"})
         raise ValueError(
-            f"ReplaceOptimizer: {who} does not take these parameters, {len(groups)} groups"
+            f"ReplaceOptimizer: {who} does not accept these parameters, {len(groups)} groups"
             f"{f' with their own {keys}' if keys else ''} of tensors of shapes {shapes[:5]}{' ...' if len(shapes) > 5 else ''}:"
-            f" {error} Expected an optimizer of parameter groups that takes tensors of these shapes: choose others with"
-            " parameters=, or another optimizer."
+            f" {str(error).rstrip('.')}. Choose other parameters with parameters=, or another optimizer."
         ) from error
     who = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
-            f"ReplaceOptimizer: what makes the optimizer returned {who}; expected a torch.optim.Optimizer."
+            f"ReplaceOptimizer: the function for the optimizer returned {who}. Return a torch.optim.Optimizer."
         )
     if evaluates_anew(optimizer):
         raise ValueError(
-            f"ReplaceOptimizer: {who} evaluates the loss anew within its step, which two optimizers that step as one cannot"
-            " do; expected an optimizer that needs gradients alone."
+            f"ReplaceOptimizer: {who} evaluates the loss again in its step, which is not possible with two optimizers. Use an"
+            " optimizer that needs only gradients."
         )
     wanted = {id(p) for group in groups for p in group["params"]}
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
@@ -164,14 +163,14 @@ def made(make: Making, groups: list[dict[str, Any]], module: nn.Module) -> Optim
         names = {id(p): name for name, p in module.named_parameters()}
         lost = [names.get(one, "a parameter") for one in wanted - set(held)]
         raise ValueError(
-            f"ReplaceOptimizer: {who} holds {len(held)} parameters and was given {len(wanted)}"
-            f"{f', without {lost[:3]}' if lost else ''}; expected it to hold what it is given."
+            f"ReplaceOptimizer: {who} has {len(held)} parameters but was given {len(wanted)}"
+            f"{f', without {lost[:3]}' if lost else ''}. Use an optimizer that keeps the parameters it is given."
         )
     return optimizer
 
 
 def _fault(make: Making, error: Exception) -> str | None:
-    """What is wrong with the optimizer's own arguments, if it is they that it fails for, whatever the parameters."""
+    """Return the error in the optimizer's arguments, if it fails with any parameters."""
     own = _refusal(make)
     if type(own) is not type(error) or str(own) != str(error):
         return None
@@ -183,11 +182,11 @@ def _fault(make: Making, error: Exception) -> str | None:
                 default = inspect.signature(make.func).parameters[name].default
                 like = "" if default is inspect.Parameter.empty else f", such as the default {default!r}"
                 return f"{_name(make)} does not take {name}={value!r}: {why}. Give another value{like}."
-    return f"{_name(make)} cannot be made, whatever the parameters: {why}. Mend the arguments that it is made with."
+    return f"{_name(make)} cannot be created with these arguments for any parameters: {why}. Correct the arguments."
 
 
 def _refusal(make: Making) -> Exception | None:
-    """What making it of a small matrix ends with."""
+    """Return the error of creating the optimizer with a small matrix, if any."""
     try:
         make([nn.Parameter(torch.zeros(2, 2))])
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Optimizers that train at other weights than they evaluate, as schedule-free ones: ``train()`` and ``eval()`` are called."""
+"""Calls ``train()`` and ``eval()`` of optimizers that train and evaluate at different weights, such as schedule-free ones."""
 
 from copy import deepcopy
 from typing import Any
@@ -13,17 +13,17 @@ from lightning_eff._core.technique import OtherWeights
 
 
 class Modes:
-    """Calls ``train()`` and ``eval()`` of optimizers that have both, where their libraries ask for it.
+    """Calls ``train()`` and ``eval()`` of optimizers that have both, as their libraries require.
 
-    While the trainer validates, in every checkpoint's ``state_dict`` and from the end of fit on, the module holds the weights
-    of ``eval()``; saving puts those of ``train()`` back bit for bit.
+    The module has the weights of ``eval()`` during validation, in every checkpoint's ``state_dict``, and after the fit. After
+    saving, the weights of ``train()`` return bit for bit.
 
     Args:
         session: the run.
-        optimizers: those that may have the two methods.
+        optimizers: the optimizers, with or without the two methods.
 
     Raises:
-        ValueError: beside a technique that shows other weights, or under a strategy that shards.
+        ValueError: with a technique that shows other weights, or under a strategy that shards.
     """
 
     def __init__(self, session: Session, optimizers: list[Optimizer]) -> None:
@@ -36,15 +36,15 @@ class Modes:
         for other in session.working:
             if isinstance(other, OtherWeights):
                 raise ValueError(
-                    f"ReplaceOptimizer and {type(other).__name__} cannot train together: {who} evaluates at weights of its own,"
-                    f" and both replace the weights that are validated and kept. Take {type(other).__name__} out of the"
+                    f"ReplaceOptimizer and {type(other).__name__} cannot train together: {who} evaluates at other weights,"
+                    f" and both replace the weights for validation. Remove {type(other).__name__} from the"
                     " trainer's callbacks, or use another optimizer."
                 )
         strategy = session.trainer.strategy
         if not is_plain(strategy):
             raise ValueError(
-                f"ReplaceOptimizer: {who} evaluates at weights of its own, which {type(strategy).__name__} divides; expected a"
-                " single device or DDP. Use one of these, or another optimizer."
+                f"ReplaceOptimizer: {who} evaluates at other weights, which {type(strategy).__name__} divides. Use a single"
+                " device, DDP, or another optimizer."
             )
         original = strategy.lightning_module_state_dict
 
@@ -54,7 +54,7 @@ class Modes:
             try:
                 return deepcopy(original())  # tied weights stay one tensor
             finally:
-                if settings != self._settings():  # else it was so before
+                if settings != self._settings():  # otherwise nothing changed
                     self.train()
                     self.put(trained)
 
@@ -64,27 +64,27 @@ class Modes:
         return bool(self._held)
 
     def _settings(self) -> list[str]:
-        """What the groups hold beside parameters, the mode among it."""
+        """Return the groups' settings, including the mode."""
         groups = [group for o in self._held for group in o.param_groups]
         return [repr({k: v for k, v in group.items() if k != "params"}) for group in groups]
 
     def train(self) -> None:
-        """The weights that gradients are taken at."""
+        """Switch to the weights for gradients."""
         for optimizer in self._held:
             optimizer.train()
 
     def evaluate(self) -> None:
-        """The weights that are validated."""
+        """Switch to the weights for validation."""
         for optimizer in self._held:
             optimizer.eval()
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of the weights that these optimizers step, by name."""
+        """Return copies of the weights that these optimizers step, by name."""
         return {name: p.detach().clone() for name, p in self._weights.items()}
 
     @torch.no_grad()
     def put(self, weights: dict[str, Tensor]) -> None:
-        """Take over what :meth:`weights` gave."""
+        """Restore the copies from :meth:`weights`."""
         for name, w in weights.items():
             self._weights[name].copy_(w)
 

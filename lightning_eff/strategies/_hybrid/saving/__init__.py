@@ -1,1 +1,1 @@
-"""What checkpoints hold of divided parameters and optimizer states, and how the parts come together."""
+"""Checkpoints of divided parameters and optimizer states."""

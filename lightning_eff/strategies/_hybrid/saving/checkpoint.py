@@ -1,7 +1,7 @@
-"""Checkpoints that do not depend on the layout: a folder of every rank's pieces, or one file as the plain module's.
+"""Checkpoints that do not depend on the layout: a folder of every rank's pieces, or one file like the plain module's.
 
-The folder is written and read by ``torch.distributed.checkpoint``, in the structure that Lightning's own sharded
-checkpoints have: ``state_dict.<key>``, ``optimizer_<i>.state.<parameter>.<key>``, and ``meta.pt`` for what is no tensor.
+``torch.distributed.checkpoint`` writes and reads the folder, in the structure of Lightning's sharded checkpoints:
+``state_dict.<key>``, ``optimizer_<i>.state.<parameter>.<key>``, and ``meta.pt`` for everything except tensors.
 """
 
 from collections.abc import Mapping
@@ -36,9 +36,9 @@ def is_sharded(path: Path) -> bool:
 def consolidate(
     module: nn.Module, plain: Plain, gathering: Gathering, *, without: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """The plain module's ``state_dict`` on rank 0, in host memory; {} elsewhere; collective, one tensor at a time.
+    """Return the plain module's ``state_dict`` in host memory on rank 0, and {} elsewhere; collective.
 
-    Keys in ``without``, the same on all ranks, are left out.
+    It gathers one tensor at a time, and skips the keys in ``without``, which must be equal on all ranks.
     """
     held = module.state_dict()
     first = dist.get_rank() == 0
@@ -65,7 +65,7 @@ def consolidate(
 
 
 def _keys_of(plain: Plain) -> dict[str, list[str]]:
-    """The keys under which ``state_dict`` has each tensor, by the tensor's name."""
+    """Return the keys of ``state_dict`` for each tensor, by the tensor's name."""
     found: dict[str, list[str]] = {}
     for key, name in plain.keys.items():
         if name is not None:
@@ -74,7 +74,7 @@ def _keys_of(plain: Plain) -> dict[str, list[str]]:
 
 
 def load_whole(module: nn.Module, plain: Plain, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Take this rank's pieces out of a plain module's ``state_dict``.
+    """Load this rank's pieces from a plain module's ``state_dict``.
 
     Raises:
         RuntimeError: if ``strict`` and the keys are not the plain module's.
@@ -96,9 +96,8 @@ def check_keys(plain: Plain, keys: Any, name: str, *, strict: bool) -> None:
     missing, unexpected = [k for k in plain.keys if k not in keys], [k for k in keys if k not in plain.keys]
     if strict and (missing or unexpected):
         raise RuntimeError(
-            f"Error(s) in loading state_dict for {name}: missing keys {missing}, unexpected keys {unexpected}; expected"
-            " those of the module as it is without a strategy. Load a checkpoint of this module, or set"
-            " strict_loading=False on it."
+            f"Error(s) in loading state_dict for {name}: missing keys {missing}, unexpected keys {unexpected}. Load a"
+            " checkpoint of this module, or set strict_loading=False on it."
         )
 
 
@@ -113,7 +112,7 @@ def save_sharded(
     gathering: Gathering,
     optimizers: list[NamedOptimizer],
 ) -> None:
-    """Write every rank's pieces to the folder ``path``; collective. ``checkpoint`` is the rest, of which rank 0's counts."""
+    """Write every rank's pieces, and the rest of rank 0's ``checkpoint``, to the folder ``path``; collective."""
     if path.is_file():
         path.unlink()
     path.mkdir(parents=True, exist_ok=True)
@@ -122,7 +121,7 @@ def save_sharded(
         "state_dict": {
             key: value
             for key, value in module.state_dict().items()
-            # of a tensor with several names, the rank that owns it may have others; what several ranks have is written once
+            # the owner of a tensor with several names can use another one; tensors of several ranks are written once
             if (name := plain.keys.get(key)) is None or gathering.owned(name) or len(keys[name]) > 1
         }
     }
@@ -137,8 +136,8 @@ def save_sharded(
     if dist.get_rank() == 0:
         part = path / f"{META}.part"
         torch.save(rest, part)
-        part.replace(path / META)  # a run that resumed from here may still have the old file in memory
-    dist.barrier()  # nobody goes on to load what is not there yet
+        part.replace(path / META)  # a run that resumed from here can still have the old file in memory
+    dist.barrier()  # so that no rank loads the folder before it is complete
 
 
 def load_sharded(
@@ -152,10 +151,10 @@ def load_sharded(
     device: torch.device,
     who: str,
 ) -> dict[str, Any]:
-    """Read this rank's pieces from a folder, whatever layout wrote it, in place; collective.
+    """Read this rank's pieces from a folder of any layout, in place; collective.
 
     Returns:
-        What is no tensor of the module or of the optimizers.
+        The rest of the checkpoint, without tensors of the module or the optimizers.
 
     Raises:
         RuntimeError: if ``strict`` and the keys are not the plain module's.
@@ -189,7 +188,7 @@ def load_sharded(
 def _targets(
     which: str, optimizer: NamedOptimizer, saved: Any, paths: Mapping[str, tuple[Any, ...]], device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """Room for the state of the parameters held here, as the folder has it."""
+    """Allocate the optimizer state of this rank's parameters in the folder's structure."""
     room: dict[str, dict[str, Any]] = {}
     for flat, where in paths.items():
         if where[:2] != (which, "state") or where[2] not in optimizer.held:

@@ -1,4 +1,4 @@
-"""A run's checkpoints: what is saved of a divided module and its optimizers, and how any layout takes it up again."""
+"""Saves and loads the checkpoints of a divided module and its optimizers, in any layout."""
 
 import shutil
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ class Files:
     """Saves and loads one replica.
 
     Attributes:
-        optimizers: the run's, with names; none where nothing is trained.
+        optimizers: the run's optimizers with names of parameters; empty without training.
 
     Args:
-        whole: every rank holds the whole module.
+        whole: whether every rank holds the whole module.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Files:
         self.optimizers: list[NamedOptimizer] = []
 
     def end(self, *, why_gone: str | None) -> None:
-        """The run is over and the module is put together on every rank; optimizer state stays where it is.
+        """Note that the run is over and the module is whole on every rank; optimizer state does not move.
 
         Args:
-            why_gone: what to say where weights are asked for and the module has none now; None if it has them.
+            why_gone: message for requests of weights if the module has none, else None.
         """
         self._ended = why_gone or ""
 
     def state_dict(self, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-        """The plain module's, but for some keys; on rank 0 only where the module is divided, and then collective."""
+        """Return the plain module's ``state_dict`` except some keys. In a divided module only rank 0 has it; collective."""
         if self._ended:
             raise RuntimeError(self._ended)
         if self._whole or self._ended is not None:
@@ -62,13 +62,13 @@ class Files:
         return formats.consolidate(self._module, self._plain, self._gathering, without=without)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The plain optimizer's; on rank 0 only where the module is divided, and then collective."""
+        """Return the plain optimizer's ``state_dict``. In a divided module only rank 0 has it; collective."""
         if self._whole:
             return optimizer.state_dict()
         return next(o for o in self.optimizers if o.optimizer is optimizer).consolidate(self._gathering)
 
     def clear_way(self, path: Path) -> None:
-        """Remove a folder of pieces where one file shall be written.
+        """Remove a folder of pieces at the path of a new file.
 
         Raises:
             IsADirectoryError: if ``path`` is another folder.
@@ -88,7 +88,7 @@ class Files:
         formats.save_sharded(checkpoint, path, self._module, self._plain, self._gathering, self.optimizers)
 
     def load(self, path: Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
-        """Read a checkpoint of any layout; weights and optimizer state of a folder are taken up at once; collective.
+        """Read a checkpoint of any layout, and load a folder's weights and optimizer state at once; collective.
 
         Raises:
             FileNotFoundError: if there is no checkpoint.
@@ -107,8 +107,8 @@ class Files:
             )
         if path.is_dir():
             raise FileNotFoundError(
-                f"{self._who}: {path} is a folder without {formats.META}; expected a file, or a folder that a strategy wrote"
-                " as a checkpoint and finished writing. Resume from another checkpoint."
+                f"{self._who}: {path} is a folder without {formats.META}, so it is not a complete checkpoint. Resume from"
+                " another checkpoint."
             )
         if path.is_file() and is_exactly(io, TorchCheckpointIO):
             try:  # every rank reads the pieces that it needs
@@ -119,7 +119,7 @@ class Files:
         return io.load_checkpoint(path, weights_only=weights_only)
 
     def load_state_dict(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Take up the weights of a file."""
+        """Load the weights of a file."""
         if self._in_place:
             return
         if self._whole:
@@ -128,7 +128,7 @@ class Files:
         formats.load_whole(self._module, self._plain, checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take up the optimizer state of a file."""
+        """Load the optimizer state of a file."""
         if self._in_place:
             return
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -1,4 +1,4 @@
-"""Whole tensors from their pieces, one at a time: on rank 0 for a file, or on every rank for the module's own use."""
+"""Gathers whole tensors from their pieces, one at a time, on rank 0 for a file or on every rank for the module."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ from lightning_eff.strategies._hybrid.shards import whole_of
 if TYPE_CHECKING:
     from lightning_eff.strategies._hybrid.saving.plain import Plain
 
-_COPIED_BYTES = 4 * 2**30  # of weights that every process may hold a copy of
+_COPIED_BYTES = 4 * 2**30  # largest weights of which every process gets a copy
 
 
 @dataclass(frozen=True)
 class Described:
-    """What a rank must know of a tensor that it does not hold: its whole shape and its dtype."""
+    """The whole shape and dtype of a tensor, for ranks that do not hold it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,12 +35,12 @@ class Described:
 def owners(
     plain: "Plain", saved: list[str] | None, stages: dist.ProcessGroup | None
 ) -> tuple[set[str], dict[str, int]]:
-    """Which tensors are here, and which stage is the first that holds each; collective over ``stages``.
+    """Return the names of this rank's tensors, and the first stage that holds each tensor; collective over ``stages``.
 
     Args:
-        plain: the module as it was.
+        plain: the record of the plain module.
         saved: in a pipeline, the keys of ``state_dict`` that this rank saves.
-        stages: the ranks of a pipeline; None without one.
+        stages: the ranks of a pipeline, or None.
     """
     held = plain.held()
     if stages is None:
@@ -49,7 +49,7 @@ def owners(
     dist.all_gather_object(told, (sorted(held), saved), group=stages)
     owner = {name: stage for stage in reversed(range(len(told))) for name in told[stage][0]}
     buffers = {name for name, slot in plain.slots.items() if not slot.is_parameter}
-    for stage, (theirs, saves) in enumerate(told):  # buffers outside the blocks are the last stage's to save
+    for stage, (theirs, saves) in enumerate(told):  # the last stage saves buffers outside the blocks
         mine = buffers.intersection(theirs)
         owner.update({name: stage for key in saves if (name := plain.keys[key]) in mine})
     return held, owner
@@ -58,7 +58,7 @@ def owners(
 def wanted_of(
     plain: "Plain", held: set[str], owner: Mapping[str, int], *, buffers: bool
 ) -> dict[str, tuple[Tensor | None, Described]]:
-    """What :meth:`Gathering.weights` puts together at the end of a run: all parameters, and ``buffers`` if asked for."""
+    """Return the tensors that :meth:`Gathering.weights` gathers after a run: parameters, and ``buffers`` if requested."""
     current = plain.current()
     return {
         name: (current[name] if name in held else None, Described(tuple(slot.shape), slot.dtype))
@@ -68,12 +68,12 @@ def wanted_of(
 
 
 class Gathering:
-    """The ranks of a mesh as holders of one module's tensors.
+    """Gathers one module's tensors over the ranks of a mesh.
 
     Args:
-        mesh: with the axes of :mod:`.layout`.
-        owner: name -> the first stage that holds the tensor of that name.
-        device: where messages are taken from.
+        mesh: a mesh with the axes of :mod:`.layout`.
+        owner: returns the first stage that holds a tensor, by name.
+        device: device for messages.
     """
 
     def __init__(self, mesh: DeviceMesh, owner: Callable[[str], int], device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Gathering:
         return self.owner(name) == self.stage
 
     def on_first(self, name: str, held: Tensor | None, what: Described) -> Tensor | None:
-        """The whole tensor in host memory on rank 0, None elsewhere; collective, with ``held`` where it is owned."""
+        """Return the whole tensor in host memory on rank 0, and None elsewhere; owners pass it as ``held``. Collective."""
         owner = self.owner(name)
         whole = None
         if owner == self.stage:
@@ -111,7 +111,7 @@ class Gathering:
         return None
 
     def on_all(self, name: str, held: Tensor | None, what: Described) -> Tensor:
-        """The whole tensor in host memory on every rank; collective."""
+        """Return the whole tensor in host memory on every rank; collective."""
         owner = self.owner(name)
         if owner == self.stage:
             assert held is not None, f"stage {owner} owns {name} and does not hold it"
@@ -126,25 +126,26 @@ class Gathering:
     def weights(
         self, wanted: Mapping[str, tuple[Tensor | None, Described]], *, everywhere: bool, who: str
     ) -> dict[str, Tensor]:
-        """Whole tensors in host memory: on every rank, or on rank 0 alone where they are large; collective.
+        """Return whole tensors in host memory on every rank, or only on rank 0 if they are large; collective.
 
         Args:
-            wanted: name -> what this rank holds of it, and its description.
-            everywhere: on every rank in any case.
+            wanted: for each name, this rank's part and the description of the tensor.
+            everywhere: return them on every rank in any case.
+            who: name of the caller in messages.
         """
         size = sum(math.prod(what.shape) * what.dtype.itemsize for _, what in wanted.values())
         everywhere = everywhere or size <= _COPIED_BYTES
         if not everywhere:
             rank_zero_info(
-                f"{who}(gather_after_fit='auto'): the weights, {size / 2**30:.1f} GiB, are whole on rank 0 alone now."
-                " Take gather_after_fit=True for a copy in every process."
+                f"{who}(gather_after_fit='auto'): only rank 0 has the whole weights now ({size / 2**30:.1f} GiB)."
+                " Set gather_after_fit=True for a copy in every process."
             )
         take = self.on_all if everywhere else self.on_first
         found = {name: take(name, held, what) for name, (held, what) in wanted.items()}
         return {name: whole for name, whole in found.items() if whole is not None}
 
     def merged(self, mine: Mapping[str, Any]) -> dict[str, Any]:
-        """The union of every stage's mapping, on every rank; small things only; collective."""
+        """Return the union of every stage's mapping on every rank, for small values only; collective."""
         if self.stages.size() == 1:
             return dict(mine)
         parts: list[Any] = [None] * self.stages.size()

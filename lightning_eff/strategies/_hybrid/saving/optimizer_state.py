@@ -1,11 +1,11 @@
 """Optimizer state under the names of the plain module's parameters, so that it does not depend on the layout.
 
-A rank's optimizer steps the parameters that it holds. The plain optimizer's numbering is recorded when it is built, on
-the whole module, and files carry that numbering.
+A rank's optimizer steps the parameters that the rank holds. The plain optimizer's numbering is recorded when the optimizer is
+built on the whole module. Files use that numbering.
 
-``torch.distributed.checkpoint.state_dict`` names states as well, but steps an optimizer without any with gradients of
-zero first (torch 2.13), so that what is saved before the first step is not what the plain optimizer has; its groups also
-lack what other stages of a pipeline hold.
+``torch.distributed.checkpoint.state_dict`` uses names too. But it first steps an optimizer without state with zero gradients
+(torch 2.13), so a checkpoint before the first step differs from the plain optimizer's. Its groups also lack parameters of
+other pipeline stages.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,20 +23,20 @@ Options = dict[str, Any]
 
 
 class NamedOptimizer:
-    """An optimizer whose parameters have names, and the plain module's numbering of them.
+    """An optimizer with the names and the plain numbering of its parameters.
 
     Attributes:
-        groups: names in each parameter group, in the plain order, those that other ranks hold included.
+        groups: names in each parameter group in the plain order, including those of other ranks.
         held: the parameters that this rank steps, by name.
 
     Args:
-        optimizer: built on the whole module, some of whose parameters may be placeholders.
-        names: id of each parameter that the module showed -> its name.
-        held: the names that this rank holds; all others are taken out of the optimizer.
-        who: for messages.
+        optimizer: the optimizer, built on the whole module, which can contain placeholders.
+        names: names by the id of each parameter that the module showed.
+        held: names of this rank's parameters; all others are removed from the optimizer.
+        who: name of the caller in messages.
 
     Raises:
-        ValueError: if the optimizer has a parameter that is none of the module's, or has been stepped.
+        ValueError: if a parameter does not belong to the module, or the optimizer has been stepped.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], held: set[str], *, who: str) -> None:
@@ -47,15 +47,14 @@ class NamedOptimizer:
             unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
             if unknown:
                 raise ValueError(
-                    f"{who}: group {index} of {type(optimizer).__name__} holds parameters of shapes {unknown} that are not"
-                    " among the LightningModule's own; expected parameters taken from the module within"
-                    " configure_optimizers, since what the module held before is divided by now. Build the optimizer from"
-                    " self.parameters() or self.named_parameters()."
+                    f"{who}: group {index} of {type(optimizer).__name__} has parameters of shapes {unknown} that do not belong"
+                    " to the LightningModule, or that were taken from it before it was divided. In configure_optimizers, build"
+                    " the optimizer from self.parameters() or self.named_parameters()."
                 )
             self.groups.append([names[id(p)] for p in group["params"]])
             keep = [names[id(p)] in held for p in group["params"]]
             group["params"] = [p for p, kept in zip(group["params"], keep, strict=True) if kept]
-            if "param_names" in group:  # torch's own, where the optimizer was given named parameters
+            if "param_names" in group:  # torch sets these if the optimizer was given named parameters
                 self._told_names[index] = list(group["param_names"])
                 group["param_names"] = [n for n, kept in zip(group["param_names"], keep, strict=True) if kept]
         by_id = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -67,18 +66,18 @@ class NamedOptimizer:
             self.held.update(zip(kept, group["params"], strict=True))
 
     def take_added(self, gathering: Gathering) -> None:
-        """Learn the names in groups that hooks have added since, those of other stages too; collective where there are any."""
+        """Record the names in groups that hooks have added, including those of other stages; collective if there are any."""
         for group in self.optimizer.param_groups[len(self.groups) :]:
             mine = {name: p for p in group["params"] if (name := self._names.get(id(p))) is not None}
             self.held.update(mine)
             self.groups.append([*gathering.merged(dict.fromkeys(mine))])
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The state of the parameters held here, by name."""
+        """Return the state of this rank's parameters by name."""
         return {name: dict(self.optimizer.state[p]) for name, p in self.held.items() if p in self.optimizer.state}
 
     def options(self) -> list[Options]:
-        """Each group's options, with the names of its parameters under "params"."""
+        """Return each group's options, with the names of its parameters under "params"."""
         return [
             {
                 **{k: v for k, v in group.items() if k != "params"},
@@ -89,29 +88,28 @@ class NamedOptimizer:
         ]
 
     def set_options(self, saved: list[Options], *, who: str) -> None:
-        """Take over the options of saved groups, which are of the same sizes.
+        """Load the options of saved groups.
 
         Raises:
-            ValueError: if the groups differ.
+            ValueError: if the groups have other sizes.
         """
         sizes, now = [len(group["params"]) for group in saved], [len(names) for names in self.groups]
         if len(sizes) > len(now) and sizes[: len(now)] == now:
             raise ValueError(
                 f"{who}: the checkpoint's {type(self.optimizer).__name__} has {len(sizes) - len(now)} more parameter group(s)"
-                " than configure_optimizers makes, which a hook added as that run went on, and they are not added again on"
-                " resume. Make all groups in configure_optimizers, with a learning rate of 0 until their time, or load the"
-                " weights alone."
+                " than configure_optimizers creates. A hook added them during that run, and they are not added again on resume."
+                " Create all groups in configure_optimizers, with a learning rate of 0 at first, or load only the weights."
             )
         if sizes != now:
             raise ValueError(
                 f"{who}: the checkpoint's {type(self.optimizer).__name__} has groups of {sizes} parameters and this run's"
-                f" has {now}; expected the same. Resume with the configure_optimizers that the checkpoint was saved with."
+                f" has {now}. Resume with the configure_optimizers that the checkpoint was saved with."
             )
         for group, old in zip(self.optimizer.param_groups, saved, strict=True):
             group.update({k: v for k, v in old.items() if k not in ("params", "param_names")})
 
     def set_state(self, get: Callable[[str], Mapping[str, Any] | None], device: torch.device) -> None:
-        """Take over state: ``get(name)`` is a parameter's saved state, of whole tensors or of this rank's DTensors."""
+        """Load state; ``get(name)`` returns a parameter's saved state, as whole tensors or this rank's DTensors."""
         on_device = {
             id(p)
             for group in self.optimizer.param_groups
@@ -131,7 +129,7 @@ class NamedOptimizer:
     # -- the plain optimizer's state, in one piece on rank 0
 
     def consolidate(self, gathering: Gathering) -> dict[str, Any]:
-        """The ``state_dict`` that the plain module's optimizer would have, on rank 0; {} elsewhere; collective."""
+        """Return the ``state_dict`` of the plain module's optimizer on rank 0, and {} elsewhere; collective."""
         self.take_added(gathering)
         mine = self.state()
         told = gathering.merged(
@@ -158,7 +156,7 @@ class NamedOptimizer:
         return {"state": result, "param_groups": groups}
 
     def load_plain(self, saved: Mapping[str, Any], device: torch.device, *, who: str) -> None:
-        """Take over the ``state_dict`` of a plain optimizer on the plain module.
+        """Load the ``state_dict`` of an optimizer on the plain module.
 
         Raises:
             ValueError: if its groups differ from this one's.
@@ -170,7 +168,7 @@ class NamedOptimizer:
 
 
 def _told(value: Any) -> Any:
-    """What other stages are told of a value: a tensor's shape and dtype, or, if it is a single number, the value."""
+    """Return the description of a value for other stages: a tensor's shape and dtype, or the value of a single number."""
     if isinstance(value, Tensor) and (hasattr(value, "device_mesh") or value.numel() > 1):
         return Described.of(value)
     return value.detach().cpu() if isinstance(value, Tensor) else value
@@ -187,7 +185,7 @@ def _placed(key: str, value: Tensor, p: nn.Parameter, device: torch.device, coun
 def named(
     optimizers: Iterable[Optimizer], shown: Mapping[int, str], held: set[str], *, who: str
 ) -> list[NamedOptimizer]:
-    """:class:`NamedOptimizer` of each."""
+    """Return a :class:`NamedOptimizer` for each optimizer."""
     return [NamedOptimizer(optimizer, shown, held, who=who) for optimizer in optimizers]
 
 
@@ -206,9 +204,9 @@ def whole_groups(optimizers: Iterable[NamedOptimizer], shown: Mapping[str, nn.Pa
 
 
 def steps_apart(optimizers: Iterable[Optimizer]) -> None:
-    """Step parameters one by one in groups where they are of several meshes, or some plain and some divided.
+    """Step parameters one by one in groups that have several meshes, or plain and divided parameters.
 
-    torch's ``foreach`` steps take no such mixture. Groups for which the user asked for a step are left as they are.
+    torch's ``foreach`` does not support such a mixture. Groups in which the user set ``foreach`` or ``fused`` do not change.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The module as the user made it: names, order, shapes and ties of its tensors, and the way back to it after a run."""
+"""A record of the user's module, with names, order, shapes and ties of its tensors, to restore it after a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,26 +12,26 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is registered: ``module._parameters[key]`` or ``module._buffers[key]``."""
+    """A place where a tensor is registered: ``module._parameters[key]`` or ``module._buffers[key]``."""
 
     module: nn.Module
     key: str
 
     def put(self, tensor: Tensor) -> None:
-        """Register ``tensor`` here, as what the plain module has here: a parameter or a buffer."""
+        """Register ``tensor`` here, as a parameter or a buffer like in the plain module."""
         namespace = self.module._parameters if isinstance(tensor, nn.Parameter) else self.module._buffers
         namespace[self.key] = tensor  # pyright: ignore[reportArgumentType]
 
 
 @dataclass
 class Slot:
-    """One tensor of the plain module, which may be registered in several places (tied weights).
+    """One tensor of the plain module, which can be registered in several places (tied weights).
 
     Attributes:
-        name: its first name, dotted.
-        tensor: the object itself; after :meth:`Plain.release` a parameter that takes no memory.
-        shape: of the whole.
-        persistent: it is in ``state_dict``.
+        name: its first dotted name.
+        tensor: the object; after :meth:`Plain.release` a parameter without memory.
+        shape: shape of the whole tensor.
+        persistent: whether ``state_dict`` has it.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Slot:
         return self.tensor.is_meta
 
     def put(self, tensor: Tensor) -> None:
-        """Register ``tensor`` wherever the plain module has this one."""
+        """Register ``tensor`` in all places of this one."""
         for place in self.places:
             place.put(tensor)
 
     def placeholder(self, device: torch.device | str) -> Tensor:
-        """A tensor of this shape without memory: zeros that cannot be written to, or one on the meta device."""
+        """Return a tensor of this shape without memory: read-only zeros, or a tensor on the meta device."""
         if torch.device(device).type == "meta":
             empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
         else:
@@ -69,8 +69,8 @@ class Plain:
     """A record of the plain module, taken before anything is divided.
 
     Attributes:
-        slots: parameters and buffers by first name, in the module's order; each object once.
-        keys: every key of ``state_dict()`` with the name of its slot, or None for what is no parameter or buffer.
+        slots: parameters and buffers by first name in the module's order, each object once.
+        keys: every key of ``state_dict()`` with the name of its slot, or None if it is not a parameter or buffer.
         parameters: names of parameters in the order of ``module.parameters()``.
 
     Raises:
@@ -92,8 +92,8 @@ class Plain:
                 name = f"{path}.{key}" if path else key
                 if isinstance(tensor, DTensor):
                     raise ValueError(
-                        f"{who}: the parameter {name!r} is a DTensor already; expected plain ones, since {who} divides the"
-                        " module itself. Leave parallelisation out of configure_model, or take ModelParallelStrategy."
+                        f"{who}: the parameter {name!r} is a DTensor already, but {who} divides the module itself. Remove the"
+                        " parallelization from configure_model, or use ModelParallelStrategy."
                     )
                 slot = by_id.get(id(tensor))
                 if slot is None:
@@ -119,7 +119,7 @@ class Plain:
             self.keys[key] = slot.name if slot is not None else named.get(key)
 
     def current(self) -> dict[str, Tensor]:
-        """What is registered now in the slots' places, by name: a piece or the whole; nothing where it is gone."""
+        """Return the tensors registered in the slots now, by name: pieces or whole tensors, without those removed."""
         found: dict[str, Tensor] = {}
         for name, slot in self.slots.items():
             for place in slot.places:
@@ -131,13 +131,13 @@ class Plain:
         return found
 
     def held(self) -> set[str]:
-        """The names of tensors that are registered in the module as it is now: what this rank holds."""
+        """Return the names of the tensors that this rank holds now."""
         reachable = {id(m) for m in self.module.modules()}
         return {name for name in self.current() if any(id(p.module) in reachable for p in self.slots[name].places)}
 
     @contextmanager
     def shown(self, device: torch.device) -> Iterator[None]:
-        """Register placeholders for parameters that are gone, and all in the plain order, until the context ends."""
+        """Register placeholders for removed parameters, and use the plain order, until the context ends."""
         there = {id(p.module): {} for slot in self.slots.values() for p in slot.places}
         current = self.current()
         for name, slot in self.slots.items():
@@ -157,7 +157,7 @@ class Plain:
                 owner.__dict__["_parameters"] = parameters
 
     def release(self) -> None:
-        """Let the record hold no memory: the plain parameters that are not in use any more become empty."""
+        """Free the memory of plain parameters that are not used any more."""
         in_use = {id(tensor) for tensor in self.current().values()}
         for slot in self.slots.values():
             if slot.is_parameter and id(slot.tensor) not in in_use and not slot.meta:
@@ -166,18 +166,18 @@ class Plain:
 
     @torch.no_grad()
     def restore(self, whole: dict[str, Tensor] | None) -> None:
-        """Put the plain module's own tensors back in their places, with the values ``whole``.
+        """Register the plain module's tensors again, with the values ``whole``.
 
         Args:
-            whole: values by name. A parameter that is not among them and not whole here is put back on the meta device: it
-                is named, has its shape, and no values.
+            whole: values by name. A parameter without a value that is not whole here returns on the meta device, with its
+                name and shape but no values.
         """
         current = self.current()
         for name, slot in self.slots.items():
             value = None if whole is None else whole.get(name)
             now = current.get(name)
             if now is slot.tensor and slot.tensor.shape == slot.shape:
-                if not slot.is_parameter and value is not None:  # as the stage has it that saves it
+                if not slot.is_parameter and value is not None:  # from the stage that saves it
                     slot.tensor.copy_(value)
                 slot.put(slot.tensor)
                 continue

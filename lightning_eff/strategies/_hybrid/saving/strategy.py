@@ -1,4 +1,4 @@
-"""The part of the hybrid strategy that saves and loads: one file as of one process, or a folder of pieces."""
+"""The part of the hybrid strategy that saves and loads one file, as in one process, or a folder of pieces."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from lightning_eff.strategies._hybrid.replica import Replica
     from lightning_eff.strategies._hybrid.saving.files import Files
 
-_KEY = "lightning_eff_hybrid"  # in checkpoints: what random numbers of a pipeline's steps follow from
+_KEY = "lightning_eff_hybrid"  # in checkpoints: the state of the random numbers of a pipeline's steps
 
 
 @of_both
 class SavingStrategy(Connected, ModelParallelStrategy):
-    """Saves and loads what the processes of a run hold together, through its :class:`Replica`, and after it."""
+    """Saves and loads the divided module, through its :class:`Replica` during the run, and after the run."""
 
     _replica: "Replica | None"
-    _past: "tuple[Files, dict[str, Any]] | None" = None  # of the run that ended last, and its state of random numbers
-    #: keys of the plain module's ``state_dict`` that one file does without, and for which nothing is put together
+    _past: "tuple[Files, dict[str, Any]] | None" = None  # files and random state of the last run
+    #: keys of the plain module's ``state_dict`` that a file skips, and whose tensors are not gathered
     leaves_out: frozenset[str] = frozenset()
 
     @property
@@ -42,12 +42,12 @@ class SavingStrategy(Connected, ModelParallelStrategy):
         if self._past is None:
             raise RuntimeError(
                 f"{type(self).__name__}: there is nothing to save yet, because no run has set up the module. Call"
-                " trainer.save_checkpoint within a run or after it."
+                " trainer.save_checkpoint during a run or after it."
             )
         return self._past[0]
 
     def _draws(self) -> dict[str, Any]:
-        """What a pipeline's random numbers follow from, of every replica; {} without a pipeline; collective in a run."""
+        """Return every replica's random state of the pipeline, or {} without a pipeline; collective in a run."""
         if self._replica is None:
             return {} if self._past is None else self._past[1]
         pipeline = self._replica.pipeline
@@ -59,7 +59,7 @@ class SavingStrategy(Connected, ModelParallelStrategy):
         return {**state, "seeds": seeds}
 
     def _end_run(self, *, gather: bool | Literal["auto"], failed: bool) -> None:
-        """Put the module together again, and keep what a checkpoint needs that is saved after the run."""
+        """Restore the plain module, and keep the state for checkpoints after the run."""
         replica, draws = self._replica, {} if failed else self._draws()
         if replica is None:
             return
@@ -74,14 +74,14 @@ class SavingStrategy(Connected, ModelParallelStrategy):
         gone = module is not None and any(p.is_meta for p in module.parameters())
         if failed and gone:
             return (
-                f"{name}: no process has the whole weights after a run that failed. Save within the run, such as by"
+                f"{name}: no process has the whole weights after a failed run. Save during the run, for example with"
                 " ModelCheckpoint(every_n_train_steps=100)."
             )
         if failed or self.reduce_boolean_decision(not gone):
             return None
         return (
-            f"{name}(gather_after_fit={gather!r}): not every process has the whole weights after the run. Save within the run,"
-            " such as by ModelCheckpoint(save_last=True), or set gather_after_fit=True."
+            f"{name}(gather_after_fit={gather!r}): not every process has the whole weights after the run. Save during the run,"
+            " for example with ModelCheckpoint(save_last=True), or set gather_after_fit=True."
         )
 
     @override
@@ -96,11 +96,11 @@ class SavingStrategy(Connected, ModelParallelStrategy):
         return self._files.optimizer_state(inner)
 
     def open_gradients(self) -> tuple[list[dict[str, Any]], list[str]] | None:
-        """The gradients of an open accumulation window, of each replica; None after the run; collective."""
+        """Return each replica's gradients of an open accumulation window, or None after the run; collective."""
         return None if self._replica is None else self._replica.window.collect()
 
     def take_up_gradients(self, replicas: list[dict[str, Any]], averaged: list[str]) -> None:
-        """Go on from what :meth:`open_gradients` gave; collective."""
+        """Restore the gradients from :meth:`open_gradients`; collective."""
         assert self._replica is not None
         self._replica.window.take_up(replicas, averaged)
 
@@ -114,8 +114,8 @@ class SavingStrategy(Connected, ModelParallelStrategy):
             return
         if storage_options is not None:
             raise TypeError(
-                f"{type(self).__name__}.save_checkpoint(storage_options={storage_options!r}): expected None, since folders"
-                " of pieces are written by torch.distributed.checkpoint. Take save_distributed_checkpoint=False."
+                f"{type(self).__name__}.save_checkpoint(storage_options={storage_options!r}): torch.distributed.checkpoint,"
+                " which writes folders of pieces, has no such options. Set save_distributed_checkpoint=False."
             )
         self._files.save(checkpoint, Path(self.broadcast(filepath)))
 

@@ -1,8 +1,8 @@
-"""Gradients of an accumulation window that is still open: whole in a checkpoint, and back in this layout or another.
+"""Saves the gradients of an open accumulation window as whole tensors, and restores them in any layout.
 
-Where they are depends on the layout. FSDP2 keeps unreduced whole ones until the window's last backward pass. With a pipeline
-each pass reduces the sharded ones. All others are gradients of parameters, whole or in pieces of tensor parallelism, and
-each replica has its own. A checkpoint has what the plain module would have in each replica.
+Their place depends on the layout. FSDP2 keeps unreduced whole gradients until the window's last backward pass. In a pipeline
+each pass reduces sharded gradients. All others are gradients of parameters, whole or in pieces of tensor parallelism, and each
+replica has its own. A checkpoint has each replica's gradients of the plain module.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ class Held:
     """One gradient on this rank.
 
     Attributes:
-        averaged: it is the mean over all replicas already; else it is that of this replica.
+        averaged: whether it is the mean over all replicas; otherwise it is this replica's.
     """
 
     grad: Tensor
@@ -37,11 +37,11 @@ class Window:
     """The gradients of one divided module.
 
     Args:
-        plain: its record.
-        gathering: its ranks.
-        held: names of the tensors that are registered on this rank.
-        roots: of FSDP2.
-        reduces_each_pass: FSDP2 reduces gradients in every backward pass, and not in the window's last alone.
+        plain: the record of the plain module.
+        gathering: gathers tensors over the ranks.
+        held: names of this rank's tensors.
+        roots: FSDP2's roots.
+        reduces_each_pass: whether FSDP2 reduces gradients in every backward pass, and not only in the window's last.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Window:
         self._replica, self._replicas = group.rank(), group.size()
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, bool]]:
-        """Name, parameter, and whether FSDP2 reduces its gradient; of those that are registered here."""
+        """Yield this rank's parameters, each with its name and whether FSDP2 reduces its gradient."""
         for root in self._roots:
             sharding.reshard(root)
         sharded = {id(p) for root in self._roots for p in sharding.sharded_parameters(root)}
@@ -79,9 +79,9 @@ class Window:
 
     @torch.no_grad()
     def collect(self) -> tuple[list[dict[str, Tensor]], list[str]]:
-        """On rank 0 the whole gradients of each replica in host memory, and the names of the averaged; collective."""
+        """Return, on rank 0, each replica's whole gradients in host memory and the averaged names; collective."""
         held = self._held()
-        # first those over whose pieces replicas gather together, when none of them waits for rank 0
+        # first the gradients that replicas gather together, while no replica waits for rank 0
         averaged = self._on_first({name: h for name, h in held.items() if h.averaged})
         own = self._on_first({name: h for name, h in held.items() if not h.averaged})
         if dist.get_rank():
@@ -90,7 +90,7 @@ class Window:
         return [{**mean, **own.get(replica, {})} for replica in range(self._replicas)], list(mean)
 
     def _on_first(self, held: Mapping[str, Held]) -> dict[int, dict[str, Tensor]]:
-        """By replica, on rank 0; of ranks that have the same, the first of the stage that owns it sends it."""
+        """Return the gradients by replica on rank 0; the first rank of the stage that owns a gradient sends it."""
         gathering, device = self._gathering, self._gathering.device
         owned = {name: h for name, h in held.items() if gathering.owned(name)}
         sends = not gathering.coordinates.get(TENSOR)
@@ -114,7 +114,7 @@ class Window:
 
     @torch.no_grad()
     def take_up(self, replicas: Sequence[Mapping[str, Tensor]], averaged: Sequence[str]) -> None:
-        """Put gradients where the next backward pass adds to them; of a mean each replica takes as much; collective."""
+        """Put gradients where the next backward pass adds to them; every replica gets a mean. Collective."""
         own = replicas[self._replica] if len(replicas) == self._replicas else {}
         unreduced: dict[int, Callable[[nn.Parameter], Tensor]] = {}
         for name, p, sharded in self._parameters():
@@ -133,6 +133,6 @@ class Window:
             sharding.put_unreduced(root, unreduced)
 
     def _laid(self, whole: Tensor, like: Tensor) -> Tensor:
-        """``whole`` as ``like`` lies, with memory of its own."""
+        """Return a copy of ``whole`` in the layout of ``like``."""
         here = piece(whole, like).to(self._gathering.device, copy=True).contiguous()
         return wrap_like(here, like) if isinstance(like, DTensor) else here

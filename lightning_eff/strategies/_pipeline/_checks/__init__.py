@@ -1,1 +1,1 @@
-"""What a cut would compute wrongly, looked for at setup."""
+"""Checks at setup that a cut module computes the same as the whole one."""

@@ -1,4 +1,4 @@
-"""What a module must be for a pipeline, looked at before anything runs."""
+"""Checks of a module for a pipeline before anything runs."""
 
 import lightning.pytorch as pl
 from torch import nn
@@ -13,13 +13,13 @@ def check_module(module: nn.Module, *, who: str) -> None:
     name = type(module).__name__
     if getattr(module, "automatic_optimization", True) is False:
         raise ValueError(
-            f"{who}: {name} has automatic_optimization=False; expected True, because the schedule runs the"
+            f"{who}: {name} has automatic_optimization=False, but the schedule runs the"
             " backward pass of each micro-batch itself. Use automatic optimization, or pipeline_parallel_size=1."
         )
     if is_a(module, pl.LightningModule) and is_overridden("backward", module):
         raise ValueError(
-            f"{who}: {name} overrides backward; expected LightningModule's own, because the schedule runs the"
-            " backward pass of each micro-batch itself. Take the override out, or use pipeline_parallel_size=1."
+            f"{who}: {name} overrides backward, but the schedule runs the"
+            " backward pass of each micro-batch itself. Remove the override, or use pipeline_parallel_size=1."
         )
 
 
@@ -29,6 +29,6 @@ def check_compiled(stack: Stack, schedule: str, *, who: str) -> None:
     if schedule in SPLIT_BACKWARD and wrapped:
         raise ValueError(
             f"{who}(schedule={schedule!r}): block {wrapped[0]} of {stack.path!r} is a torch.compile'd"
-            " module; PyTorch's schedules that split the backward pass do not run it. Compile in place by"
+            " module, which PyTorch's schedules with a split backward pass do not support. Compile in place by"
             " block.compile(), or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS."
         )

@@ -1,8 +1,8 @@
-"""What a step leaves behind beside its loss: tensors that blocks put where the step can find them, and state that moves.
+"""Finds effects of a step other than its loss: tensors that blocks store elsewhere, and state that changes.
 
-A block of another stage does not run, so what it would have put into a list or an attribute is not there; and a counter
-or an average that ``training_step`` keeps moves with each micro-batch, on each stage. Both are looked for whether the
-loss depends on them yet or not, since it may begin to.
+Blocks of other stages do not run, so tensors that they would put into a list or an attribute are missing. Counters and
+averages of ``training_step`` change with each micro-batch on each stage. The checks find both even if the loss does not
+depend on them yet.
 """
 
 import gc
@@ -32,7 +32,7 @@ from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Marks, uncut
 
 _DEEP = 4
-_SAME = 1e-6  # by which the same loss may differ, relative to it, if it is above 1
+_SAME = 1e-6  # allowed difference of equal losses, relative to losses above 1
 _OURS = ("lightning_eff.", "torchmetrics.")
 _THEIRS = ("torch.", "torchao.", "torchvision.", *(f"{root}." for root in ROOTS))
 _LEFT = ("torch", *ROOTS, "builtins", "logging", "threading")
@@ -40,11 +40,11 @@ _PLAIN = {*nn.Module().__dict__, *pl.LightningModule().__dict__}
 
 
 class _Sentinel:
-    """Lives as long as a node of the graph."""
+    """An object that lives as long as a node of the graph."""
 
 
 class _Mark(torch.autograd.Function):
-    """A copy of a hidden state, with a node of its own in the graph."""
+    """Copies a hidden state, which gives it a separate node in the graph."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor, sentinel: Any) -> Tensor:
@@ -57,11 +57,11 @@ class _Mark(torch.autograd.Function):
 
 
 class Graph(Marks):
-    """Marks what enters each block, and looks for what was put elsewhere once the last has run.
+    """Marks the input of each block, and finds tensors stored elsewhere after the last block.
 
     Attributes:
-        alive: by block, whether its part of a graph is still held by something.
-        found: where a tensor was that depends on what entered a block.
+        alive: for each block, whether something still holds its part of the graph.
+        found: place of a tensor that depends on a block's input.
     """
 
     def __init__(self, module: nn.Module, num_blocks: int) -> None:
@@ -80,7 +80,7 @@ class Graph(Marks):
             self.found = next((name for name, value in everything(self.module) if self.blocks(value)), None)
 
     def blocks(self, value: Any) -> set[int]:
-        """The blocks on whose input a tensor depends."""
+        """Return the blocks on whose input a tensor depends."""
         if not isinstance(value, Tensor) or value.grad_fn is None:
             return set()
         mine = {id(ref()): index for index, ref in self.alive.items() if ref() is not None}
@@ -98,7 +98,7 @@ class Graph(Marks):
         return found
 
     def kept(self) -> bool:
-        """Whether after the step something still holds a tensor of a block that is no part of what follows all blocks."""
+        """Whether something still holds a tensor of a block after the step, other than the computation after all blocks."""
         if all(ref() is None for ref in self.alive.values()):
             return False
         gc.collect()
@@ -113,11 +113,11 @@ class Graph(Marks):
 
 
 def everything(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """All that a module's modules have as attributes, or their hooks hold, by name; what is in containers too."""
+    """Yield all attributes of a module's submodules, values held by their hooks, and items of containers, by name."""
     seen: set[int] = set()
     for path, m in module.named_modules():
         where = f"{path}." if path else ""
-        for key, value in m.__dict__.get("_block", m).__dict__.items():  # of a stand-in, the block's
+        for key, value in m.__dict__.get("_block", m).__dict__.items():  # for a stand-in, the block's attributes
             if key.endswith("_hooks") and isinstance(value, dict):
                 for hook in value.values():
                     yield from _inside(f"a hook of {path or 'the module'!r}", hook, seen, _DEEP)
@@ -135,7 +135,7 @@ def _inside(name: str, value: Any, seen: set[int], deep: int) -> Iterator[tuple[
         return
     seen.add(id(value))
     items: list[tuple[str, Any]] = []
-    if _from_here(value):  # what techniques put around the module's own methods
+    if _from_here(value):  # techniques' wrappers around the module's methods
         items = [(name, getattr(value, "__wrapped__", None))]
     elif isinstance(value, dict):
         items = [(f"{name}[{key!r}]", item) for key, item in [*value.items()][:1000]]
@@ -162,7 +162,7 @@ def _from_here(value: Any) -> bool:
 
 
 def _held(tensor: Tensor, beside: list[Tensor]) -> bool:
-    """Whether anything but a graph, a frame and the list ``beside`` refers to a tensor."""
+    """Whether anything except a graph, a frame and the list ``beside`` refers to a tensor."""
     return any(other is not beside and not isinstance(other, FrameType) for other in gc.get_referrers(tensor))
 
 
@@ -174,7 +174,7 @@ def _filled(cell: Any) -> bool:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """Numbers that say what each parameter, buffer and plain attribute holds, by name; metrics' and norms' are left out."""
+    """Return checksums of parameters, buffers and plain attributes by name, without those of metrics and norms."""
     found: dict[str, Any] = {}
     skipped = [path for path, m in module.named_modules() if isinstance(m, Metric | _NormBase) or _from(m, _OURS)]
     for path, m in module.named_modules():
@@ -216,24 +216,23 @@ def _from(module: nn.Module, packages: tuple[str, ...]) -> bool:
 def check_sideways(
     module: nn.Module, stack: Stack, step: Step, batch: Any, stream: Stream, *, divided: bool, who: str
 ) -> None:
-    """Run the uncut step twice, and see what it leaves behind.
+    """Run the uncut step twice, and check its effects.
 
     Args:
-        divided: a batch has several micro-batches.
+        divided: whether a batch has several micro-batches.
 
     Raises:
-        ValueError: if blocks put tensors with gradients where the step, or anything else, can find them; if a number or a
-            tensor of the module moves with each step; or if one of torch's modules does (a spectral norm), on which the
-            loss depends, and the step runs several times for a batch.
+        ValueError: if blocks store tensors with gradients elsewhere, or if state of the module changes with each step. With
+            several micro-batches, this includes state of torch's modules on which the loss depends (a spectral norm).
     """
     graph = Graph(module, len(stack.blocks))
     with rng.fork(), torch.enable_grad():
         inside = {id(p) for block in stack.blocks for p in block.parameters()}
-        # other weights: a teacher that begins as its student's copy does not move at first
+        # with other weights, since a teacher that starts as its student's copy does not move at first
         with silent(cast("Any", module)), perturbed(module, inside, 1.0):
             versions = {name: p._version for name, p in module.named_parameters()}
             with uncut(stack, stream):
-                step(batch)  # which may fill caches
+                step(batch)  # can fill caches
             changed = [name for name, p in module.named_parameters() if p._version != versions[name]]
             before = state_of(module)
             with uncut(stack, stream):
@@ -247,24 +246,23 @@ def check_sideways(
         kept = graph.found is None and graph.kept()
     if spoilt:
         raise ValueError(
-            f"{who}: the forward pass changes {', '.join(map(repr, sorted(changed)[:5]))} in place (a clamp of weights), which"
-            " the backward passes of earlier micro-batches need as they were. Change the weights in on_train_batch_end, or use"
-            " num_microbatches=1 or pipeline_parallel_size=1."
+            f"{who}: the forward pass changes {', '.join(map(repr, sorted(changed)[:5]))} in place (a clamp of weights), but"
+            " the backward passes of earlier micro-batches need the old values. Change the weights in on_train_batch_end, or"
+            " use num_microbatches=1 or pipeline_parallel_size=1."
         )
     if graph.found is not None or kept:
         where = f"in {graph.found}" if graph.found else "in a list, a dict or a closure outside the module"
         raise ValueError(
-            f"{who}: blocks of {stack.path!r} leave tensors with gradients {where}, beside the hidden state that they return:"
-            " an auxiliary loss by a list, an attribute or a hook (a router's logits, say). Blocks of other pipeline stages"
-            " do not run, so a step that uses these, now or later, would train on a part of them. Take out what keeps them"
-            " (in Hugging Face models output_router_logits=False, output_hidden_states=False), keep them detached"
-            " (.detach()) if they are to be looked at alone, or use pipeline_parallel_size=1."
+            f"{who}: blocks of {stack.path!r} leave tensors with gradients {where}, such as a router's logits for an auxiliary"
+            " loss. Blocks of other pipeline stages do not run, so a step that uses these tensors would train on a part of"
+            " them. Do not store them (in Hugging Face models output_router_logits=False, output_hidden_states=False), store"
+            " them detached (.detach()), or use pipeline_parallel_size=1."
         )
     _check_state(module, before, after, losses if divided else [], who=who)
 
 
 def _has_backward(loss: Tensor) -> bool:
-    """Whether the graph of a loss can still be gone through; its parameters' gradients stay as they are."""
+    """Whether a backward pass from the loss is still possible; gradients of parameters do not change."""
     leaves = [leaf for leaf in _leaves(loss) if leaf.requires_grad]
     try:
         torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -300,21 +298,21 @@ def _check_state(
     if mine:
         raise ValueError(
             f"{who}: training_step changes {', '.join(map(repr, sorted(mine)[:5]))} each time it runs (a counter, a moving"
-            " average, a teacher's weights). In a pipeline it runs once for each micro-batch and on each stage, and ends"
-            " early on all but the last, so this would move at another pace, and not alike on all ranks. Change it once"
-            " for each batch, in on_train_batch_end or on_before_zero_grad, or use pipeline_parallel_size=1."
+            " average, a teacher's weights). In a pipeline it runs once per micro-batch and stage, and only the last stage"
+            " finishes it, so this state would differ between ranks. Change it once per batch, in on_train_batch_end or"
+            " on_before_zero_grad, or use pipeline_parallel_size=1."
         )
     if theirs and losses and abs(losses[0] - losses[1]) > _SAME * max(1.0, abs(losses[0])):
         raise ValueError(
             f"{who}: {', '.join(map(repr, sorted(theirs)[:5]))} change each time training_step runs, and its loss depends on"
-            " them (a spectral norm's vectors, a quantizer's ranges); in a pipeline that is once for each micro-batch, so"
-            " the run would not be that of one process. Use num_microbatches=1, or pipeline_parallel_size=1."
+            " them (a spectral norm's vectors, a quantizer's ranges). A pipeline runs it once per micro-batch, so the result"
+            " would differ from that of one process. Use num_microbatches=1, or pipeline_parallel_size=1."
         )
     for names, what in ((grown, "grow"), (theirs, "change")):
         if names:
             rank_zero_info(
-                f"{who}: {', '.join(map(repr, sorted(names)[:5]))} {what} each time training_step runs. In a pipeline that is"
-                " once for each micro-batch."
+                f"{who}: {', '.join(map(repr, sorted(names)[:5]))} {what} each time training_step runs, which in a pipeline is"
+                " once per micro-batch."
             )
 
 

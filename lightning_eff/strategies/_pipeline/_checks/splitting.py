@@ -1,8 +1,7 @@
-"""Whether PyTorch's split backward pass, inputs apart from weights, computes a stage's gradients; tried at setup.
+"""Tries at setup whether PyTorch's split backward pass, for inputs and then for weights, computes a stage's gradients.
 
-It follows the graph from the weights to what the stage received. An activation with a trainable history of its own that
-several blocks are given (a conditioning, a skip from the embedding) lies on no such way, and its graph is let go of after
-the first of them.
+PyTorch follows the graph from the weights to the stage's input. If several blocks use another activation with a gradient (a
+conditioning, a skip from the embedding), that activation is not on this path. Its graph is freed after the first block.
 """
 
 from collections.abc import Sequence
@@ -11,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-_RELATIVE = 1e-3  # by which gradients that were summed up in another order may differ
+_RELATIVE = 1e-3  # allowed difference of gradients that were summed in another order
 
 
 def splits(output: Tensor, received: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether the split backward pass of a stage gives the gradients of the whole one.
+    """Whether the split backward pass of a stage computes the same gradients as the whole one.
 
     Args:
-        output: the stage's hidden state, or the loss; its graph is used up.
-        received: the hidden state that it was given, a leaf.
-        parameters: those that may get gradients; theirs are left as they are.
+        output: the stage's hidden state, or the loss. Its graph is consumed.
+        received: the stage's input, a leaf.
+        parameters: parameters that can get gradients. Their gradients do not change.
     """
     given = torch.ones_like(output)
     wanted = torch.autograd.grad(output, [received, *parameters], given, retain_graph=True, allow_unused=True)

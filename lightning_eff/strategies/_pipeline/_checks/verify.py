@@ -1,4 +1,4 @@
-"""What a cut would compute wrongly, found before anything is cut: in one process, on one micro-batch."""
+"""Compares a cut module with the whole one before the cut, in one process on one micro-batch."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,38 +27,36 @@ from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Pass, learn_origins, uncut
 
 _WAY_OUT = (
-    "Let each block see what it needs in its own arguments, name another stack by layers=, or use"
-    " pipeline_parallel_size=1."
+    "Pass each block everything it needs as arguments, name another stack by layers=, or use pipeline_parallel_size=1."
 )
 
 
 def bypassed(stack: Stack, where: Layout, stage: int, what: str) -> str:
-    """What to say when ``what`` a stage computes depends on more of the earlier blocks than it receives."""
+    """Return the message for a stage whose ``what`` depends on more of the earlier blocks than it receives."""
     first, end = where.bounds[stage]
     more = (
-        f" The blocks return tensors at {stack.extra} beside the hidden state, which are not sent (T5's position bias, a"
+        f" The blocks also return tensors at {stack.extra}, which are not sent (T5's position bias, a"
         f" router's logits). {ONE_OUTPUT}"
         if stack.extra
         else ""
     )
     return (
         f"{stack.who}: with the model cut before block {first} of {stack.path!r}, {what} in stage {stage} (blocks {first}"
-        f" to {end - 1}) depends on what earlier blocks returned, beside the hidden state that the stage receives: a skip"
-        " around the stack, as in a U-Net, a sum over the hidden states of all blocks, a hook on blocks that collects what"
-        " they compute (a router's auxiliary loss), or a sum over self.parameters(). Those values are on another"
-        f" rank.{more} {_WAY_OUT}"
+        f" to {end - 1}) depends on more results of earlier blocks than the hidden state, and these are on another rank."
+        " Typical causes are a skip around the stack (a U-Net), a sum over all hidden states, a hook that collects values"
+        f" (a router's auxiliary loss), or a sum over self.parameters().{more} {_WAY_OUT}"
     )
 
 
 def reached(output: Tensor, stop: Any = None) -> set[int]:
-    """The ids of the leaf tensors to which a backward pass from ``output`` gives gradients, not through node ``stop``."""
+    """Return the ids of leaf tensors that get gradients from ``output``, except through the node ``stop``."""
     if output.grad_fn is None:
         return {id(output)} if output.requires_grad else set()
     return {id(node.variable) for node in _nodes(output, stop) if hasattr(node, "variable")}
 
 
 def _nodes(output: Tensor, stop: Any = None) -> Iterator[Any]:
-    """Every node of the graph behind ``output``, not beyond node ``stop``."""
+    """Yield every node of the graph of ``output``, except beyond the node ``stop``."""
     seen: set[Any] = set()
     todo: list[Any] = [output.grad_fn]
     while todo:
@@ -78,7 +76,7 @@ def _has_nan(tensor: Tensor) -> bool:
 
 
 def no_reentrant(who: str, schedule: str) -> str:
-    """What to say to a reentrant checkpoint under a schedule that splits the backward pass."""
+    """Return the message for a reentrant checkpoint under a schedule that splits the backward pass."""
     return (
         f"{who}(schedule={schedule!r}): the schedule splits the backward pass, which PyTorch's reentrant checkpoints do not"
         " allow. Use non-reentrant ones (use_reentrant=False; in Hugging Face models gradient_checkpointing_enable("
@@ -88,7 +86,7 @@ def no_reentrant(who: str, schedule: str) -> str:
 
 @contextmanager
 def valued(parameters: list[nn.Parameter], value: float) -> Iterator[None]:
-    """Let parameters have one value everywhere, in the memory of one element."""
+    """Set all elements of parameters to one value, in the memory of one element, until the context ends."""
     before = [p.data for p in parameters]
     try:
         for p in parameters:
@@ -103,14 +101,13 @@ class Verification:
     """The checks of one module.
 
     Args:
-        module: the whole module, nothing of it cut.
+        module: the whole module before the cut.
         step: the user's step.
         batch: one micro-batch.
-        divided: a batch has several micro-batches.
+        divided: whether a batch has several micro-batches.
 
     Attributes:
-        unsplit: under a schedule that splits the backward pass, the stages whose gradients PyTorch's split pass does not
-            compute.
+        unsplit: stages whose gradients PyTorch's split backward pass does not compute.
     """
 
     def __init__(
@@ -146,7 +143,7 @@ class Verification:
             return loss_of(output, who=self.who), recorder.take(), run.entered
 
     def _chained(self, feeding: Feeding) -> None:
-        """Raise ``ValueError`` if a block is not fed by the one before it."""
+        """Raise ``ValueError`` if a block does not feed the next one."""
         feeding.end()
         apart = next((pair for pair, fed in feeding.links.items() if fed is False), None)
         if apart is not None:
@@ -158,7 +155,7 @@ class Verification:
             )
 
     def _cut(self) -> tuple[Through, dict[str, Record]]:
-        """All stages one after the other; what a stage does not run is NaN to it."""
+        """Run all stages one after the other, with NaN from the blocks that a stage skips."""
         recorder = Recorder(self.module, who=self.who)
         last = self.where.num_stages - 1
         with rng.fork(), torch.enable_grad():
@@ -178,7 +175,7 @@ class Verification:
 
     @contextmanager
     def _apart(self, recorder: Recorder) -> Iterator[None]:
-        """A pass that leaves no trace but what it logged, and the names of the states that it made NaN."""
+        """Return the context of a pass whose effects are undone, except its logged values and the names of NaN states."""
         with silent(cast("Any", self.module)), recorder.recorded():
             before = self._nan_states()
             yield
@@ -194,13 +191,13 @@ class Verification:
         return {name for name, s in states.items() if _has_nan(s)}
 
     def run(self) -> tuple[Holdings, Through]:
-        """All checks.
+        """Run all checks.
 
         Returns:
-            Which stage uses which parameters, and the shapes between stages.
+            The stages that use each parameter, and the shapes between stages.
 
         Raises:
-            ValueError: with what the cut would compute wrongly.
+            ValueError: if the cut would compute something else.
         """
         loss, logs, entered = self._whole()
         with silent(cast("Any", self.module)), torch.enable_grad():
@@ -208,8 +205,8 @@ class Verification:
         expected = float(loss.detach())
         if not math.isfinite(expected):
             raise ValueError(
-                f"{self.who}: training_step returned a loss of {expected} on the first batch; expected a finite number,"
-                " against which the pipeline's can be checked. Mend the model or the batch."
+                f"{self.who}: training_step returned a loss of {expected} on the first batch; expected a finite number"
+                " to check the pipeline's loss. Correct the model or the batch."
             )
         gradients = reached(loss)
         if self.where.schedule in SPLIT_BACKWARD and any("CheckpointFunction" in node.name() for node in _nodes(loss)):
@@ -235,9 +232,9 @@ class Verification:
         lost = [self.names[key] for key in gradients - set().union(*reaches.values()) if key in self.names]
         if lost:
             raise ValueError(
-                f"{self.who}: cut into {self.where.num_stages} stages, these parameters would get no gradient, which in"
-                f" the whole model they do: {sorted(lost)[:8]}. They act between the blocks of {self.stack.path!r}, beside"
-                f" the hidden state. {_WAY_OUT}"
+                f"{self.who}: cut into {self.where.num_stages} stages, these parameters would get no gradient, although in"
+                f" the whole model they do: {sorted(lost)[:8]}. They act between the blocks of {self.stack.path!r} on values"
+                f" other than the hidden state. {_WAY_OUT}"
             )
         settings = {"divided": self.divided, "who": self.who}
         check_sideways(self.module, self.stack, self.step, self.batch, self._stream(), **settings)
@@ -262,7 +259,7 @@ class Verification:
         return splits(output, received, [p for p in self.module.parameters() if id(p) in ids])
 
     def _nothing_beside(self, loss: Tensor, entered: dict[int, Tensor]) -> None:
-        """Raise ``ValueError`` if the uncut loss depends on a stage's blocks beside the hidden state that leaves it."""
+        """Raise ``ValueError`` if the uncut loss depends on a stage's blocks through more than its hidden state."""
         inside = {id(m) for block in self.stack.blocks for m in block.modules()}
         outside = {id(p) for m in self.module.modules() if id(m) not in inside for p in m._parameters.values()}
         for stage, (first, _) in enumerate(self.where.bounds):
@@ -285,15 +282,15 @@ class Verification:
         allowed = 4 * torch.finfo(torch.float32).eps * max(1.0, abs(expected))
         if abs(expected - got) <= allowed:
             return
-        noise = abs(again() - expected)  # a device that sums in no fixed order
+        noise = abs(again() - expected)  # for devices that do not sum in a fixed order
         if abs(expected - got) <= allowed + 4 * noise:
             return
         raise ValueError(
             f"{self.who}: cut into {self.where.num_stages} stages at {self.stack.path!r}, {what} of the first micro-batch"
-            f" would be {got!r}; uncut it is {expected!r} (allowed difference {allowed + 4 * noise:.1e}). Something beside"
-            " the hidden state goes from block to block or from blocks to the loss: a hook that collects what blocks"
-            " compute (a router's auxiliary loss: output_router_logits=False), a sum over self.parameters(), an attribute"
-            f" that blocks set. {_WAY_OUT}"
+            f" would be {got!r}; uncut it is {expected!r} (allowed difference {allowed + 4 * noise:.1e}). More than the"
+            " hidden state goes between blocks, or from blocks to the loss, such as through a hook (a router's auxiliary"
+            " loss: output_router_logits=False), a sum over self.parameters(), or an attribute that blocks set."
+            f" {_WAY_OUT}"
         )
 
     def _same_log(self, name: str, record: Record, cut: Record) -> None:
@@ -303,7 +300,7 @@ class Verification:
         self._equal(f"the logged {name!r}", float(record.value()), float(cut.value()), again)
 
     def _used(self, reaches: dict[int, set[int]]) -> dict[str, set[int]]:
-        """The stages that use each parameter outside the blocks: it gets a gradient there, or its value matters."""
+        """Return the stages that use each parameter outside the blocks, by its gradient or its value."""
         outside: dict[str, set[int]] = {}
         by_name = {name: registered(self.module, name) for name in names_of(self.module)}
         for stage, ids in reaches.items():
@@ -328,7 +325,7 @@ class Verification:
         return outside
 
     def _matter(self, stage: int, names: list[str], by_name: dict[str, nn.Parameter]) -> list[str]:
-        """Those of the parameters ``names`` whose value changes what the stage hands on or logs: all, by halves."""
+        """Return the parameters of ``names`` whose value changes the stage's hidden state or logs, by bisection."""
         if not names or not self._tainted(stage, [by_name[name] for name in names]):
             return []
         if len(names) == 1:
@@ -344,9 +341,9 @@ class Verification:
             with rng.fork(), torch.enable_grad(), self._apart(recorder), valued(parameters, math.nan):
                 output, exited = left(run, self.step, self.batch)
                 output = output if exited else loss_of(output, who=self.who)
-        except Exception:  # the step does not run on such values: they matter to it
+        except Exception:  # the step fails with such values, so it uses them
             return True
         logs = [r.value() for r in recorder.take().values() if isinstance(r.values[-1], int | float | Tensor)]
-        # buffers and metrics outside the blocks are the last stage's
+        # the last stage has the buffers and metrics outside the blocks
         spoilt = bool(self._spoilt) and stage == self.where.num_stages - 1
         return spoilt or any(bool(torch.isnan(value.detach()).any()) for value in (output, *logs))

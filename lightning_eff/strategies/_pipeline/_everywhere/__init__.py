@@ -1,1 +1,1 @@
-"""What every rank of a pipeline sees, though one of them computes it."""
+"""Shares results of one pipeline rank with all ranks."""

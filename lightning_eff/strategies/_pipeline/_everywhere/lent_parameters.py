@@ -1,4 +1,4 @@
-"""Parameters outside the blocks that other pipeline ranks hold, lent to every rank for the length of an evaluation."""
+"""Lends parameters outside the blocks to all pipeline ranks during an evaluation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,15 +14,15 @@ from lightning_eff.strategies._pipeline.shared_state import Ground
 
 
 class Lent:
-    """What this rank lacks of the module outside its blocks.
+    """The parameters outside the blocks that this rank does not hold.
 
-    Values come when the first step of an evaluation asks for them, and go with :meth:`drop`. Buffers outside the blocks get
-    the values of the last stage, which alone runs all that changes them in training.
+    The first step of an evaluation fetches the values, and :meth:`drop` frees them. Buffers outside the blocks get the values
+    of the last stage, because only it runs all code that changes them in training.
 
     Args:
-        ground: what the pipeline is cut from.
-        sources: the names of parameters outside the blocks that not all ranks hold, and a rank that holds each.
-        gone: what this rank let go of, by name.
+        ground: the module and its layout.
+        sources: names of parameters outside the blocks that not all ranks hold, each with a rank that holds it.
+        gone: parameters that this rank freed, by name.
     """
 
     def __init__(self, ground: Ground, sources: dict[str, int], gone: dict[str, Gone]) -> None:
@@ -31,13 +31,13 @@ class Lent:
         self._here = False
 
     def drop(self) -> None:
-        """Let go of the values; the next evaluation gets new ones."""
+        """Free the values; the next evaluation fetches new ones."""
         self._values.clear()
         self._here = False
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Register them where they belong; collective over the pipeline if they are not here yet."""
+        """Register the parameters until the context ends; collective over the pipeline if they are not here yet."""
         if not self._here:
             with torch.inference_mode(False), torch.no_grad():
                 self._fetch()
@@ -48,7 +48,7 @@ class Lent:
             if isinstance(value, DTensor):
                 parameter = nn.Parameter(value, requires_grad=False)
             else:
-                parameter, gone.parameter.data = gone.parameter, value  # others may refer to it, as an LSTM does
+                parameter, gone.parameter.data = gone.parameter, value  # other objects can refer to it, as in an LSTM
             for m, key in gone.places:
                 instead.append((m, key, m.__dict__.pop(key)))
                 m._parameters[key] = parameter

@@ -1,7 +1,6 @@
-"""A step of evaluation on every rank of a pipeline at once: each block runs where it lies, and all ranks get its output.
+"""Runs an evaluation step on every pipeline rank at once: a block's owner runs it and sends its output to all ranks.
 
-So every rank runs the whole of the user's step with the values of one process: what the step returns, logs, appends to lists
-and adds to metrics is there on each of them.
+So every rank runs the whole step with the values of one process. All ranks have its results, logged values, lists and metrics.
 """
 
 from typing import Any
@@ -21,10 +20,10 @@ _FILLED = (list, dict, set)
 
 
 class Lockstep(Run):
-    """One step on this rank, together with the others.
+    """One step on this rank, together with the other ranks.
 
     Args:
-        ground: what the pipeline is cut from.
+        ground: the module and its layout.
         stream: the random numbers.
     """
 
@@ -44,7 +43,7 @@ class Lockstep(Run):
 
     @override
     def call(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's output, from the rank that owns it; collective over the pipeline."""
+        """Return the block's output from the rank that owns it; collective over the pipeline."""
         ground, number = self._ground, self._calls
         what = f"{ground.who}: block {index} of {ground.stack.path!r}"
         values = [*args, *kwargs.values()]
@@ -59,8 +58,8 @@ class Lockstep(Run):
             output = block(*args, **kwargs)
             if sizes != [len(value) for value in values if isinstance(value, _FILLED)]:
                 raise ValueError(
-                    f"{what} adds to a list or a dict that the step gives it. The other pipeline ranks do not run this block"
-                    " and would miss it: return the value from the block instead, or use pipeline_parallel_size=1."
+                    f"{what} adds to a list or a dict of the step, but the other pipeline ranks do not run this block and would"
+                    " miss the value. Return it from the block instead, or use pipeline_parallel_size=1."
                 )
         place = (self.stream.number, number, index)
         told, output = broadcast((place, output), self._owner(index), ground.group, ground.device, given)
@@ -68,7 +67,7 @@ class Lockstep(Run):
             raise ValueError(
                 f"{what} is call {number} of evaluation step {self.stream.number} on pipeline rank {self._rank}, but another"
                 f" rank is at block {told[2]}, call {told[1]} of step {told[0]}. Let the step call the same blocks on every"
-                " rank, whatever self.global_rank is."
+                " rank, independently of self.global_rank."
             )
         self.stream.leave(number)
         return output
@@ -77,12 +76,12 @@ class Lockstep(Run):
         """Raise ``ValueError`` for what ranks cannot share."""
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             raise ValueError(
-                f"{what} is called with gradients enabled in a step of evaluation, where no gradient goes from one pipeline"
-                " rank to another. Take out torch.enable_grad() around it, or use pipeline_parallel_size=1."
+                f"{what} is called with gradients enabled in an evaluation step, but no gradient is sent between pipeline"
+                " ranks there. Remove torch.enable_grad() around it, or use pipeline_parallel_size=1."
             )
         kept = next((v for v in values if not isinstance(v, (*_PLAIN, tuple, *_FILLED))), None)
         if index in self._called and kept is not None:
             raise ValueError(
-                f"{what} is called twice in a step and is given a {type(kept).__name__}, in which each block keeps values on"
-                " its own pipeline rank only. Turn the cache off (use_cache=False), or use pipeline_parallel_size=1."
+                f"{what} is called twice in a step with a {type(kept).__name__}, in which each block stores values only on"
+                " its own pipeline rank. Turn the cache off (use_cache=False), or use pipeline_parallel_size=1."
             )

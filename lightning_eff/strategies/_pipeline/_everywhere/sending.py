@@ -1,4 +1,4 @@
-"""Any value of one pipeline rank on all of them."""
+"""Sends any value from one pipeline rank to all."""
 
 import io
 import pickle
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles all but tensors, which it sets aside, with the one of ``given`` that each is."""
+    """Pickles everything except tensors, which it collects with their index in ``given``."""
 
     def __init__(self, file: io.BytesIO, given: Sequence[Tensor]) -> None:
         super().__init__(file)
@@ -40,7 +40,7 @@ class _Unpickler(pickle.Unpickler):
             return tensor
         given = self.given[pid[1]]
         if not torch.equal(given, tensor):
-            given.copy_(tensor)  # it was changed in place where it was made
+            given.copy_(tensor)  # the source changed it in place
         return given
 
 
@@ -49,12 +49,15 @@ def _place(tensor: Tensor) -> Any:
 
 
 def broadcast(value: Any, source: int, group: ProcessGroup, device: torch.device, given: Sequence[Tensor] = ()) -> Any:
-    """The ``value`` of group rank ``source`` on every rank: tensors as they are, all else by pickle.
+    """Return the ``value`` of group rank ``source`` on every rank; everything except tensors is pickled.
 
     Args:
-        value: on other ranks than ``source`` it does not matter.
-        given: tensors that every rank has. Where one of them is in ``value``, it is returned itself, with the content that it
-            has on ``source``.
+        value: the value, which only matters on ``source``.
+        source: the group rank that sends.
+        group: the ranks.
+        device: device for messages.
+        given: tensors that every rank has. If ``value`` contains one, the result has the rank's tensor, with the content from
+            ``source``.
     """
     mine = dist.get_rank(group) == source
     told: list[Any] = [None]

@@ -1,4 +1,4 @@
-"""What techniques ask a pipeline: which part of the batch runs, what it weighs, and what the last stage alone computes."""
+"""A pipeline's interface for techniques: the running micro-batch, its weight, and values of the last stage."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from lightning_eff.strategies._pipeline.shared_state import Course
 
 
 class Telling:
-    """Part of a pipeline.
+    """The part of a pipeline that techniques use.
 
     Attributes:
-        told: objects and names of their attributes, numbers that all ranks get from the last stage's rank after each pass.
-        evenly: the next batch's loss is the mean of its micro-batches', whatever counts in them.
+        told: objects and names of their number attributes, which all ranks get from the last stage's rank after each pass.
+        evenly: whether the next batch's loss is the plain mean of its micro-batches' losses.
     """
 
     group: ProcessGroup
@@ -42,17 +42,17 @@ class Telling:
 
     @property
     def part(self) -> tuple[int, int]:
-        """The index of the micro-batch under way, and the number of them."""
+        """The index of the running micro-batch, and the number of micro-batches."""
         return self._course.part
 
     @property
     def share_of_part(self) -> float:
-        """What its loss is multiplied by in the batch's."""
+        """The weight of the running micro-batch's loss in the batch's loss."""
         running, (index, number) = self._course.running, self.part
         return 1 / number if running is None or running.weights is None else running.weights[index]
 
     def weights_of(self, batch: Any) -> list[float] | None:
-        """The factors of a batch's micro-batches in its loss; None if that is their mean."""
+        """Return the weights of a batch's micro-batches in its loss, or None for the mean."""
         if self._weights.given is None and self._weights.rule is None:
             return None
         most, size = self._course.most or None, num_samples(batch)
@@ -60,14 +60,14 @@ class Telling:
         return self._weights.of(split(batch, number))
 
     def from_loss(self, value: Any) -> Any:
-        """The value of the rank of the last stage, on all ranks; collective."""
+        """Return the last stage's value on all ranks; collective."""
         return broadcast(value, self.layout.last_rank, self.group, self.device)
 
     def numbers_told(self) -> list[float]:
-        """Those of :attr:`told`, on the last stage's rank; zeros on others."""
+        """Return the numbers of :attr:`told` on the last stage's rank, and zeros on others."""
         return [float(getattr(owner, name)) if self.sees_loss else 0.0 for owner, name in self.told]
 
     def take_numbers(self, numbers: list[float]) -> None:
-        """Let them be these, which the last stage's rank gave."""
+        """Set the attributes of :attr:`told` to the last stage's numbers."""
         for (owner, name), number in zip(self.told, numbers, strict=True):
             setattr(owner, name, type(getattr(owner, name))(number))

@@ -1,7 +1,7 @@
-"""What ``training_step`` leaves in the module beside its loss: metrics, and what it puts into lists and attributes.
+"""Shares the effects of ``training_step`` on metrics, lists and attributes of the module.
 
-Only the last stage runs the step to its end. So its rank sends what changed to the others, and what their own passes put
-into metrics and lists on the way to their blocks is taken out again.
+Only the last stage finishes the step. So its rank sends the changes to the other ranks. Changes of metrics and lists in the
+passes of other stages are undone.
 """
 
 from collections import deque
@@ -25,14 +25,14 @@ _GROWING = (list, deque)
 _FILLED = (list, deque, dict, set)
 _VALUES = (Tensor, int, float, str, type(None))
 _METRIC = ("_update_count", "_computed", "_forward_cache")
-_LARGE, _DEEP = 64, 3  # containers are looked at entry by entry up to this size, and that deep
+_LARGE, _DEEP = 64, 3  # containers are compared entry by entry up to this size and depth
 
 
 @dataclass
 class _Note:
-    """What a name stood for: the object, its length and last item, and notes of what is in a small container.
+    """A record of an attribute: the object, its length and last item, and records of a small container's items.
 
-    Those are of every entry of a dict, and of the containers in a list, by index.
+    A dict has records of every entry, and a list has records of the containers in it, by index.
     """
 
     value: Any
@@ -54,12 +54,12 @@ class _Note:
         return note
 
     def grew(self, now: Any) -> bool:
-        """Whether ``now`` is the same list with more items behind those that it had."""
+        """Whether ``now`` is the same list with items appended."""
         same = isinstance(now, list) and now is self.value and len(now) >= self.length
         return same and (self.length == 0 or now[self.length - 1] is self.last)
 
     def change(self, now: Any) -> tuple[str, Any] | None:
-        """What became of it: ("more", items), ("entries", {key: change}) or ("whole", value); None if nothing did."""
+        """Return the change: ("more", items), ("entries", {key: change}), ("whole", value), or None."""
         if isinstance(now, list) and self.grew(now):
             entries = self._entries_of({i: now[i] for i in self.entries or ()})
             if len(now) > self.length:
@@ -85,7 +85,7 @@ class _Note:
         return {key: change for key, change in found.items() if change is not None}
 
     def put_back(self) -> None:
-        """Take out again what was put behind a list's items, also of lists in dicts."""
+        """Remove items that were appended to a list, also to lists in dicts."""
         if isinstance(self.value, list) and self.grew(self.value):
             del self.value[self.length :]
         for note in (self.entries or {}).values():
@@ -96,7 +96,7 @@ _NEW = _Note(object())
 
 
 def _changed(now: Any, change: tuple[str, Any]) -> Any:
-    """``now`` as ``change`` says, in place where it can be."""
+    """Apply ``change`` to ``now``, in place if possible, and return the result."""
     kind, value = change
     if kind == "more" and isinstance(now, list):
         return cast("list[Any]", now).extend(value) or now
@@ -113,11 +113,11 @@ def _changed(now: Any, change: tuple[str, Any]) -> Any:
 
 
 class Leavings:
-    """What the last stage's rank shares with the other ranks of a pipeline.
+    """Shares the step's effects from the last stage's rank with all ranks.
 
     Args:
-        ground: what the pipeline is cut from.
-        metrics: the module's.
+        ground: the module and its layout.
+        metrics: the module's metrics.
     """
 
     def __init__(self, ground: Ground, metrics: Sequence[Metric]) -> None:
@@ -128,7 +128,7 @@ class Leavings:
         theirs = [
             m for m in root.modules() if id(m) not in inside and not f"{type(m).__module__}.".startswith(_NOT_THEIRS)
         ]
-        #: containers that inner modules have from the start; the module's own attributes are looked at in each step
+        #: containers that inner modules have from the start; the module's own attributes are checked in each step
         self._fixed = [
             (m.__dict__, key)
             for m in theirs
@@ -149,7 +149,7 @@ class Leavings:
                 yield namespace, key, namespace[key]
 
     def begin(self) -> None:
-        """On the last stage's rank: note how things are before the batch's passes."""
+        """On the last stage's rank, record the state before the batch's passes."""
         self._notes = [(namespace, key, _Note.of(value)) for namespace, key, value in self._places()]
         self._counts = [
             (m._update_count, {n: len(s) for n in m._defaults if isinstance(s := getattr(m, n), list)})
@@ -158,7 +158,7 @@ class Leavings:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around a pass of a stage that is not the last: metrics and lists are left as they were."""
+        """Undo changes of metrics and lists in a pass of another stage than the last."""
         put_back = [_state_of(metric) for metric in self._metrics]
         lists = [_Note.of(value) for _, _, value in self._places() if isinstance(value, list | dict)]
         try:
@@ -170,7 +170,7 @@ class Leavings:
                 note.put_back()
 
     def found(self) -> list[Any]:
-        """On the last stage's rank: what changed since :meth:`begin`."""
+        """On the last stage's rank, return the changes since :meth:`begin`."""
         known = {(id(namespace), key): note for namespace, key, note in self._notes}
         fixed = {(id(namespace), key): i for i, (namespace, key) in enumerate(self._fixed)}
         changes: list[Any] = []
@@ -180,7 +180,7 @@ class Leavings:
                 changes.append((fixed.get((id(namespace), key)), key, change))
         self._notes = []
         for collection in self._collections:
-            collection.items(copy_state=False)  # gives those that share a state the leader's
+            collection.items(copy_state=False)  # metrics that share a state get the leader's
         metrics: list[Any] = []
         for i, (metric, (count, lengths)) in enumerate(zip(self._metrics, self._counts, strict=True)):
             if metric._update_count == count:
@@ -194,14 +194,14 @@ class Leavings:
         return [changes, metrics] if changes or metrics else []
 
     def share(self, found: list[Any]) -> None:
-        """Give all ranks what the last stage's rank found; collective, and only where it found something."""
+        """Send the last stage's changes to all ranks, if there are any; collective."""
         ground, source = self._ground, self._ground.layout.last_rank
         try:
             changes, metrics = broadcast(found, source, ground.group, ground.device)
         except (TypeError, AttributeError, ValueError, RuntimeError) as error:
             names = [key for _, key, _ in found[0]] if found else []
             raise ValueError(
-                f"{ground.who}: training_step puts what cannot be sent to other pipeline ranks into {names[:5]} ({error})."
+                f"{ground.who}: training_step puts values into {names[:5]} that cannot be sent to other ranks ({error})."
                 " Keep tensors and plain Python values there, or use pipeline_parallel_size=1."
             ) from error
         if dist.get_rank(ground.group) == source:
@@ -224,7 +224,7 @@ def _plain_tuple(value: Any) -> bool:
 
 
 def _state_of(metric: Metric) -> Callable[[], None]:
-    """What sets a metric back to what it is now."""
+    """Return a function that restores a metric's present state."""
     states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
     rest = {n: metric.__dict__[n] for n in _METRIC if n in metric.__dict__}
 

@@ -1,1 +1,1 @@
-"""What micro-batches weigh in the loss of their batch, and how that is found."""
+"""The weights of micro-batches in the loss of their batch, and how they are found."""

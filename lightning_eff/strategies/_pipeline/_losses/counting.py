@@ -1,4 +1,4 @@
-"""What may be counted in a micro-batch: elements of its tensors that are no padding, or the sum of weights in it."""
+"""Ways to count in a micro-batch: elements of its tensors that are not padding, or the sum of weights in it."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -8,19 +8,19 @@ from torch import Tensor
 
 from lightning_eff._core.batches import map_tensors, tensors
 
-ALWAYS = (-100.0, -1.0, 0.0, 1.0)  # what padding is marked with, whatever a step was seen to ask for
+ALWAYS = (-100.0, -1.0, 0.0, 1.0)  # usual marks of padding, in addition to those that a step was seen to compare with
 
 
 class Count(NamedTuple):
     """A way to count the elements of one tensor.
 
     Attributes:
-        path: of the tensor in the batch, whose dimension 0 counts the samples.
+        path: path of the tensor in the batch; its dimension 0 has the samples.
         kind: "not" counts elements other than ``value``, "from" those of at least ``value``, "numbers" those that are not
-            NaN; "sum" adds the elements up.
-        value: see above; 0 where it has no meaning.
-        shifted: without the first position of each sample, as where labels are shifted against logits; of a sum of one
-            number a sample (its length), that number less one.
+            NaN. "sum" adds the elements.
+        value: see above; 0 if unused.
+        shifted: without the first position of each sample, for labels shifted against logits. In a sum of one number per
+            sample (its length), each number counts minus one.
     """
 
     path: str
@@ -39,7 +39,7 @@ class Count(NamedTuple):
         return what + (", but for the first position" if self.shifted else "")
 
     def of(self, t: Tensor) -> Tensor:
-        """How much each element counts, float64, of the tensor's shape (less a position where shifted)."""
+        """Return how much each element counts, float64, in the tensor's shape (without a position if shifted)."""
         if self.shifted and t.ndim > 1:
             t = t[:, 1:]
         if self.kind == "not":
@@ -52,9 +52,9 @@ class Count(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What a loss is the mean of: elements that count by all of ``counts``; by none, samples.
+    """The elements that a loss averages: those that count by all of ``counts``, or samples without ``counts``.
 
-    ``adds`` is a loss that is a sum: two micro-batches' losses are added up.
+    ``adds`` means that the loss is a sum, so that the losses of micro-batches are added.
     """
 
     counts: tuple[Count, ...] = ()
@@ -66,10 +66,12 @@ class Rule(NamedTuple):
         return " and ".join(map(str, self.counts)) or "samples"
 
     def amounts(self, batches: Iterable[Any]) -> list[float]:
-        """How much there is in each batch; 0 if it has no such tensor."""
+        """Return the count in each batch, or 0 if it has no such tensor."""
         found = [self._amount(batch) for batch in batches]
         device = next((amount.device for amount in found if amount.device.type != "cpu"), None)
-        return torch.stack([amount.to(device) for amount in found]).tolist()  # at once: each would wait for the device
+        return torch.stack(
+            [amount.to(device) for amount in found]
+        ).tolist()  # one copy, since each waits for the device
 
     def _amount(self, batch: Any) -> Tensor:
         if not self.counts:
@@ -83,10 +85,11 @@ class Rule(NamedTuple):
         return torch.stack(marks).prod(0).sum() if len(marks) > 1 else marks[0].sum()
 
     def with_one(self, batch: Any, others: Sequence[Any]) -> Any:
-        """The batch with the last element of each tensor changed to one that counts, in copies of the tensors.
+        """Return a copy of the batch in which the last element of each tensor counts.
 
         Args:
-            others: batches of which some have such elements.
+            batch: the batch.
+            others: batches, some with elements that count.
         """
         instead: dict[int, tuple[int, Tensor]] = {}
         held = dict(tensors(batch))
@@ -115,7 +118,7 @@ EQUAL, ADDED = Rule(), Rule(adds=True)
 
 
 def held_by_sample(batch: Any, size: int) -> list[tuple[str, Tensor]]:
-    """The tensors of a batch of ``size`` samples that have a row for each of them, each once."""
+    """Return the tensors of a batch with one row for each of ``size`` samples, each tensor once."""
     found: dict[int, tuple[str, Tensor]] = {}
     for path, t in tensors(batch):
         if t.ndim > 0 and t.shape[0] == size and not t.is_complex():
@@ -124,7 +127,7 @@ def held_by_sample(batch: Any, size: int) -> list[tuple[str, Tensor]]:
 
 
 def values_for(t: Tensor, seen: Iterable[float]) -> list[float]:
-    """What may mark padding in a tensor of this type: the usual numbers, and those that a step was ``seen`` to ask for."""
+    """Return possible marks of padding in a tensor of this type: usual ones, and those ``seen`` in a step."""
     if t.dtype == torch.bool:
         return [0.0, 1.0]
     if t.is_floating_point():
@@ -134,7 +137,7 @@ def values_for(t: Tensor, seen: Iterable[float]) -> list[float]:
 
 
 def candidates(batch: Any, size: int, seen: Iterable[float]) -> list[Rule]:
-    """Every rule of one count that may hold for batches such as this."""
+    """Return every rule with one count that is possible for batches like this."""
     found, seen = [EQUAL, ADDED], [*seen]
     for path, t in held_by_sample(batch, size):
         counts = [("not", value) for value in values_for(t, seen)]
@@ -151,7 +154,7 @@ def candidates(batch: Any, size: int, seen: Iterable[float]) -> list[Rule]:
 
 
 def joined(rules: Sequence[Rule], batch: Any) -> list[Rule]:
-    """Rules of two counts, of tensors of one shape, that each hold somewhere."""
+    """Return rules with two counts, of tensors of one shape."""
     held = dict(tensors(batch))
     singles = list(dict.fromkeys(count for rule in rules for count in rule.counts))
     return [

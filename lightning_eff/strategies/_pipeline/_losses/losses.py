@@ -1,4 +1,4 @@
-"""Losses of batches to compare with one another: without dropout, batch statistics, low precision or a trace."""
+"""Computes losses of batches for comparison, without dropout, batch statistics, low precision or side effects."""
 
 import warnings
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def raised(module: nn.Module) -> Iterator[None]:
-    """Let parameters and buffers of two bytes an element be of four for a while."""
+    """Convert 16-bit parameters and buffers to 32 bits until the context ends."""
     before = [(t, t.data) for t in (*module.parameters(), *module.buffers()) if t.dtype in _HALVES]
     default = torch.get_default_dtype()
     try:
@@ -44,20 +44,21 @@ def raised(module: nn.Module) -> Iterator[None]:
 
 
 class UncutLosses:
-    """The uncut module's loss of a batch in evaluation mode, or with norms and dropout alone in it if it gives none.
+    """Computes the uncut module's loss of a batch in evaluation mode.
 
-    A sample draws the same random numbers whether others are beside it or not. The module is left as it was.
+    If the module has no loss in that mode, only its norms and dropout are in evaluation mode. A sample's random numbers do not
+    depend on the other samples. The module does not change.
 
     Args:
         module: the LightningModule.
         stack: its blocks.
         step: runs its training step.
-        who: for messages.
+        who: name of the caller in messages.
 
     Attributes:
-        seen: the numbers that the step was seen to compare tensors with.
-        eps: what a loss is rounded by, relative to 1 or to itself.
-        may_fail_anywhere: a step that raises in a block leaves nobody waiting.
+        seen: numbers with which the step compares tensors.
+        eps: rounding error of a loss, relative to 1 or to the loss.
+        may_fail_anywhere: whether a step can raise in a block without blocking other ranks.
     """
 
     may_fail_anywhere = True
@@ -77,7 +78,7 @@ class UncutLosses:
         return max(torch.finfo(dtype).eps for dtype in dtypes)
 
     def start(self, batch: Any) -> float:
-        """The loss of ``batch`` through all blocks, after which it is known how to run the others."""
+        """Compute the loss of ``batch`` through all blocks, and find out how to run other batches."""
         every = [*self.module.modules()]
         few: list[nn.Module] = [m for m in every if isinstance(m, _NormBase | _DropoutNd)]
         ways = [(modules, up) for up in ((True, False) if self._raised else (False,)) for modules in (every, few)]
@@ -91,7 +92,7 @@ class UncutLosses:
 
     @contextmanager
     def at(self, amount: float = 0.0) -> Iterator[None]:
-        """Around calls of :meth:`loss`: modes, and by ``amount`` other weights outside the blocks."""
+        """Return the context of :meth:`loss`, with modes and, by ``amount``, other weights outside the blocks."""
         assert self._modules is not None
         with (
             in_evaluation(self._modules),
@@ -102,7 +103,7 @@ class UncutLosses:
             perturbed(self.module, self._inside, amount),
             torch.compiler.set_stance("force_eager"),
         ):
-            warnings.simplefilter("ignore")  # a reentrant checkpoint's, that nothing in it wants gradients
+            warnings.simplefilter("ignore")  # a reentrant checkpoint warns that nothing in it needs gradients
             yield
 
     def loss(
@@ -114,13 +115,14 @@ class UncutLosses:
         may_fail: bool = False,
         blocks: bool = True,
     ) -> float | None:
-        """The loss of ``batch``; None if it has none and ``may_fail``.
+        """Return the loss of ``batch``, or None if it has none and ``may_fail`` is set.
 
         Args:
-            seed: of the random numbers.
-            rows: which samples of how many these are: the first one's number, and how many there are. Each draws its own
-                random numbers, whether others are beside it or not.
-            blocks: run them; False hands the hidden state past them, in this process alone.
+            batch: the batch.
+            seed: seed of the random numbers.
+            rows: number of the first sample, and the number of all samples; they decide each sample's random numbers.
+            may_fail: whether the step may fail.
+            blocks: run the blocks. False skips them, in this process only.
         """
         size = num_samples(batch)
         mode = Listening(size, *(rows or (0, size)))
@@ -142,7 +144,7 @@ class UncutLosses:
             return self.step(higher)
 
     def run(self, batch: Any, stream: Stream, mode: Listening, *, may_fail: bool) -> float | None:
-        """The loss through all blocks, or None if there is none and that may be."""
+        """Return the loss through all blocks, or None if there is none and ``may_fail`` is set."""
 
         def inside() -> Any:
             with uncut(self.stack, stream, learn=self.stack.form is None) as run:
@@ -153,7 +155,7 @@ class UncutLosses:
         return self._tried(inside, may_fail=may_fail)
 
     def _past(self, batch: Any, stream: Stream, mode: Listening, *, may_fail: bool) -> float | None:
-        """The loss of a step whose blocks return what they are given."""
+        """Return the loss of a step whose blocks return their input."""
 
         def inside() -> Any:
             end = len(self.stack.blocks)
@@ -176,12 +178,12 @@ class UncutLosses:
 
 
 class CutLosses(UncutLosses):
-    """The same, of a module that is cut already: collective over the pipeline, every rank of which runs its stages.
+    """Computes the losses of a module after the cut; collective over the pipeline, whose ranks run their stages.
 
     Args:
-        where: the stages.
-        group: the ranks.
-        device: where they run.
+        where: the layout.
+        group: the pipeline ranks.
+        device: device for messages.
     """
 
     may_fail_anywhere = False
@@ -224,7 +226,7 @@ class CutLosses(UncutLosses):
             if reached[-1] == last:
                 loss = float(loss_of(found.output, who=self.who))
         except Exception:
-            if not may_fail or reached[-1] != last:  # where no other stage waits for this one
+            if not may_fail or reached[-1] != last:  # the last stage can fail, since no stage waits for it
                 raise
         told: list[Any] = [(loss, self.seen | mode.seen)]
         dist.broadcast_object_list(told, group_src=self.where.last_rank, group=self.group)

@@ -1,4 +1,4 @@
-"""How a loss is put together from its samples', asked of the loss itself: batches made up from one, run side by side."""
+"""Finds out how a batch's loss depends on its samples, with batches derived from one batch."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,18 +31,18 @@ _DROPOUT = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F
 
 
 class Listening(TorchFunctionMode):
-    """Around a step: notes with which numbers it compares tensors, and gives each sample random numbers of its own.
+    """Records the numbers with which a step compares tensors, and gives each sample its own random numbers.
 
-    They are the same whether other samples are beside it or not. An index out of range is an error here, before a device
-    would fail for good on it.
+    A sample's random numbers do not depend on the other samples. An index out of range raises here, before the device fails
+    permanently.
 
     Args:
-        size: of the batch that runs.
-        first: the number of its first sample, of ``all_samples``.
-        all_samples: samples that the batch is of.
+        size: samples in the running batch.
+        first: number of its first sample among ``all_samples``.
+        all_samples: number of samples in total.
 
     Attributes:
-        seen: the numbers, among them those that a loss ignores as classes.
+        seen: the numbers, including classes that a loss ignores.
     """
 
     def __init__(self, size: int, first: int, all_samples: int) -> None:
@@ -83,7 +83,7 @@ class Listening(TorchFunctionMode):
             return _DRAWS[func](self, args, kwargs)
 
     def rows(self, shape: torch.Size, fill: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        """Random numbers of ``shape``, of the type of ``like``; where dimension 0 is of samples, those of these samples."""
+        """Return random numbers of ``shape`` in the type of ``like``, by sample if dimension 0 has the samples."""
         if len(shape) == 0 or shape[0] == 0 or shape[0] % self.size:
             return fill(torch.empty(shape, dtype=torch.float32)).to(like)
         each = shape[0] // self.size
@@ -111,7 +111,7 @@ def _check_embedding(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _sized(args: Any, kwargs: Any) -> Tensor:
-    """An empty tensor as a factory called so would make it."""
+    """Return an empty tensor like the one that a factory call would create."""
     options = {k: v for k, v in kwargs.items() if k in ("dtype", "device")}
     size = kwargs.get("size", args)
     if len(size) == 1 and not isinstance(size[0], int):
@@ -125,7 +125,7 @@ def _alike(args: Any, kwargs: Any) -> Tensor:
 
 
 def _named(args: Any, kwargs: Any, names: tuple[str, ...], defaults: tuple[Any, ...]) -> list[Any]:
-    """Arguments after the first, by position or name."""
+    """Return the arguments after the first, given by position or name."""
     given = list(args[1 : 1 + len(names)])
     return [
         given[i] if i < len(given) else kwargs.get(n, d) for i, (n, d) in enumerate(zip(names, defaults, strict=True))
@@ -207,11 +207,12 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def perturbed(module: nn.Module, inside: set[int], amount: float) -> Iterator[None]:
-    """Let weights outside the blocks be other ones for a while, so that the losses of samples lie far apart.
+    """Change weights outside the blocks until the context ends, so that the losses of samples differ a lot.
 
     Args:
-        inside: ids of parameters to leave alone.
-        amount: of the noise that is added, over that which gives outputs of size 1; 0 leaves all as they are.
+        module: the module.
+        inside: ids of parameters that do not change.
+        amount: size of the noise, relative to noise that gives outputs of size 1. 0 changes nothing.
     """
     before: list[tuple[nn.Parameter, Tensor]] = []
     try:
@@ -232,7 +233,7 @@ def perturbed(module: nn.Module, inside: set[int], amount: float) -> Iterator[No
 
 
 class Pair(NamedTuple):
-    """Two micro-batches and what they are together."""
+    """Two micro-batches and their union."""
 
     first: Any
     second: Any
@@ -240,19 +241,19 @@ class Pair(NamedTuple):
 
 
 def pair_of(batch: Any, size: int, rows: Tensor) -> Pair:
-    """The samples ``rows`` of a batch of ``size``: the first half of them, the second, and both."""
+    """Return the first half, the second half, and all of the samples ``rows`` of a batch of ``size``."""
     half = len(rows) // 2
     return Pair(select(batch, rows[:half], size), select(batch, rows[half:], size), select(batch, rows, size))
 
 
 def variants(batch: Any, size: int, seen: dict[float, None]) -> Iterator[tuple[str, str, Pair]]:
-    """Pairs such as later batches may have, of ``batch``'s samples, each with one tensor changed.
+    """Yield pairs of ``batch``'s samples like those of later batches, each with one tensor changed.
+
+    Elements become possible padding: towards the end of samples, in different amounts in both halves, or in a whole sample.
+    Or they are permuted, or become smaller.
 
     Yields:
-        The path of the tensor, what was changed in it, and the pair.
-
-    Elements become what may mark padding: towards the end of samples, unlike in the two halves, or all of one sample's;
-    or they change places, or become smaller.
+        The path of the tensor, a description of the change, and the pair.
     """
     half = max(2, min(4, size // 2))
     rows = torch.arange(2 * half) % size
@@ -282,7 +283,7 @@ def variants(batch: Any, size: int, seen: dict[float, None]) -> Iterator[tuple[s
 
 
 def _padded(t: Tensor, value: float, half: int, *, whole: bool) -> Tensor:
-    """``t`` with some elements of value ``value``: most of the first half's, few of the second's."""
+    """Set some elements of ``t`` to ``value``: most in the first half, few in the second."""
     t = t.clone(memory_format=torch.contiguous_format)
     if whole:
         t[0] = value

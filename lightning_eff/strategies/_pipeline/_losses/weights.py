@@ -1,10 +1,11 @@
-"""What a micro-batch's loss weighs in its batch's: as much as the others, or its share of the tokens that count.
+"""The weight of a micro-batch's loss in its batch's loss: equal weights, or the fraction of tokens that count.
 
-A loss that is a mean over tokens of which some do not count (labels of -100, padding) is not the mean of its micro-batches'
-losses: L = Σ_i w_i L_i with w_i = n_i / Σ_j n_j, where n_i counts the tokens of micro-batch i. What counts is not asked of
-the user, but found at setup: the loss itself is asked, on batches made up from the first one, such as later ones may be
-(labels of -100 and -1, padding, masks that end early), with weights of the head at which the samples' losses lie far
-apart. A rule holds if it gives the loss of all of them to rounding. If none does, the module is refused.
+If a loss is a mean over tokens that count (without labels of -100 or padding), it is not the mean of its micro-batches'
+losses. It is L = Σ_i w_i L_i with w_i = n_i / Σ_j n_j, where n_i counts the tokens of micro-batch i.
+
+Setup finds the rule that counts. It computes losses of batches derived from the first one, like later batches can be: with
+labels of -100 and -1, padding, and masks that end early. Other weights of the head make the samples' losses differ a lot. A
+rule holds if it predicts all these losses up to rounding. If no rule holds, the module is refused.
 """
 
 import math
@@ -25,19 +26,19 @@ from lightning_eff.strategies._pipeline._losses.probing import Pair, pair_of, va
 from lightning_eff.strategies._pipeline.logging import Record
 
 Given = Callable[[Any], float]
-"""``microbatch_weight``: a micro-batch's weight, >= 0."""
+"""The type of ``microbatch_weight``, which returns a micro-batch's weight >= 0."""
 
-_AMOUNTS = (4.0, 1.0, 0.25)  # of noise on weights outside the blocks; the first of them that gives finite losses
-_ROUNDINGS = 16.0  # how many a loss may be off
-_APART = 1e-2  # shares of micro-batches that differ by more than this are different
+_AMOUNTS = (4.0, 1.0, 0.25)  # of noise on weights outside the blocks; the first that gives finite losses is used
+_ROUNDINGS = 16.0  # allowed error of a loss, in rounding errors
+_APART = 1e-2  # weights that differ by more than this are different
 
 
 class Trial(NamedTuple):
     """Two micro-batches, their losses, and their loss together.
 
     Attributes:
-        path: of the tensor in which they are other than the batch's own samples, if there is one.
-        same: what counts in the batch's own samples, by rules of other tensors.
+        path: path of the tensor that differs from the batch's samples, if there is one.
+        same: counts in the batch's samples, for rules of other tensors.
     """
 
     what: str
@@ -49,7 +50,7 @@ class Trial(NamedTuple):
     same: dict[Rule, list[float]]
 
     def share(self, rule: Rule) -> float | None:
-        """Of the first micro-batch in the two, by ``rule``; None if nothing counts."""
+        """Return the weight of the first micro-batch by ``rule``, or None if nothing counts."""
         if any(count.path == self.path for count in rule.counts):
             amounts = rule.amounts(self.pair[:2])
         else:
@@ -58,24 +59,24 @@ class Trial(NamedTuple):
         return amounts[0] / total if total else None
 
     def fits(self, rule: Rule) -> bool:
-        """Whether the loss together is what ``rule`` makes of the two."""
+        """Whether ``rule`` predicts the loss of both from their losses."""
         first, second = self.losses
         if rule.adds:
             return abs(first + second - self.together) <= self.allowed
         share = self.share(rule)
         if share is None or not math.isfinite(share):
             return False
-        allowed = self.allowed * max(1.0, abs(share))  # of weights that may be negative
+        allowed = self.allowed * max(1.0, abs(share))  # the weights can be negative
         return abs(share * first + (1 - share) * second - self.together) <= allowed
 
 
 class Trials:
-    """Trials of pairs, with the module's weights as they are or others.
+    """Runs trials of pairs, with the module's weights or changed ones.
 
     Args:
-        losses: of batches.
-        amount: by which weights outside the blocks are other ones.
-        blocks: run them.
+        losses: computes losses of batches.
+        amount: size of the change of weights outside the blocks.
+        blocks: whether to run the blocks.
     """
 
     def __init__(self, losses: UncutLosses, *, amount: float, blocks: bool) -> None:
@@ -83,14 +84,17 @@ class Trials:
         self._same: dict[Rule, list[float]] = {}
 
     def of(self, what: str, pair: Pair, path: str | None = None, *, may_fail: bool = False) -> Trial | None:
-        """The trial of a pair; None if one of its losses is no finite number.
+        """Run the trial of a pair; return None if one of its losses is not finite.
 
         Args:
-            path: of the tensor in which the pair is other than that of other trials; None if it is a pair by itself.
+            what: description of the pair.
+            pair: the micro-batches.
+            path: path of the tensor that differs from other trials' pairs, or None.
+            may_fail: whether the step may fail.
         """
         size, found = num_samples(pair.first), []
         rows = {"together": (0, 2 * size), "first": (0, 2 * size), "second": (size, 2 * size)}
-        for name, which in rows.items():  # what cannot be run fails at once
+        for name, which in rows.items():  # a step that fails does so at once
             loss = self.losses.loss(getattr(pair, name), rows=which, may_fail=may_fail, blocks=self.blocks)
             if loss is None or not math.isfinite(loss):
                 return None
@@ -101,7 +105,7 @@ class Trials:
 
 
 def shares(amounts: Sequence[float]) -> list[float] | None:
-    """The weights n_i / Σ n_j; None if they are all the same, or nothing counts."""
+    """Return the weights n_i / Σ n_j, or None if they are equal or nothing counts."""
     total = sum(amounts)
     return None if total == 0 or len(set(amounts)) == 1 else [n / total for n in amounts]
 
@@ -110,11 +114,11 @@ class Weights:
     """The weights of micro-batches in training.
 
     Args:
-        given: a function that says what a micro-batch weighs; nothing is looked for then.
-        who: for messages.
+        given: function that returns a micro-batch's weight; then no rule is searched.
+        who: name of the caller in messages.
 
     Attributes:
-        rule: what the loss is the mean of; None before it was found.
+        rule: the rule for the elements that the loss averages; None before it is found.
     """
 
     def __init__(self, given: Given | None = None, *, who: str) -> None:
@@ -123,12 +127,12 @@ class Weights:
         self._refused: str | None = None
 
     def learn(self, losses: UncutLosses, batch: Any, number: int) -> None:
-        """Find the rule by which two micro-batches make up their loss together. All ranks have to call :meth:`agree` after.
+        """Find the rule that combines the losses of micro-batches. All ranks must call :meth:`agree` afterwards.
 
         Args:
             losses: :class:`.losses.UncutLosses` or :class:`.losses.CutLosses`.
-            batch: the first one.
-            number: of its micro-batches.
+            batch: the first batch.
+            number: number of its micro-batches.
         """
         if self.given is not None:
             return
@@ -142,8 +146,9 @@ class Weights:
             return
         if blocks and not losses.may_fail_anywhere:
             self._refused = (
-                f"{self.who}: what micro-batches weigh cannot be told, since the model is in pieces already and training_step"
-                f" does not run without its blocks. Make the weights on all ranks (init_on='all'). {self._way_out()}"
+                f"{self.who}: the weights of micro-batches cannot be found, because the model is divided already and"
+                f" training_step does not run without its blocks. Create the weights on all ranks (init_on='all')."
+                f" {self._way_out()}"
             )
             return
         left, holding = base, []
@@ -166,7 +171,7 @@ class Weights:
             self._refused = self._none_fits(losses, trials)
 
     def _basic(self, losses: UncutLosses, batch: Any, size: int, number: int) -> tuple[list[Trial], bool]:
-        """Trials of the batch as it is; and whether blocks have to run for the others."""
+        """Run trials of the unchanged batch, and find out whether other trials must run the blocks."""
         each = max(1, size // number)
         parts = [torch.arange(i, i + each) for i in range(0, each * (size // each), each)]
         pairs = [torch.cat(two) for two in combinations(parts, 2)][: max(1, number - 1)][:3]
@@ -186,7 +191,7 @@ class Weights:
         return [t for t in trials if t is not None], True
 
     def _take(self, left: list[Rule], trials: list[Trial]) -> None:
-        """Keep the first of the rules that fit, unless others that fit as well give other weights."""
+        """Choose the first rule that fits, unless another rule that fits gives other weights."""
         rule = left[0]
         for other in left[1:]:
             for trial in trials:
@@ -197,47 +202,45 @@ class Weights:
                     apart = mine is not None and theirs is not None and abs(mine - theirs) > _APART
                 if apart:
                     self._refused = (
-                        f"{self.who}: what micro-batches weigh in training_step's loss cannot be told: it may be a mean over"
-                        f" {rule}, or over {other}; two micro-batches ({trial.what}) have losses of {trial.losses[0]:.6g}"
-                        f" and {trial.losses[1]:.6g}, too near to one another to say. {self._way_out()}"
+                        f"{self.who}: the weights of micro-batches in training_step's loss cannot be found: it can be a mean"
+                        f" over {rule}, or over {other}. Two micro-batches ({trial.what}) have losses of"
+                        f" {trial.losses[0]:.6g} and {trial.losses[1]:.6g}, which are too similar to decide. {self._way_out()}"
                     )
                     return
         self.rule = rule
 
     def _none_fits(self, losses: UncutLosses, trials: list[Trial]) -> str:
         if not trials:
-            return f"{self.who}: the loss of no two micro-batches is a finite number. {self._way_out()}"
+            return f"{self.who}: no two micro-batches have a finite loss. {self._way_out()}"
         trial = next((t for t in trials if not t.fits(EQUAL)), trials[-1])
         first, second = trial.losses
         with losses.at():
             drawn = losses.loss(trial.pair.first, 1, may_fail=True) != losses.loss(trial.pair.first, 0, may_fail=True)
         random = (
-            " The step draws random numbers of its own (NumPy's, say), which may be why: they are no others for each"
-            " sample of a batch."
+            " The step draws random numbers itself, such as NumPy's, which can be the cause, because they do not depend on"
+            " the sample."
             if drawn
             else ""
         )
         return (
             f"{self.who}: two micro-batches ({trial.what}) with losses of {first:.6g} and {second:.6g} have a loss of"
-            f" {trial.together:.6g} together. That is not their mean ({(first + second) / 2:.6g}), nor their sum, nor a mean"
-            " by any number of elements that can be counted in the batches: the loss compares samples with one another"
-            " (contrastive), weighs classes, or adds a mean over tokens to one over samples. A pipeline computes the loss"
-            f" of each micro-batch by itself.{random} {self._way_out()}"
+            f" {trial.together:.6g} together, but a pipeline computes the loss of each micro-batch separately. It is not their"
+            f" mean ({(first + second) / 2:.6g}), their sum, or a mean weighted by countable elements. The loss may compare"
+            f" samples (contrastive), weigh classes, or add means over tokens and over samples.{random} {self._way_out()}"
         )
 
     def _way_out(self) -> str:
         return (
-            f"Say what a micro-batch weighs by {self.who}(microbatch_weight=f), a function of the micro-batch that returns a"
-            " number (the number of its labels that count, the sum of its labels' class weights; 1.0 to train on the mean"
-            " of the micro-batches' losses, as where gradients are accumulated); or keep batches whole by schedule='GPipe',"
-            " num_microbatches=1; or use pipeline_parallel_size=1."
+            f"Set {self.who}(microbatch_weight=f), where f(micro_batch) returns a number, such as the number of its labels that"
+            " count, the sum of its class weights, or 1.0 for the mean of the micro-batches' losses. Or keep batches whole with"
+            " schedule='GPipe', num_microbatches=1, or use pipeline_parallel_size=1."
         )
 
     def agree(self) -> None:
-        """Take the rule of the first process that found one, on all. Collective over all of them.
+        """Send the rule of the first process that found one to all processes; collective.
 
         Raises:
-            ValueError: on all, if one of them found that no rule fits.
+            ValueError: on all processes, if one of them found that no rule fits.
         """
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, (self.rule, self._refused))
@@ -247,14 +250,14 @@ class Weights:
         self.rule = next((rule for rule, _ in told if rule is not None), None)
         if self.rule is not None and self.rule != EQUAL:
             how = (
-                "are added up: the loss is a sum"
+                "are added, since the loss is a sum"
                 if self.rule.adds
-                else f"count by {self.rule}, of which it is the mean"
+                else f"are weighted by {self.rule}, since the loss is a mean over it"
             )
             rank_zero_info(f"{self.who}: the losses of micro-batches {how}.")
 
     def of(self, microbatches: Sequence[Any]) -> list[float] | None:
-        """The factors of a batch's micro-batches in its loss; None if that is their mean."""
+        """Return the weights of a batch's micro-batches in its loss, or None for the mean."""
         if self.given is not None:
             return shares([self._asked(part) for part in microbatches])
         if self.rule is None or self.rule == EQUAL:
@@ -267,17 +270,17 @@ class Weights:
         value = float(found)
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(
-                f"{self.who}: microbatch_weight returned {found!r}; expected a finite number >= 0, what the micro-batch"
-                " weighs in the loss."
+                f"{self.who}: microbatch_weight returned {found!r}; expected a finite number >= 0, the weight of"
+                " the micro-batch in the loss."
             )
         return value
 
     def defined(self, microbatches: Sequence[Any], weights: Sequence[float] | None) -> list[Any]:
-        """Micro-batches whose losses are all numbers.
+        """Return micro-batches whose losses are all finite.
 
-        Where nothing counts the mean is 0 / 0, and so are its gradients, whatever they are multiplied by. Such a
-        micro-batch gets one element that counts: its loss weighs nothing. Where the weights were given, the heaviest
-        micro-batch is run in its place.
+        If nothing counts in a micro-batch, its mean loss is 0 / 0, and its gradients are NaN with any weight. Such a
+        micro-batch gets one element that counts, and its loss gets weight 0. With given weights, the heaviest micro-batch
+        replaces it.
         """
         if weights is None or all(weights):
             return [*microbatches]
@@ -290,20 +293,19 @@ class Weights:
 
 
 def tell_of_statistics(module: nn.Module, number: int, size: int, *, who: str) -> None:
-    """Say which modules normalize by a batch's own statistics (BatchNorm), which are those of ``size`` samples now."""
+    """Report modules that normalize by batch statistics (BatchNorm), which now come from ``size`` samples."""
     names = [name for name, m in module.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if names and number > 1:
         rest = f" and {len(names) - 1} more modules normalize" if len(names) > 1 else " normalizes"
         rank_zero_info(
-            f"{who}: {names[0]!r}{rest} over each of {number} micro-batches of {size} samples, as where gradients are"
-            " accumulated, not over the batch: losses are not those of one process. schedule='GPipe' with"
-            " num_microbatches=1 keeps the batch whole, and lets stages wait for one another; GroupNorm and LayerNorm do"
-            " not depend on the batch."
+            f"{who}: {names[0]!r}{rest} over each of {number} micro-batches of {size} samples and not over the batch, so"
+            " losses differ from those of one process. schedule='GPipe' with num_microbatches=1 keeps the batch whole, but"
+            " stages then wait. GroupNorm and LayerNorm do not depend on the batch."
         )
 
 
 def weighted(losses: Mapping[int, Tensor], weights: Sequence[float] | None, records: Mapping[str, Record]) -> float:
-    """The batch's loss from its micro-batches'; a record of these same losses gets their weights."""
+    """Return the batch's loss from its micro-batches' losses; a record of these losses gets their weights too."""
     stacked = torch.stack(list(losses.values())).double().cpu()
     if weights is None:
         return float(stacked.mean())
