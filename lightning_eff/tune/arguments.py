@@ -13,6 +13,9 @@ from lightning_eff.bench.pace import Budget
 
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
+MOST = 4  # parallel runs on a CPU by default: with more, a search learns less from each trial
+ROOM = 0.7  # of this machine's memory, which all parallel runs together may use by default
+
 
 def parse_memory(text: str | int | None) -> int | None:
     """``"40GB"``, ``"512MiB"`` or bytes.
@@ -72,3 +75,18 @@ def read_space(space: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict
             f"--space {space}: got a {type(told).__name__}; expected the sections own, techniques and most."
         )
     return told or {}
+
+
+def at_once(threads: int) -> int:
+    """Return how many runs of so many torch threads fit on this machine's cores. 0 threads means any number."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // threads) if threads else min(cores, MOST)
+
+
+def in_memory(peak: int) -> int:
+    """Return how many runs with this peak of memory fit on this machine."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return MOST
+    return max(1, int(ROOM * memory / max(peak, 1)))

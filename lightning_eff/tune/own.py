@@ -34,7 +34,8 @@ class Own:
         value: what the config has; None where that is not known.
         key: where the config has it, such as ``model.init_args.lr``; None for what is set from outside: by
             ``OptimizerSettings``, or by the schedule that stands in the place of one that does not decay.
-        in_steps: the config has it in optimizer steps, and ``range`` as a share of the budget.
+        in_steps: whether the config has it in optimizer steps, while ``range`` is a fraction of the budget.
+        same_cost: whether the cost of a step does not depend on it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Own:
     value: Any
     key: str | None
     in_steps: bool = False
+    same_cost: bool = False
 
     def told(self) -> str:
         """In words."""
@@ -90,7 +92,7 @@ def discover(config: Mapping[str, Any], found: Found) -> tuple[list[Own], dict[s
     without: dict[str, str] = {}
     base = found.base_rate
     if base > 0:
-        owns.append(Own("rate", Uniform(base / 10, base * 10, log=True), base, called("rate", base)))
+        owns.append(Own("rate", Uniform(base / 10, base * 10, log=True), base, called("rate", base), same_cost=True))
     else:
         without["rate"] = "the module's optimizers have no rate above 0"
     decay = max(found.decays, default=None)
@@ -98,7 +100,7 @@ def discover(config: Mapping[str, Any], found: Found) -> tuple[list[Own], dict[s
         without["weight_decay"] = "the module's optimizers have none"
     else:
         tried: Range = Uniform(decay / 10, decay * 10, log=True) if decay > 0 else Choice((0.0, 0.01, 0.1))
-        owns.append(Own("weight_decay", tried, decay, called("weight_decay", decay)))
+        owns.append(Own("weight_decay", tried, decay, called("weight_decay", decay), same_cost=True))
     size = found.run.batch_size
     if (key := called("batch", size)) is not None:
         sizes = sorted({max(1, size // 2), size, size * 2, size * 4})
@@ -111,11 +113,11 @@ def discover(config: Mapping[str, Any], found: Found) -> tuple[list[Own], dict[s
     if found.run.manual_optimization and not found.run.decayed_rate:
         without["warm_up"] = "no schedule can stand in the place of one that the module steps by itself"
     elif not found.run.decayed_rate:
-        owns.append(Own("warm_up", WARM_UP, None, None))
+        owns.append(Own("warm_up", WARM_UP, None, None, same_cost=True))
     elif (key := called("warm_up", None)) is not None:
         value = numbers[key]
         in_steps = isinstance(value, int) or value > 1
-        owns.append(Own("warm_up", WARM_UP, value / found.steps if in_steps else value, key, in_steps))
+        owns.append(Own("warm_up", WARM_UP, value / found.steps if in_steps else value, key, in_steps, same_cost=True))
     else:
         without["warm_up"] = (
             "the module decays its rate by itself, and no number of its config is called warm-up; name it in --space, own:"

@@ -1,9 +1,9 @@
 """Searches for a recipe that beats the baseline on the user's own module, and confirms it on new seeds."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,54 +20,23 @@ from lightning_eff.bench.running import ray_places
 from lightning_eff.bench.running.places import Places
 from lightning_eff.monitor._cost import Price, Prices
 from lightning_eff.monitor.machine import fingerprint
-from lightning_eff.tune.arguments import parse_memory, parse_seconds, read_space, several
+from lightning_eff.tune.arguments import at_once, in_memory, parse_memory, parse_seconds, read_space, several
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices, Recipes, check_own, digests, parsed
 from lightning_eff.tune.confirm import Bench
 from lightning_eff.tune.inspection import probing, profiling, resuming
+from lightning_eff.tune.inspection.looking import Look
 from lightning_eff.tune.own import discover
 from lightning_eff.tune.reports.cost import Ledger
 from lightning_eff.tune.reports.writing import write
 from lightning_eff.tune.search import RUNGS, Search, chosen, require_extra
-from lightning_eff.tune.space import NOT_INCLUDED, Space, check, gather
+from lightning_eff.tune.space import NOT_INCLUDED, check, gather
 from lightning_eff.tune.timing import Durations, Timetable
 from lightning_eff.tune.trials import Trials
 
 Tell = Callable[[str], None]
 SHARES = [rung / RUNGS[-1] for rung in RUNGS]  # of the budget, at which a trial runs
-PROBING = 0.2  # of the time that is left, in which techniques are tried alone
-
-
-@dataclass(frozen=True)
-class Look:
-    """The findings before the search.
-
-    Attributes:
-        found: the profile of the baseline.
-        space: the techniques that may be tried, those that may not, and why.
-        recipes: writes choices from the space as configs.
-    """
-
-    found: profiling.Found
-    space: Space
-    recipes: Recipes
-
-    def lines(self) -> list[str]:
-        """Describe the findings for people."""
-        space = self.space
-        lines = ["The module", *(f"  {line}" for line in profiling.told(self.found))]
-        lines += ["", "The baseline's own settings"]
-        lines += [f"  {one.told()}" for one in space.own]
-        lines += [f"  {name}: not searched, since {why}" for name, why in space.own_left_out.items()]
-        if not self.recipes.scheduled:
-            lines.append(
-                "  the module's rate does not decay: in every arm a linear decay to zero stands in its place"
-                " (LearningRateSchedule), since a rate that is not decayed is a weak baseline"
-            )
-        lines += ["", f"Tried, at most {space.most} together ({len(space.techniques)})"]
-        lines += [f"  {one.told()}" for one in space.techniques.values()] or ["  none"]
-        lines += ["", f"Left out ({len(space.left_out)})"]
-        return lines + [f"  {name}: {why}" for name, why in sorted(space.left_out.items())]
+PROBING = 0.2  # of the time that is left, in which each technique is tried alone
 
 
 class Tuner:
@@ -88,7 +57,8 @@ class Tuner:
         include: the only techniques to try, with class paths for your own callbacks.
         exclude: the techniques not to try.
         out: the folder for all results.
-        jobs: the number of parallel runs. 0 is one per CUDA device, and one on a machine without.
+        jobs: the number of parallel runs. 0 is one per CUDA device. On a CPU it uses all cores: with ``threads`` cores per run,
+            or in at most four runs. Fewer run where the memory of this machine does not hold them.
         threads: the number of torch threads per run. 0 divides those of this process.
         seed: the seed of the searching runs. The confirming runs use other seeds.
         seeds: the number of seeds that confirm the best recipe.
@@ -140,7 +110,8 @@ class Tuner:
         self.include, self.exclude = several(include), several(exclude)
         self.out = Path(out)
         self.engine = engine
-        here = torch.cuda.device_count() or 1
+        here = torch.cuda.device_count() or at_once(threads)
+        self._fitted = engine == "local" and not jobs and not torch.cuda.device_count()
         if engine == "ray":
             ray_places.require_extra()
             jobs = jobs or ray_places.capacity(threads or torch.get_num_threads())
@@ -178,6 +149,8 @@ class Tuner:
         resuming.take_up_code(self.out, code)
         found = self._profile(say)
         resuming.keep_code(self.out, code)
+        if self._fitted:
+            self.jobs = self._bench_jobs = min(self.jobs, in_memory(found.peak_bytes))
         if not self._begun:
             time.check(self._durations(found))
         run = found.run
@@ -194,7 +167,8 @@ class Tuner:
         if time.search is not None:
             profiling.check_rate(found, shortened=any(one.name == "warm_up" for one in space.own))
         recipes = Recipes(self.paths, space, scheduled=run.decayed_rate or run.manual_optimization)
-        space = probing.after(space, self._probes(recipes, found, say, time))
+        named = {*self.include, *(self.space.get("techniques") or {})}
+        space = probing.after(space, self._probes(recipes, found, say, time), named)
         return Look(found, space, Recipes(self.paths, space, scheduled=run.decayed_rate or run.manual_optimization))
 
     def run(self, *, progress: bool = True, tell: Tell | None = None) -> dict[str, Any]:
@@ -241,7 +215,7 @@ class Tuner:
             seconds = self._seconds(durations, time)
             rest = max(seconds - self._searched(), 0.0)
             aim = "less" if self.mode == "min" else "more"
-            say(f"searching for {aim} {self.target}: {time.told(durations, rest, again=self._begun)}")
+            say(f"plan, for {aim} {self.target}: {time.describe(durations, rest, again=self._begun)}")
             places = self._places(self.jobs)
             try:
                 search = self._search(look, places, seconds, say)
@@ -305,6 +279,7 @@ class Tuner:
             jobs=self.jobs,
             tell=tell,
         )
+        trials.left = lambda: seconds - search.spent
         try:
             search.search()
         except BaseException:
@@ -368,13 +343,13 @@ class Tuner:
         if not left or self._begun:  # what trials have in their space stays there
             return known
         places = self._places(min(self.jobs, len(left)))
-        until = time.spent + PROBING * time.left
+        until = math.inf
 
         def done(name: str, why: str | None) -> None:
             known[name] = why
             write_json(file, known)
             tell(
-                f"tried for two steps, {len(known)} of {len(recipes.space.techniques)}: {name}{' refused' if why else ''}"
+                f"two steps of {name} ({len(known)} of {len(recipes.space.techniques)}): {'left out' if why else 'ok'}"
             )
 
         try:
@@ -383,6 +358,8 @@ class Tuner:
             write_json(self.out / "start.json", {"process_seconds": time.spent - began})
             durations = self._durations(found)
             time.check(durations)
+            if time.search is not None:
+                until = time.spent + min(PROBING * time.left, max(time.left - durations.least(SHARES), 0.0))
             return probing.probe(
                 recipes.space,
                 lambda name: probing.refused(
@@ -394,12 +371,12 @@ class Tuner:
                     steps=found.steps,
                     seed=self.seed,
                     threads=self.threads,
-                    limit=durations.limit(durations.probe),
+                    limit=durations.probe_limit,
                 ),
                 jobs=self.jobs,
                 known=known,
                 tell=done,
-                over=lambda: time.spent > until,
+                over=lambda: time.spent >= until,
             )
         finally:
             places.close()

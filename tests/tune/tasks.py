@@ -1,5 +1,6 @@
 """Modules and data of a few milliseconds a run for the search's tests, as configs name them."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -85,13 +86,16 @@ class Hidden(Regression):
 
 
 class Here:
-    """Does jobs in this process, for tests that are not about processes."""
+    """Does jobs in this process, one after the other, for tests that are not about processes."""
+
+    lock = threading.Lock()
 
     def __init__(self, *args: object) -> None:
         pass
 
     def do(self, jobs, progress=None):
-        return work_all(jobs, progress or (lambda job, u: None))
+        with self.lock:
+            return work_all(jobs, progress or (lambda job, u: None))
 
     def start(self) -> None:
         pass

@@ -224,12 +224,12 @@ def test_a_run_must_have_taken_and_cost_what_it_tells_of() -> None:
         "kinds": [{"kind": "a", "count": 100}],
     }
     assert dishonest(record, {"a": 0.1}, 10.0, 12.0) is None
-    assert "tells of 11 s, and took 22 s by another clock" in str(dishonest(record, {"a": 0.1}, 10.0, 22.0))
-    assert "cost 20 s at their prices, of a budget of 10 s" in str(dishonest(record, {"a": 0.2}, 10.0, 12.0))
+    assert "reports 11 s, and took 22 s by another clock" in str(dishonest(record, {"a": 0.1}, 10.0, 22.0))
+    assert "cost 20 s at their calibrated costs, of a budget of 10 s" in str(dishonest(record, {"a": 0.2}, 10.0, 12.0))
     few = {**record, "kinds": [{"kind": "a (accumulates)", "count": 21}, {"kind": "a", "count": 3}]}
     prices = {"a": 0.5, "a (accumulates)": 0.5}
     assert dishonest(few, prices, 10.0, 12.0, batches=8) is None, "three steps, of which 2.5 were paid for"
-    assert "cost 12 s at their prices" in str(dishonest(few, prices, 10.0, 12.0)), "24 steps"
+    assert "cost 12 s at their calibrated costs" in str(dishonest(few, prices, 10.0, 12.0)), "24 steps"
 
 
 def test_a_recipe_is_a_whole_config_for_as_many_steps(tmp_path: Path) -> None:
@@ -279,9 +279,9 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuner, Any]:
     ("name", "why"),
     [
         ("Halving", None),
-        ("Shrinking", "got a module of parameters 9, other than the baseline's 161"),
+        ("Shrinking", "its parameters 9 differs from the baseline's 161"),
         ("Peeking", "got a training set of 64 items"),
-        ("Lying", "at their prices, of a budget of 0.8 s"),
+        ("Lying", "at their calibrated costs, of a budget of 0.8 s"),
         ("HandFed", "that it trained on are of the validation data, where 0 of"),
         (
             "HandFedBelow",

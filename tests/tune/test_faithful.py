@@ -22,7 +22,7 @@ WHY = {
     "EasyLabels": MEASURED,
     "SomeRows": MEASURED,
     "OtherFunction": MEASURED,
-    "OtherNames": "its weights are none of the baseline's model (there is no net.0.weight, net.0.bias, net.2.weight, ...)",
+    "OtherNames": "its weights do not fit the baseline's model (there is no net.0.weight, net.0.bias, net.2.weight, ...)",
     "Early": "it trains on 512 samples before the first step, where the baseline trains on 0",
 }
 

@@ -4,10 +4,12 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_eff import cli
 from lightning_eff.bench.pace import Incomparable
@@ -20,7 +22,7 @@ from lightning_eff.tune.inspection.resuming import take_up
 from lightning_eff.tune.own import SETTINGS, discover
 from lightning_eff.tune.settings import OptimizerSettings, scale_rates, set_decays
 from lightning_eff.tune.tuner import Tuner
-from tests.tune.tasks import Here, config
+from tests.tune.tasks import Here, Regression, Table, config
 
 HIDDEN = "model: {class_path: tests.tune.tasks.Hidden}"
 
@@ -262,3 +264,68 @@ def test_settings_from_outside_are_checked() -> None:
             OptimizerSettings(**wrong)
     with pytest.raises(ValueError, match="no rate above 0"):
         scale_rates([torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.0)], [], 0.1)
+
+
+# -- the target
+
+
+def seen(monkeypatch: pytest.MonkeyPatch, text: str, folder: Path) -> tuple[list[int], str | None]:
+    """The sizes of the validation batches of a look, and why it is refused."""
+    sizes: list[int] = []
+    original = Regression.validation_step
+
+    def validation_step(self: Regression, batch: Any, batch_idx: int) -> None:
+        sizes.append(len(batch[0]))
+        original(self, batch, batch_idx)
+
+    monkeypatch.setattr(Regression, "validation_step", validation_step)
+    data = "data: {class_path: tests.tune.test_look.Batches}"
+    file = folder / "baseline.yaml"
+    file.write_text(f"trainer: {{accelerator: cpu, devices: 1}}\nmodel: {{class_path: {text}}}\n{data}\n")
+    try:
+        Tuner(file, target="val_los", budget=2, include=["Lookahead"], out=folder / "out", threads=1).look()
+    except Incomparable as error:
+        return sizes, str(error)
+    return sizes, None
+
+
+class Batches(Table):
+    """The same rows, validated in eight batches."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self._set(1, 64), 8)
+
+
+class LogsLate(Regression):
+    """Logs nothing while a validation of one batch is all that it had."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.count = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+
+    def on_validation_epoch_end(self) -> None:
+        if self.count > 1:
+            self.log("val_los", float(self.count))
+
+
+class NeedsMore(LogsLate):
+    """Cannot be validated on one batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        if self.count == 1:
+            raise RuntimeError("one batch is not enough")
+        super().on_validation_epoch_end()
+
+
+def test_a_wrong_target_is_reported_after_one_validation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, why = seen(monkeypatch, "tests.tune.tasks.Regression", tmp_path)
+    assert "expected one of ['val_loss']" in str(why) and sizes == [8]
+
+
+@pytest.mark.parametrize("name", ["LogsLate", "NeedsMore"])
+def test_one_validation_batch_refuses_no_module_that_needs_more(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert seen(monkeypatch, f"tests.tune.test_look.{name}", tmp_path)[1] is None

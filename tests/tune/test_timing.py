@@ -1,7 +1,8 @@
 """How long the parts of a search take, what is refused for want of time, and what is left out of a confirmation."""
 
-import math
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ SLOW = Durations(budget=60.0, step=0.1, start=2.0, validation=0.5, process=5.0, 
 def test_a_trial_and_a_bench_take_what_their_parts_take() -> None:
     rehearsal = 2.0 + 30 * 0.1  # a twentieth of 600 steps
     assert SLOW.rehearsal == pytest.approx(rehearsal)
-    runs = (2.0 + 60 / 9 + 4 * 0.5) + (2.0 + 20 + 4 * 0.5) + (2.0 + 60 + 4 * 0.5)
+    runs = (2.0 + 60 / 9 + 2 * 0.5) + (2.0 + 20 + 2 * 0.5) + (2.0 + 60 + 2 * 0.5)
     assert SLOW.trial((1 / 9, 1 / 3, 1)) == pytest.approx(2 * rehearsal + 0.5 + runs)
     bench = (5.0 + 2.0 + 8 * 0.1) + 2 * (5 * rehearsal + 0.5) + 6 * (5.0 + 2.0 + 60 + 10 * 0.5)
     assert SLOW.bench(2) == pytest.approx(bench)
@@ -38,28 +39,36 @@ def test_a_trial_and_a_bench_take_what_their_parts_take() -> None:
     assert in_words(90) == "90 s" and in_words(3601) == "61 min" and in_words(9000) == "2.5 h"
 
 
-def test_a_search_without_room_for_the_baseline_is_refused_with_what_it_needs() -> None:
-    need, whole = SLOW.trial((1.0,)), 2 * SLOW.trial((1.0,)) + SLOW.bench(3)
-    with pytest.raises(
-        UsageError, match=rf"expected at least {math.ceil(need)} s, .* and about {math.ceil(whole)} s to try"
-    ):
-        Timetable(need - 1, (1.0,)).check(SLOW)
+def test_a_search_in_which_nothing_can_be_confirmed_is_refused_with_what_it_needs() -> None:
+    need = 2 * SLOW.trial((1.0,)) + SLOW.bench(3)
+    with pytest.raises(UsageError, match=r"too short to confirm anything: .* Set --search to (\d+)s .*, or --budget") as no:
+        Timetable(need - 10, (1.0,)).check(SLOW)
+    said = re.search(r"--search to (\d+)s or more, or --budget to (\d+)s or less\.$", str(no.value))
+    assert said is not None and int(said[1]) == pytest.approx(need, abs=2)
+    Timetable(need - 10, (1.0,)).check(replace(SLOW, budget=float(said[2])))
+    with pytest.raises(UsageError):
+        Timetable(need - 10, (1.0,)).check(replace(SLOW, budget=float(said[2]) + 2))
+    with pytest.raises(UsageError, match=r"Set --search to \d+s or more\.$"):
+        Timetable(20.0, (1.0,)).check(SLOW)  # no budget is short enough
     Timetable(need + 1, (1.0,)).check(SLOW)
+    Timetable(need - 10, (1.0,)).check(replace(SLOW, jobs=2))
     Timetable(None, (1.0,)).check(SLOW)
 
 
 def test_what_will_end_late_is_said_at_the_start() -> None:
     short, long = Timetable(200.0, (1.0,)), Timetable(1e5, (1.0,))
-    assert short.kept(SLOW) == pytest.approx(100.0, abs=1), "half, where confirming all takes more"
+    assert short.kept(SLOW) == pytest.approx(200.0, abs=1), "all of it, where confirming one recipe takes more"
+    half = 3 * SLOW.bench(3)
+    assert Timetable(half, (1.0,)).kept(SLOW) == pytest.approx(half / 2, abs=1), "half, where confirming all takes more"
+    one = 1.5 * SLOW.bench(3)
+    assert Timetable(one, (1.0,)).kept(SLOW) == pytest.approx(SLOW.bench(3)), "no less than one recipe takes"
     whole = SLOW.bench(5) + SLOW.bench(5, known=2) + SLOW.bench(3, known=1)
     assert long.kept(SLOW) == pytest.approx(whole) and whole < SLOW.bench(5) + 2 * SLOW.bench(3)
-    told = short.told(SLOW, 100.0)
-    assert (
-        told.startswith("100 s of --search are for trials")
-        and f"about {in_words(SLOW.bench(3))}, so that it may" in told
-    )
-    assert "late" not in long.told(SLOW, long.left - long.kept(SLOW))
-    assert short.told(SLOW, 100.0, again=True) == "100 s of --search are left for trials", "confirming may be over"
+    told = short.describe(SLOW, 100.0)
+    assert told.startswith("100 s for trials (about 1 recipes")
+    assert f"about {in_words(SLOW.bench(3))} to confirm one recipe on 3 seeds; it may end" in told
+    assert "late" not in long.describe(SLOW, long.left - long.kept(SLOW))
+    assert short.describe(SLOW, 100.0, again=True) == "100 s of --search are left for trials", "confirming may be over"
 
 
 def test_steps_that_are_too_slow_are_told_of_after_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

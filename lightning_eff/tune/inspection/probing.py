@@ -1,7 +1,7 @@
 """Each technique alone for two steps on the user's module: what refuses to run there is not searched, and says why."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from lightning_eff.bench.running.jobs import Job
 from lightning_eff.bench.running.places import Places
 from lightning_eff.tune.config import Choices, Recipes
 from lightning_eff.tune.space import Candidate, Space
+from lightning_eff.tune.timing import TOO_LONG, in_words
 
 STEPS = 2
+SLOW = "its set-up takes more than"  # the beginning of the reason for a technique that did not make two steps in time
 #: Errors of Python whose words are a key, a name or nothing.
 _SAY_LITTLE = (
     "KeyError",
@@ -111,7 +113,11 @@ def refused(
         return str(error)
     pace = Pace(target, steps=max(steps, STEPS), sweep=STEPS)
     (record,) = places.do([Job(arm, seed, pace, f"probe-{one.cls.__name__}", threads, limit)])
-    return None if record["status"] == "finished" else reason(record)
+    if record["status"] == "finished":
+        return None
+    if limit is not None and str(record["error"]).startswith(TOO_LONG):
+        return f"{SLOW} {in_words(limit)}, and each of its runs would. Name it with --include to try it"
+    return reason(record)
 
 
 def reason(record: dict[str, Any]) -> str:
@@ -123,9 +129,18 @@ def reason(record: dict[str, Any]) -> str:
     return text if head in _SAY_LITTLE else rest
 
 
-def after(space: Space, found: dict[str, str | None]) -> Space:
-    """The space without the techniques that did not run."""
+def after(space: Space, found: Mapping[str, str | None], named: Collection[str] = ()) -> Space:
+    """Return the space without the techniques that did not run.
+
+    Args:
+        space: the techniques.
+        found: the results of :func:`probe`.
+        named: the techniques that the user named. They may be slow to set up.
+    """
     for name, why in found.items():
-        if why is not None and name in space.techniques:
-            space = space.without(name, f"refused: {why}")
+        if why is None or name not in space.techniques:
+            continue
+        slow = why.startswith(SLOW)
+        if not (slow and name in named):
+            space = space.without(name, why if slow else f"refused: {why}")
     return space

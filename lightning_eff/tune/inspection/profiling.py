@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff.bench import calibration
 from lightning_eff.bench.arms import Arm
-from lightning_eff.bench.pace import Incomparable, Pace, Rehearsed
+from lightning_eff.bench.pace import Diverged, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.running.jobs import Job, work
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor
 from lightning_eff.monitor.machine import peak_memory
@@ -94,11 +95,14 @@ class Look(Callback):
     """Looks at the module, the first batches and the optimizers of a run, and changes nothing.
 
     Args:
-        patience: seconds of training after which it has seen enough, if it saw :data:`ENOUGH` steps.
+        patience: the training time in seconds after which it stops, if it saw :data:`ENOUGH` steps.
+        early: whether to validate one batch after the first training batch.
     """
 
-    def __init__(self, patience: float = math.inf) -> None:
+    def __init__(self, patience: float = math.inf, *, early: bool = False) -> None:
         self._patience, self._since = patience, 0.0
+        self._early, self._due = early, False
+        self.validating = False
         self.fields: dict[str, Any] = {}
         self.why: dict[str, str] = {}
         self.base_rate = 0.0
@@ -125,7 +129,37 @@ class Look(Callback):
 
         training_step.__wrapped__ = original  # pyright: ignore[reportFunctionMemberAccess]
         self._patches.set(pl_module, "training_step", training_step)
+        if self._early:
+            self._validate_early(trainer)
         trainer.callbacks.append(self.monitor)  # pyright: ignore[reportAttributeAccessIssue]  # a bench leaves it out
+
+    def _validate_early(self, trainer: Trainer) -> None:
+        """Validate one batch after the first training batch, so that a wrong target shows within seconds.
+
+        Lightning's sanity check would come earlier, but many modules log nothing in it. A metric may need more than one
+        batch, so a validation that logs nothing, crashes or is not finite decides nothing here.
+        """
+        loop, pacer = trainer.fit_loop.epoch_loop, trainer.callbacks[0]  # pyright: ignore[reportAttributeAccessIssue]
+        due, original = loop._should_check_val_fx, loop.val_loop.run
+        if trainer.limit_val_batches:
+            self._patches.set(trainer, "limit_val_batches", 1)
+
+        def run() -> Any:
+            if not self._due:
+                return original()
+            self._due, self.validating = False, True
+            with suppress(Rehearsed, Diverged):
+                try:
+                    original()
+                except Incomparable:
+                    if pacer.metrics:  # it logs others
+                        raise
+            self.validating = False
+            return []
+
+        self._due = True
+        self._patches.set(loop, "_should_check_val_fx", lambda fetcher: self._due or due(fetcher))
+        self._patches.set(loop.val_loop, "run", run)
 
     def _observed(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first step, and whether its loss can be taken apart by sample."""
@@ -237,7 +271,7 @@ def look(arm: Arm, *, target: str, budget: float, seed: int, threads: int = 0, m
         Incomparable: if the target is not logged, or the budget is too short for any schedule.
         RuntimeError: if the module crashes or diverges in these steps.
     """
-    eye = Look(patience=budget)
+    eye = Look(patience=budget, early=True)
 
     def watched() -> Any:
         built = arm.build(seed)
@@ -249,8 +283,11 @@ def look(arm: Arm, *, target: str, budget: float, seed: int, threads: int = 0, m
         return work(Job(replace(arm, source=watched), seed, pace, "first", threads))
 
     schedule, first = "own", looked("own")
-    if first["status"] == "refused" and eye.follows_metric:
+    if first["status"] == "crashed" and eye.validating:  # which the whole validation set may not do
         eye = Look(patience=budget)
+        first = looked("own")
+    if first["status"] == "refused" and eye.follows_metric:
+        eye = Look(patience=budget, early=True)
         schedule, first = "linear", looked("linear")
     first = _done(first)
     per_step = len(first["times"]) / max(first["steps"], 1)
