@@ -17,6 +17,7 @@ from lightning_eff.bench.running.places import Places
 from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune import timing
 from lightning_eff.tune.arguments import parse_memory
+from lightning_eff.tune.inspection.probing import after
 from lightning_eff.tune.inspection.profiling import Found, Look, told
 from lightning_eff.tune.inspection.resuming import take_up
 from lightning_eff.tune.own import SETTINGS, discover
@@ -149,16 +150,28 @@ def test_a_technique_that_hangs_is_left_out_and_those_after_it_are_tried(
     tuner: Tuner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One search before the first step, longer than any budget, would otherwise be the whole search."""
-    monkeypatch.setattr(timing, "PATIENCE", 3.0)
+    monkeypatch.setattr(timing, "SETUP", 1.0)
     monkeypatch.setattr("lightning_eff.tune.tuner.Places", Places)
     names = ["tests.tune.tasks.Hanging", "Lookahead"]
     hanging = Tuner(tuner.paths, target="val_loss", budget=2, include=names, out=tmp_path / "out", threads=1)
-    look = hanging.look()
-    assert set(look.space.techniques) == {"Lookahead"}
+    assert set(hanging.look().space.techniques) == set(names), "a named one is tried, however slow it is"
+    found = json.loads((hanging.out / "probes.json").read_text())
+    assert found["Lookahead"] is None
+    space = after(hanging.look().space, found)
+    assert set(space.techniques) == {"Lookahead"}
     assert re.fullmatch(
-        r"refused: it was ended after \d+ s, which is too long beside its budget",
-        look.space.left_out["tests.tune.tasks.Hanging"],
+        r"its set-up takes more than \d+ s, and each of its runs would\. Name it with --include to try it",
+        space.left_out["tests.tune.tasks.Hanging"],
     )
+
+
+def test_a_technique_has_little_time_to_set_up_unless_a_run_is_long() -> None:
+    def limit(budget: float) -> float:
+        return timing.Durations(budget, step=0.1, start=2.0, validation=0.5, process=5.0, seeds=3, jobs=1).probe_limit
+
+    assert limit(60.0) == pytest.approx(5.0 + 10.0 + 3 * 2.2)
+    assert limit(600.0) == pytest.approx(5.0 + 30.0 + 3 * 2.2), "a twentieth of the budget"
+    assert limit(86400.0) == pytest.approx(5.0 + 60.0 + 3 * 2.2)
 
 
 def test_the_target_must_be_logged_and_the_budget_must_hold_a_schedule(tmp_path: Path) -> None:
