@@ -258,7 +258,8 @@ def test_time_ends_a_search_after_one_trial_of_each_at_least(tmp_path: Path) -> 
 
 def test_a_module_that_diverges_in_every_trial_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
-        RuntimeError, match=r"None of the baseline's 4 trials trained for the whole budget; the last reason: the loss is nan"
+        RuntimeError,
+        match=r"None of the baseline's 4 trials trained for the whole budget; the last reason: the loss is nan",
     ):
         make(tmp_path, lambda choices, budget: Outcome(None, "the loss is nan"), 4).search()
     with pytest.raises(RuntimeError, match=r"the target is nan"):

@@ -41,7 +41,9 @@ def test_a_trial_and_a_bench_take_what_their_parts_take() -> None:
 
 def test_a_search_in_which_nothing_can_be_confirmed_is_refused_with_what_it_needs() -> None:
     need = 2 * SLOW.trial((1.0,)) + SLOW.bench(3)
-    with pytest.raises(UsageError, match=r"too short to confirm anything: .* Set --search to (\d+)s .*, or --budget") as no:
+    with pytest.raises(
+        UsageError, match=r"too short to confirm anything: .* Set --search to (\d+)s .*, or --budget"
+    ) as no:
         Timetable(need - 10, (1.0,)).check(SLOW)
     said = re.search(r"--search to (\d+)s or more, or --budget to (\d+)s or less\.$", str(no.value))
     assert said is not None and int(said[1]) == pytest.approx(need, abs=2)
