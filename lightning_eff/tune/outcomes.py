@@ -1,4 +1,4 @@
-"""Outcomes of runs, and what follows from them: the combinations that are not tried again, and advice."""
+"""Outcomes of runs, the combinations that are not tried again, and advice for a failed search."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

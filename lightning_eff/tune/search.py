@@ -20,8 +20,8 @@ from lightning_eff.tune.proposals.proposing import (
     RUNGS,
     Proposer,
     Trial,
-    goes_on,
-    renewed,
+    is_promoted,
+    refreshed,
     require_extra,
 )
 from lightning_eff.tune.space import Space
@@ -158,7 +158,7 @@ class Search:
                 trial.values[rung] = outcome.value
                 if rung == RUNGS[-1]:
                     self._end(trial, "complete", f"{outcome.value:.5g}")
-                elif not goes_on(outcome.value, [o.values[rung] for o in earlier if rung in o.values], self.mode):
+                elif not is_promoted(outcome.value, [o.values[rung] for o in earlier if rung in o.values], self.mode):
                     trial.why = f"not in the best third at 1/{RUNGS[-1] // rung} of the budget"
                     self._end(
                         trial, "pruned", f"{outcome.value:.5g} at 1/{RUNGS[-1] // rung} of the budget, stopped there"
@@ -169,7 +169,7 @@ class Search:
         self._save()
         bests = [f"{kind} {best['value']:.5g}" for kind in KINDS if (best := self.best(kind)) is not None]
         self._tell(
-            f"{trial.kind} {trial.number + 1}: {trial.choices.told()}: {said}; best so far: {', '.join(bests) or 'none'};"
+            f"{trial.kind} {trial.number + 1}: {trial.choices.describe()}: {said}; best so far: {', '.join(bests) or 'none'};"
             f" {self.spent:.0f} s of {self.seconds:.0f} s"
         )
 
@@ -237,7 +237,7 @@ class Search:
         known = self._known(place)
         refused = refusals(known)
         best = self._leading(known, KINDS[0])
-        again = self._renewed(known, best) if kind != KINDS[0] and counts[kind] >= STARTUP else None
+        again = self._refreshed(known, best) if kind != KINDS[0] and counts[kind] >= STARTUP else None
         free = sum(trial.free and trial.place == place for trial in self._all)
         while free < 2 * FREE:
             number = len(self._of(kind))
@@ -253,7 +253,7 @@ class Search:
             trial.why = self._known_refusal(kind, choices, refused)
             if trial.why is None:
                 self._save()
-                self._tell(f"{kind} {number + 1}: trying {choices.told()}")
+                self._tell(f"{kind} {number + 1}: trying {choices.describe()}")
                 return trial
             trial.state, trial.free, trial.ended = "pruned", True, self.spent
             free, again = free + 1, None
@@ -265,13 +265,13 @@ class Search:
         complete = [trial for trial in known if trial.kind == kind and trial.value is not None]
         return self._sorted(complete)[0].choices if complete else None
 
-    def _renewed(self, known: list[Trial], best: Choices | None) -> Choices | None:
+    def _refreshed(self, known: list[Trial], best: Choices | None) -> Choices | None:
         """Return the leading recipe with the baseline's best settings, if these were found later."""
         leading = self._leading(known, KINDS[1])
         if leading is None or best is None:
             return None
         tried = {kind: [trial.choices for trial in self._of(kind)] for kind in KINDS}
-        return renewed(leading, best, tried[KINDS[0]], tried[KINDS[1]])
+        return refreshed(leading, best, tried[KINDS[0]], tried[KINDS[1]])
 
     def _known(self, place: int) -> list[Trial]:
         """Return the trials whose results the proposal for a place may use."""

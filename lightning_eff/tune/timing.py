@@ -138,16 +138,16 @@ class Timetable:
         return math.inf if self.search is None else self.search - self.spent
 
     def check(self, durations: Durations) -> None:
-        """Raise ``UsageError`` if what is left is too short to confirm even one recipe."""
+        """Raise ``UsageError`` if the time left is too short to confirm one recipe."""
         least = durations.least(self._shares)
         if self.left >= least:
             return
         budget = durations.longest_budget(self.left, self._shares)
         shorter = f", or --budget to {math.floor(budget)}s or less" if budget is not None and budget >= 1 else ""
         raise UsageError(
-            f"--search {self.search:.0f}s is too short to confirm anything: one trial of the baseline, one of a recipe and the"
-            f" confirmation on {durations.seeds} seeds take about {in_words(least)} with a budget of {durations.budget:g} s"
-            f" and {durations.jobs} parallel run(s). Set --search to {math.ceil(self.spent + least)}s or more{shorter}."
+            f"--search {self.search:.0f}s is too short to confirm anything. With a budget of {durations.budget:g} s and"
+            f" {durations.jobs} parallel run(s), it takes about {in_words(least)} to try the baseline and one recipe and to"
+            f" confirm that recipe on {durations.seeds} seeds. Set --search to {math.ceil(self.spent + least)}s or more{shorter}."
         )
 
     def kept(self, durations: Durations) -> float:

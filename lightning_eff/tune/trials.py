@@ -1,4 +1,4 @@
-"""One trial of a search on the user's module: rehearsed beside the baseline, checked for honesty, and run."""
+"""One trial of a search on the user's module: rehearsed together with the baseline, checked for honesty, and run."""
 
 import json
 import math
@@ -36,7 +36,7 @@ AGAIN = 2  # a run that was begun in time may take this many times its expected 
 class Trials:
     """Trains the choices of a search in reference-system time.
 
-    Choices rehearse once beside the baseline, in turns. The rehearsal gives the cost of their steps in the seconds of the
+    Choices rehearse once, in turns with the baseline. The rehearsal gives the cost of their steps in the seconds of the
     baseline's profile, and shows whether they have the baseline's data and model. Choices that differ only in settings that
     do not change the cost of a step share a rehearsal. A run then spends its budget at these costs. The time that it reports
     is compared with the clock of this process.
@@ -94,7 +94,7 @@ class Trials:
             why = f"{rehearsal['status']} in its rehearsal: {rehearsal['error']}"
             return Outcome(None, why, refused=rehearsal["refused"], crashed=rehearsal["status"] == "crashed")
         if budget > 1.5 * self.budget / FACTOR**2 and (why := self._leak(choices, rehearsal)) is not None:
-            return Outcome(None, f"{choices.told()}: {why}", refused=True)
+            return Outcome(None, f"{choices.describe()}: {why}", refused=True)
         prices = {price["kind"]: price["seconds"] for price in rehearsal["prices"]}
         steps = calibration.steps_in(budget, rehearsal, prices)
         pace = Pace(
@@ -199,7 +199,7 @@ class Trials:
             why = peeks(own["overlap"], self._overlap)
             why = why or (self._leak(choices, record) if foreign else None) or self._unfaithful(choices)
             if why is not None:
-                raise Incomparable(f"{choices.told()}: {why}")
+                raise Incomparable(f"{choices.describe()}: {why}")
         scale = mean_cost(self._reference) / mean_cost(calibration.prices_of_one(baseline))
         return record | {
             "prices": [{**price, "seconds": price["seconds"] * scale} for price in calibration.prices_of_one(own)],
@@ -296,8 +296,8 @@ class Trials:
         return self.places.do([job])[0]
 
     def _check(self, choices: Choices, own: Mapping[str, Any]) -> None:
-        """Raise :class:`Incomparable` if choices have other data or another model than the baseline."""
-        calibration.check_same(choices.told(), self.found.probe, own, other_training_data=None)
+        """Raise :class:`Incomparable` if choices differ from the baseline in their data or model."""
+        calibration.check_same(choices.describe(), self.found.probe, own, other_training_data=None)
         makes_others = any(
             issubclass(self.recipes.space.techniques[name].cls, Architecture) for name in choices.techniques
         )
@@ -305,7 +305,7 @@ class Trials:
         for what in ("model", "parameters"):
             if ours[what] != theirs[what] and not makes_others:
                 raise Incomparable(
-                    f"{choices.told()}: its {what} {ours[what]} differs from the baseline's {theirs[what]}, and none of its"
+                    f"{choices.describe()}: its {what} {ours[what]} differs from the baseline's {theirs[what]}, and none of its"
                     " techniques is known to change the model. Keep the model as it is."
                 )
 

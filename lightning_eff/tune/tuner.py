@@ -1,4 +1,4 @@
-"""Searches for a recipe that beats the baseline on the user's own module, and confirms it on new seeds."""
+"""The search for a recipe that beats the baseline on the user's module."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from lightning_eff.bench.running import ray_places
 from lightning_eff.bench.running.places import Places
 from lightning_eff.monitor._cost import Price, Prices
 from lightning_eff.monitor.machine import fingerprint
-from lightning_eff.tune.arguments import at_once, in_memory, parse_memory, parse_seconds, read_space, several
+from lightning_eff.tune.arguments import as_tuple, at_once, in_memory, parse_memory, parse_seconds, read_space
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices, Recipes, check_own, digests, parsed
 from lightning_eff.tune.confirm import Bench
@@ -35,7 +35,7 @@ from lightning_eff.tune.timing import Durations, Timetable
 from lightning_eff.tune.trials import Trials
 
 Tell = Callable[[str], None]
-SHARES = [rung / RUNGS[-1] for rung in RUNGS]  # of the budget, at which a trial runs
+SHARES = [rung / RUNGS[-1] for rung in RUNGS]  # fractions of the budget at which a trial runs
 PROBING = 0.2  # of the time that is left, in which each technique is tried alone
 
 
@@ -50,7 +50,8 @@ class Tuner:
         baseline: the path(s) of LightningCLI configs, merged from left to right.
         target: the metric that ``validation_step`` logs.
         budget: the training time of a run, as ``"120s"``, in reference-system time: a step counts with its calibrated cost.
-        search: the time of the whole search, as ``"2h"``, of which about half or less confirms. None only looks.
+        search: the time of the whole search with the confirmation, as ``"2h"``. The search says at its start how many trials
+            fit, and refuses a time in which it cannot confirm one recipe. None only looks.
         mode: the direction of a better metric. None finds it from the target's name.
         memory: the memory that a run may use, as ``"40GB"`` or in bytes. None sets no limit.
         space: a file or a mapping that refines the search space: ``own``, ``techniques`` and ``most``.
@@ -98,16 +99,16 @@ class Tuner:
         price_per_kwh: Price | None = None,
         engine: Literal["local", "ray"] = "local",
     ) -> None:
-        self.paths = tuple(map(str, several(baseline)))
+        self.paths = tuple(map(str, as_tuple(baseline)))
         for path in self.paths:
             if not Path(path).is_file():
-                raise UsageError(f"Got the baseline {path!r}, where there is no file. Give a LightningCLI config.")
+                raise UsageError(f"Got the baseline {path!r}, which is not a file. Give a LightningCLI config.")
         self.target = target
         self.mode = mode or mode_of(target)
         self.budget = Budget.parse(budget).seconds
         self.memory = parse_memory(memory)
         self.space = read_space(space)
-        self.include, self.exclude = several(include), several(exclude)
+        self.include, self.exclude = as_tuple(include), as_tuple(exclude)
         self.out = Path(out)
         self.engine = engine
         here = torch.cuda.device_count() or at_once(threads)
@@ -119,7 +120,7 @@ class Tuner:
         self.threads = threads or max(
             1, torch.get_num_threads() // min(self.jobs, here if engine == "ray" else self.jobs)
         )
-        self._machines = self.jobs if engine == "ray" else 1  # a price of an hour is of each worker
+        self._machines = self.jobs if engine == "ray" else 1  # each worker has the price of an hour
         self._bench_jobs = min(self.jobs, here) if engine == "ray" else self.jobs
         self.seed = seed
         self.seeds = [seed + 1 + i for i in range(seeds)]
@@ -142,13 +143,13 @@ class Tuner:
 
     def _look(self, say: Tell, time: Timetable) -> Look:
         check(self.space, include=self.include, exclude=self.exclude)
-        resuming.take_up(self.out, self._plan(), fingerprint(self.threads))
+        resuming.start_or_resume(self.out, self._plan(), fingerprint(self.threads))
         config = parsed(self.paths)
         check_own(self.paths, self.space.get("own"))
         code = digests(config, self.include)
-        resuming.take_up_code(self.out, code)
+        resuming.check_code(self.out, code)
         found = self._profile(say)
-        resuming.keep_code(self.out, code)
+        resuming.save_code(self.out, code)
         if self._fitted:
             self.jobs = self._bench_jobs = min(self.jobs, in_memory(found.peak_bytes))
         if not self._begun:
@@ -184,7 +185,7 @@ class Tuner:
 
         Raises:
             ModuleNotFoundError: without Optuna (the extra ``tune``) or matplotlib (``bench``).
-            ValueError: if the search time is too short or no technique applies, and as in :meth:`look`.
+            ValueError: if nothing can be confirmed in the search time or no technique applies, and as in :meth:`look`.
             RuntimeError: if the baseline trains in none of its trials.
         """
         require_extra()
@@ -238,9 +239,9 @@ class Tuner:
     def _seconds(self, durations: Durations, time: Timetable) -> float:
         """Return the seconds for trials, earlier ones included. It stays the same when a search of this length continues."""
         file = self.out / "search.json"
-        told = json.loads(file.read_text()) if file.is_file() else None
-        if told is not None and told["search"] == self.search:
-            return told["seconds"]
+        saved = json.loads(file.read_text()) if file.is_file() else None
+        if saved is not None and saved["search"] == self.search:
+            return saved["seconds"]
         seconds = self._searched() + max(time.left - time.kept(durations), 0.0)
         write_json(file, {"search": self.search, "seconds": seconds})
         return seconds
@@ -292,7 +293,7 @@ class Tuner:
         assert best is not None and isinstance(trials, Trials)
 
         def steps(choices: Choices) -> int:
-            """What the budget holds of them; those that no trial had rehearse for it, where a config hangs on it."""
+            """Return the steps in the budget. Choices without a trial rehearse first if their config needs the steps."""
             if not look.recipes.counts_steps(choices):
                 return look.found.steps
             if trials.rehearsed(choices):
@@ -308,7 +309,7 @@ class Tuner:
             chosen(best),
             steps,
             self.out,
-            held=trials.steps(chosen(best)),
+            baseline_steps=trials.steps(chosen(best)),
             target=self.target,
             mode=self.mode,
             budget=self.budget,
@@ -340,7 +341,7 @@ class Tuner:
         file = self.out / "probes.json"
         known = json.loads(file.read_text()) if file.is_file() else {}
         left = [name for name in recipes.space.techniques if name not in known]
-        if not left or self._begun:  # what trials have in their space stays there
+        if not left or self._begun:  # the space must not change once there are trials
             return known
         places = self._places(min(self.jobs, len(left)))
         until = math.inf

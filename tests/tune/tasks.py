@@ -251,7 +251,7 @@ class Wrapping(Callback):
 class Keeping(HandFed):
     """A planted fake: it keeps what validation was given, and trains on that from then on."""
 
-    held = None
+    baseline_steps = None
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         self.held = batch

@@ -68,9 +68,9 @@ class FakeBench:
         self.never, self.memory, self.refuses, self.alike = never, memory, refuses, alike
         self.known: set[str] = set()  # names of benches that were begun before
 
-    apart = staticmethod(Bench.apart)
+    leave_one_out = staticmethod(Bench.leave_one_out)
 
-    held = 100
+    baseline_steps = 100
 
     def begun(self, name: str, arms: dict[str, Choices]) -> bool:
         return name in self.known
@@ -107,7 +107,7 @@ class FakeBench:
         }
 
     def contributions(self, choices: Choices) -> list[Any]:
-        results = self.run("leave_one_out", self.apart(choices), controls=False)
+        results = self.run("leave_one_out", self.leave_one_out(choices), controls=False)
         return [contribution(results, name, self.sign, self.memory) for name in choices.techniques]
 
 
@@ -137,7 +137,7 @@ def test_what_is_confirmed_stands_without_what_adds_nothing(tmp_path: Path) -> N
         f"without {BAD}": [GOOD],
     }
     assert bench.asked["reduced"] == {"recipe": [GOOD]}, "what is left is held against the baseline by itself"
-    told = {part.name: part.told() for part in found.contributions}
+    told = {part.name: part.describe() for part in found.contributions}
     assert told[BAD].endswith("dropped") and "+1 [" in told[GOOD] and "dropped" not in told[GOOD]
 
 
@@ -162,7 +162,7 @@ def test_what_saves_the_memory_that_there_is_stays(tmp_path: Path) -> None:
     found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
     assert found.recipe is not None and sorted(found.recipe.techniques) == sorted((GOOD, BAD))
     assert "reduced" not in bench.asked, "what it would be left out of is too large"
-    told = {part.name: part.told() for part in found.contributions}
+    told = {part.name: part.describe() for part in found.contributions}
     assert (
         told[BAD].endswith("kept, since a run without it is too large: it used 3 GiB, of 2 GiB that it may use")
         and not found.contributions[0].dropped
@@ -184,7 +184,7 @@ def test_what_stays_in_the_recipe_is_not_told_to_be_dropped(tmp_path: Path) -> N
         found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
         assert found.recipe is not None and sorted(found.recipe.techniques) == both, "what was confirmed is not lost"
         assert said in found.sentence
-        assert not any(part.dropped or "dropped" in part.told() for part in found.contributions)
+        assert not any(part.dropped or "dropped" in part.describe() for part in found.contributions)
 
 
 class Barring(FakeBench):
@@ -353,7 +353,9 @@ def test_the_steps_of_choices_are_those_of_their_own_rehearsal(looked: tuple[Tun
             return {"choices": own.record()}
 
     bench = tuner._bench(look, Searched(), progress=False)  # pyright: ignore[reportArgumentType]
-    assert bench.held == trials.steps(own), "which the tuned baseline is written for, where no bench told better"
+    assert bench.baseline_steps == trials.steps(own), (
+        "which the tuned baseline is written for, where no bench told better"
+    )
     file.write_text(json.dumps({**told, "status": "crashed"}))
     assert trials.steps(own) == look.found.steps
 
@@ -381,7 +383,7 @@ def test_each_arm_of_a_bench_has_a_warm_up_of_its_own_steps(tmp_path: Path, monk
         Choices(own),
         lambda choices: steps[choices.key],
         tmp_path,
-        held=100,
+        baseline_steps=100,
         progress=False,
         drawn=False,
         **settings,
@@ -492,7 +494,14 @@ def test_another_best_has_a_bench_of_its_own_and_knows_the_others(
     def bench(baseline: Choices) -> Bench:
         settings = {"target": "val_loss", "mode": "min", "budget": 1.0, "seeds": [1, 2], "threads": 1, "jobs": 1}
         return Bench(
-            recipes, baseline, lambda choices: 100, tmp_path, held=100, progress=False, drawn=False, **settings
+            recipes,
+            baseline,
+            lambda choices: 100,
+            tmp_path,
+            baseline_steps=100,
+            progress=False,
+            drawn=False,
+            **settings,
         )
 
     first = bench(Choices())

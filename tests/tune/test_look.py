@@ -18,8 +18,8 @@ from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune import timing
 from lightning_eff.tune.arguments import parse_memory
 from lightning_eff.tune.inspection.probing import after
-from lightning_eff.tune.inspection.profiling import Found, Look, told
-from lightning_eff.tune.inspection.resuming import take_up
+from lightning_eff.tune.inspection.profiling import Found, Look, describe
+from lightning_eff.tune.inspection.resuming import start_or_resume
 from lightning_eff.tune.own import SETTINGS, discover
 from lightning_eff.tune.settings import OptimizerSettings, scale_rates, set_decays
 from lightning_eff.tune.tuner import Tuner
@@ -50,7 +50,7 @@ def tuner(tmp_path_factory: pytest.TempPathFactory) -> Tuner:
 
 @pytest.fixture(scope="module")
 def found(tuner: Tuner) -> Found:
-    take_up(tuner.out, tuner._plan(), fingerprint(tuner.threads))
+    start_or_resume(tuner.out, tuner._plan(), fingerprint(tuner.threads))
     return tuner._profile(lambda line: None)
 
 
@@ -61,7 +61,7 @@ def test_a_profile_says_what_there_is_and_how_it_was_told(found: Found) -> None:
     assert run.epochs == pytest.approx(found.steps * 16 / 512)
     assert found.base_rate == pytest.approx(3e-3) and found.decays == (0.01,) and found.metrics == ("val_loss",)
     assert set(found.why) >= {"num_blocks", "visible_loss", "decayed_rate", "epochs", "memory_bound"}
-    text = "\n".join(told(found))
+    text = "\n".join(describe(found))
     assert "where time goes: " in text and "backward" in text and "where memory goes: parameters" in text
     assert Found.of(json.loads(json.dumps(found.record()))) == found
 

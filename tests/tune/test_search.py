@@ -17,7 +17,7 @@ from lightning_eff.tune import search as searching
 from lightning_eff.tune.config import Choices
 from lightning_eff.tune.outcomes import Outcome, refusals
 from lightning_eff.tune.own import Own
-from lightning_eff.tune.proposals.proposing import Proposer, Trial, renewed
+from lightning_eff.tune.proposals.proposing import Proposer, Trial, refreshed
 from lightning_eff.tune.search import Search, chosen
 from lightning_eff.tune.space import Candidate, Space
 
@@ -148,10 +148,12 @@ def test_what_leads_is_tried_again_on_what_the_baseline_has_since_found(tmp_path
 def test_what_leads_is_not_tried_again_where_its_settings_are_its_own() -> None:
     first, second = {"rate": 0.5}, {"rate": 0.1}
     leading, baselines = Choices(first, {"A": {"x": 0.5}}), [Choices(first), Choices(second)]
-    assert renewed(leading, baselines[1], baselines, [leading]) == Choices(second, {"A": {"x": 0.5}})
-    assert renewed(leading, baselines[0], baselines, [leading]) is None, "it leads on the best there are"
-    assert renewed(Choices({"rate": 0.3}, {"A": {}}), baselines[1], baselines, []) is None, "the sampler chose its rate"
-    assert renewed(leading, baselines[1], baselines, [Choices(second, {"A": {"x": 0.5}})]) is None, "it was tried"
+    assert refreshed(leading, baselines[1], baselines, [leading]) == Choices(second, {"A": {"x": 0.5}})
+    assert refreshed(leading, baselines[0], baselines, [leading]) is None, "it leads on the best there are"
+    assert refreshed(Choices({"rate": 0.3}, {"A": {}}), baselines[1], baselines, []) is None, (
+        "the sampler chose its rate"
+    )
+    assert refreshed(leading, baselines[1], baselines, [Choices(second, {"A": {"x": 0.5}})]) is None, "it was tried"
 
 
 def test_few_trials_get_the_whole_budget(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_choices_have_one_key_each() -> None:
     one = Choices({"rate": 0.1, "batch": 8}, {"A": {"x": 1, "y": 2}})
     assert one.key == Choices({"batch": 8, "rate": 0.1}, {"A": {"y": 2, "x": 1}}).key
     assert len({one.key, Choices({"rate": 0.1}, one.techniques).key, one.without("A").key}) == 3
-    assert Choices().told() == "as it is"
+    assert Choices().describe() == "as it is"
 
 
 def test_configs_are_merged_as_lightning_does() -> None:

@@ -14,7 +14,7 @@ from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices
 from lightning_eff.tune.inspection.probing import reason
-from lightning_eff.tune.inspection.resuming import take_up
+from lightning_eff.tune.inspection.resuming import start_or_resume
 from lightning_eff.tune.search import Search
 from lightning_eff.tune.timing import Durations, Timetable, in_words
 from lightning_eff.tune.tuner import Tuner
@@ -102,7 +102,7 @@ def test_unknown_names_are_told_before_anything_runs_and_leave_nothing(
 
 
 def took(tuner: Tuner) -> None:
-    take_up(tuner.out, tuner._plan(), fingerprint(tuner.threads))
+    start_or_resume(tuner.out, tuner._plan(), fingerprint(tuner.threads))
 
 
 def test_a_folder_in_which_nothing_was_found_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,16 +24,16 @@ class Look:
     def lines(self) -> list[str]:
         """Describe the findings for people."""
         space = self.space
-        lines = ["The module", *(f"  {line}" for line in profiling.told(self.found))]
+        lines = ["The module", *(f"  {line}" for line in profiling.describe(self.found))]
         lines += ["", "The baseline's own settings"]
-        lines += [f"  {one.told()}" for one in space.own]
-        lines += [f"  {name}: not searched, since {why}" for name, why in space.own_left_out.items()]
+        lines += [f"  {one.describe()}" for one in space.own]
+        lines += [f"  {name}: not searched, because {why}" for name, why in space.own_left_out.items()]
         if not self.recipes.scheduled:
             lines.append(
-                "  the module's rate does not decay: in every arm a linear decay to zero stands in its place"
-                " (LearningRateSchedule), since a rate that is not decayed is a weak baseline"
+                "  the module's learning rate does not decay, which makes a weak baseline; every arm uses LearningRateSchedule with"
+                " a linear decay to zero instead"
             )
-        lines += ["", f"Tried, at most {space.most} together ({len(space.techniques)})"]
-        lines += [f"  {one.told()}" for one in space.techniques.values()] or ["  none"]
-        lines += ["", f"Left out ({len(space.left_out)})"]
+        lines += ["", f"Techniques to try, at most {space.most} together ({len(space.techniques)})"]
+        lines += [f"  {one.describe()}" for one in space.techniques.values()] or ["  none"]
+        lines += ["", f"Techniques left out ({len(space.left_out)})"]
         return lines + [f"  {name}: {why}" for name, why in sorted(space.left_out.items())]

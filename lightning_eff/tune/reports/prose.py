@@ -23,7 +23,7 @@ def to_do(record: Mapping[str, Any]) -> list[str]:
     best = (min if record["mode"] == "min" else max)(whole, key=lambda trial: trial["value"], default=None)
     if first is not None and best is not None and best["value"] != first["value"]:
         lines.append(
-            f"Other settings may improve the baseline: {Choices.of(best['choices']).told()} reached {record['target']}"
+            f"Other settings may improve the baseline: {Choices.of(best['choices']).describe()} reached {record['target']}"
             f" {best['value']:.5g}, and your settings {first['value']:.5g}, on one seed. Try them with"
             " `lightning-eff fit --config baseline_tuned.yaml`."
         )
@@ -74,7 +74,7 @@ def columns_and_rows(record: Mapping[str, Any]) -> tuple[list[words.Column], lis
     for trial in record["trials"]:
         if not trial["free"]:
             techniques = {name.rpartition(".")[2]: values for name, values in trial["choices"]["techniques"].items()}
-            said = Choices(trial["choices"]["own"], techniques).told()
+            said = Choices(trial["choices"]["own"], techniques).describe()
             why = UNFINISHED if trial["state"] == "running" else cell(trial["why"]) or "–"
             row = {"arm": f"{trial['kind']} {trial['number'] + 1}", "choices": said, "why": why}
             row |= {part: words.number(trial["values"].get(part), 5) for part in PARTS}

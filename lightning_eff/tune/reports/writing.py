@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.bench.results import now, write_json
-from lightning_eff.tune.concluding import Found
+from lightning_eff.tune.concluding import Conclusion
 from lightning_eff.tune.config import Choices, Recipes, dumped
 from lightning_eff.tune.confirm import Contribution
-from lightning_eff.tune.inspection.profiling import told
+from lightning_eff.tune.inspection.profiling import describe
 from lightning_eff.tune.reports.page import page
 from lightning_eff.tune.reports.prose import report
 from lightning_eff.tune.search import Search
@@ -35,7 +35,7 @@ def write(
     folder: Path,
     look: Any,
     search: Search,
-    found: Found,
+    found: Conclusion,
     cost: Mapping[str, Any],
     *,
     mode: str,
@@ -68,7 +68,7 @@ def write(
         "baseline": found.baseline.record(),
         "sentence": found.sentence,
         "summary": dict(found.summary),
-        "contributions": [one.told() for one in found.contributions],
+        "contributions": [one.describe() for one in found.contributions],
         "contribution_figures": [_figures(one) for one in found.contributions],
         "benches": {name: dict(lines) for name, lines in found.summaries.items()},
         "left_out": dict(look.space.left_out),
@@ -78,7 +78,7 @@ def write(
         "cost": dict(cost),
     }
     write_json(folder / "results.json", record)
-    profile = told(look.found)
+    profile = describe(look.found)
     (folder / "report.md").write_text("\n".join(report(record, profile)) + "\n")
     files = {name: folder / name / "results.json" for name in record["benches"]}
     benches = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
