@@ -147,7 +147,8 @@ class Timetable:
         raise UsageError(
             f"--search {self.search:.0f}s is too short to confirm anything. With a budget of {durations.budget:g} s and"
             f" {durations.jobs} parallel run(s), it takes about {in_words(least)} to try the baseline and one recipe and to"
-            f" confirm that recipe on {durations.seeds} seeds. Set --search to {math.ceil(self.spent + least)}s or more{shorter}."
+            f" confirm that recipe on {durations.seeds} seeds. Set --search to {math.ceil(self.spent + least)}s or more"
+            f"{shorter}."
         )
 
     def kept(self, durations: Durations) -> float:

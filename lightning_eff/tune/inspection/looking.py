@@ -30,8 +30,8 @@ class Look:
         lines += [f"  {name}: not searched, because {why}" for name, why in space.own_left_out.items()]
         if not self.recipes.scheduled:
             lines.append(
-                "  the module's learning rate does not decay, which makes a weak baseline; every arm uses LearningRateSchedule with"
-                " a linear decay to zero instead"
+                "  the module's learning rate does not decay, which makes a weak baseline; every arm uses LearningRateSchedule"
+                " with a linear decay to zero instead"
             )
         lines += ["", f"Techniques to try, at most {space.most} together ({len(space.techniques)})"]
         lines += [f"  {one.describe()}" for one in space.techniques.values()] or ["  none"]
