@@ -1,5 +1,6 @@
 """From a search to a verdict: what is confirmed, what is dropped, what is written, and what is refused as dishonest."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -144,9 +145,7 @@ def test_what_is_confirmed_stands_without_what_adds_nothing(tmp_path: Path) -> N
 def test_what_is_not_confirmed_leaves_the_baseline(tmp_path: Path) -> None:
     search = searched(tmp_path, {(GOOD,): 0.6})
     found = Finding(Look, search, FakeBench(never=True)).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
-    assert found.recipe is None and found.sentence.startswith(
-        "The baseline stands: what the search found was not confirmed"
-    )
+    assert found.recipe is None and found.sentence.startswith("The baseline won: no recipe of the search was confirmed")
     search = searched(tmp_path / "worse", {(GOOD,): 1.5})
     bench = FakeBench()
     found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
@@ -164,22 +163,25 @@ def test_what_saves_the_memory_that_there_is_stays(tmp_path: Path) -> None:
     assert "reduced" not in bench.asked, "what it would be left out of is too large"
     told = {part.name: part.describe() for part in found.contributions}
     assert (
-        told[BAD].endswith("kept, since a run without it is too large: it used 3 GiB, of 2 GiB that it may use")
+        told[BAD].endswith("kept because a run without it is too large: it used 3 GiB, more than the limit of 2 GiB")
         and not found.contributions[0].dropped
     )
     bench = FakeBench(memory=2**29)
     found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
     assert found.recipe is None, "faster, and larger on fresh seeds than it may be"
-    assert found.sentence.endswith("recipe told. But it used 1 GiB, of 0.5 GiB that it may use.")
+    assert found.sentence.endswith("recipe told. But it used 1 GiB, more than the limit of 0.5 GiB.")
 
 
 def test_what_stays_in_the_recipe_is_not_told_to_be_dropped(tmp_path: Path) -> None:
     search = searched(tmp_path, {tuple(sorted((GOOD, BAD))): 0.5})
     both = sorted((GOOD, BAD))
     for bench, said in (
-        (FakeBench(alike=True), "as good without any one of its techniques, so that none of them is left out"),
+        (FakeBench(alike=True), "as good without any one of its techniques, so none is dropped"),
         (FakeBench(refuses="reduced"), f"Without what adds nothing ({BAD}) it cannot be compared: such a stack has"),
-        (FakeBench(refuses="leave_one_out"), "What each technique adds was not measured: such a stack has other data"),
+        (
+            FakeBench(refuses="leave_one_out"),
+            "The gain of each technique was not measured: such a stack has other data",
+        ),
     ):
         found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
         assert found.recipe is not None and sorted(found.recipe.techniques) == both, "what was confirmed is not lost"
@@ -213,7 +215,7 @@ def test_a_recipe_that_cannot_be_held_takes_no_other_with_it(tmp_path: Path) -> 
 def test_a_recipe_that_ties_is_not_said_to_fall_short(tmp_path: Path) -> None:
     search = searched(tmp_path, {(GOOD,): 1.0})
     found = Finding(Look, search, FakeBench()).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
-    assert found.sentence == "The baseline stands: no recipe of the search passed the tuned baseline's 1"
+    assert found.sentence == "The baseline won: no recipe of the search beat the tuned baseline's 1"
 
 
 def test_a_run_must_have_taken_and_cost_what_it_tells_of() -> None:
@@ -282,7 +284,7 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuner, Any]:
         ("Shrinking", "its parameters 9 differs from the baseline's 161"),
         ("Peeking", "got a training set of 64 items"),
         ("Lying", "at their calibrated costs, of a budget of 0.8 s"),
-        ("HandFed", "that it trained on are of the validation data, where 0 of"),
+        ("HandFed", "that it trained on are in the validation set, and 0 of"),
         (
             "HandFedBelow",
             "its training changes with the validation data: other validation data made the loss of batch 0",
@@ -291,8 +293,8 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuner, Any]:
             "Spread",
             "it does not train with other validation data (crashed: ZeroDivisionError: no spread); expected the same",
         ),
-        pytest.param("Wrapping", "that it trained on are of the validation data", marks=pytest.mark.slow),
-        pytest.param("Keeping", "that it trained on are of the validation data", marks=pytest.mark.slow),
+        pytest.param("Wrapping", "that it trained on are in the validation set", marks=pytest.mark.slow),
+        pytest.param("Keeping", "that it trained on are in the validation set", marks=pytest.mark.slow),
         ("OffTheClock", "weights were others after a validation than before it"),
     ],
 )
@@ -304,7 +306,7 @@ def test_a_planted_gain_counts_and_a_planted_fake_is_refused(
     choices = Choices(techniques={f"tests.tune.tasks.{name}": {}})
     outcome = trials(choices, 0.8)
     if why is None:
-        prices = json.loads((tmp_path / "rehearsals" / f"{choices.key}.json").read_text())["prices"]
+        prices = json.loads(trials._files(choices)[1].read_text())["prices"]
         assert outcome.value is not None
         assert mean_cost(prices) < 0.85 * mean_cost(calibration.prices([look.found.probe])), (
             prices,
@@ -313,7 +315,7 @@ def test_a_planted_gain_counts_and_a_planted_fake_is_refused(
         small = Trials(
             look.recipes, look.found, Here(), tmp_path, target="val_loss", budget=0.8, seed=0, threads=1, memory=1
         )  # pyright: ignore[reportArgumentType]
-        assert "of 9.31e-10 GiB that it may use" in str(small(choices, 0.8).why)
+        assert "the limit of 9.31e-10 GiB" in str(small(choices, 0.8).why)
     else:
         assert outcome.refused and outcome.value is None and why in str(outcome.why)
 
@@ -340,7 +342,7 @@ def test_the_steps_of_choices_are_those_of_their_own_rehearsal(looked: tuple[Tun
     assert not trials.rehearsed(own)
     steps = trials.steps(own)
     assert trials.rehearsed(own) and steps == pytest.approx(look.found.steps, rel=0.3), "each pauses as long"
-    file = tmp_path / "rehearsals" / f"{own.key}.json"
+    file = trials._files(own)[1]
     told = json.loads(file.read_text())
     prices = [{**price, "seconds": 2 * price["seconds"]} for price in told["prices"]]
     file.write_text(json.dumps({**told, "prices": prices}))
@@ -409,7 +411,7 @@ def test_what_is_done_in_every_fifth_step_is_in_the_price(looked: tuple[Tuner, A
     trials = Trials(look.recipes, look.found, Here(), tmp_path, target="val_loss", budget=0.8, seed=0, threads=1)  # pyright: ignore[reportArgumentType]
     choices = Choices(techniques={"tests.tune.tasks.Seldom": {}})
     assert trials(choices, 0.8).value is not None
-    prices = json.loads((tmp_path / "rehearsals" / f"{choices.key}.json").read_text())["prices"]
+    prices = json.loads(trials._files(choices)[1].read_text())["prices"]
     assert mean_cost(prices) > 1.5 * mean_cost(calibration.prices([look.found.probe]))
 
 
@@ -417,7 +419,7 @@ def test_a_search_that_holds_too_little_says_how_much_it_needs(looked: tuple[Tun
     tuner, _ = looked
     tuner.search = 0.01
     with pytest.raises(
-        UsageError, match=r"Got --search of 0 s; expected at least \d+ s, for one trial of the baseline"
+        UsageError, match=r"--search 0s is too short to confirm anything\. .* Set --search to \d+s or more"
     ):
         tuner.run(progress=False)
 
@@ -425,21 +427,24 @@ def test_a_search_that_holds_too_little_says_how_much_it_needs(looked: tuple[Tun
 def test_a_config_to_which_nothing_applies_is_not_searched(looked: tuple[Tuner, Any], tmp_path: Path) -> None:
     tuner, _ = looked
     none = Tuner(
-        tuner.paths, target="val_loss", budget=0.8, search=60, include=["ProgressiveStacking"], out=tmp_path / "out"
+        tuner.paths, target="val_loss", budget=0.8, search=1e6, include=["ProgressiveStacking"], out=tmp_path / "out"
     )
     with pytest.raises(UsageError, match="No technique applies to this config"):
         none.run(progress=False)
 
 
-def test_a_search_from_config_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_from_config_to_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole, once: what it says, what it writes, and that it goes on."""
+    monkeypatch.setattr("lightning_eff.tune.tuner.Search", functools.partial(Search, limit=3))
     arguments = [
         "tune",
         "--baseline",
         config(tmp_path, WAITING),
         "--target=val_loss",
         "--budget=0.5s",
-        "--search=14s",
+        "--search=1000m",
         "--quiet",
     ]
     arguments += [
@@ -458,7 +463,7 @@ def test_a_search_from_config_to_report(tmp_path: Path, capsys: pytest.CaptureFi
     kinds = [trial["kind"] for trial in results["trials"] if not trial["free"]]
     assert set(kinds) == {"baseline", "recipes"}
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "## The search" in text and "Left out, and why" in text and "SequencePacking: not included" in text
+    assert "## The search" in text and "What was left out, and why" in text and "SequencePacking: not included" in text
     assert yaml.safe_load((tmp_path / "out" / "baseline_tuned.yaml").read_text())["trainer"]["max_steps"] > 20
     for bench in (tmp_path / "out").glob("confirm-*/results.json"):
         told = json.loads(bench.read_text())["calibration"]["baseline"]["steps"]
@@ -467,7 +472,7 @@ def test_a_search_from_config_to_report(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "out" / "recipe.yaml").is_file() == (results["recipe"] is not None)
     assert "The search" in (tmp_path / "out" / "report.html").read_text() and str(tmp_path / "out/report.html") in out
     lines = report(results, ["a line"])
-    assert lines[0] == "# What tuning found" and lines[-1] == "- a line"
+    assert lines[0] == "# What tuning found" and "- a line" in lines[-5:]
     cli.main(arguments)
     again = json.loads((tmp_path / "out" / "results.json").read_text())["trials"]
     for kind in ("baseline", "recipes"):

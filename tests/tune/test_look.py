@@ -62,7 +62,7 @@ def test_a_profile_says_what_there_is_and_how_it_was_told(found: Found) -> None:
     assert found.base_rate == pytest.approx(3e-3) and found.decays == (0.01,) and found.metrics == ("val_loss",)
     assert set(found.why) >= {"num_blocks", "visible_loss", "decayed_rate", "epochs", "memory_bound"}
     text = "\n".join(describe(found))
-    assert "where time goes: " in text and "backward" in text and "where memory goes: parameters" in text
+    assert "time: " in text and "backward" in text and "memory: parameters" in text
     assert Found.of(json.loads(json.dumps(found.record()))) == found
 
 
@@ -100,7 +100,7 @@ def test_own_settings_are_arguments_that_have_the_value_that_is_seen(found: Foun
     model = {"init_args": {"lr": 1.0}}
     owns, without = discover({"model": model, "data": {"init_args": {"batch_size": 3}}}, found)
     assert {one.name: one.key for one in owns} == {"rate": None, "weight_decay": None}, "names alone deceive"
-    assert "called batch is 16" in without["batch"] and "called warm-up" in without["warm_up"]
+    assert "has the value 16 of the run" in without["batch"] and "named warm-up" in without["warm_up"]
     data = {"init_args": {"train_batch_size": 16, "val_batch_size": 16, "test_batch_size": 16}}
     model = {"init_args": {"drop_rate": 3e-3, "encoder_learning_rate": 3e-3}}
     owns, _ = discover({"model": model, "data": data}, found)
@@ -177,7 +177,7 @@ def test_a_technique_has_little_time_to_set_up_unless_a_run_is_long() -> None:
 def test_the_target_must_be_logged_and_the_budget_must_hold_a_schedule(tmp_path: Path) -> None:
     with pytest.raises(Incomparable, match="Got target 'val_acc', which validation does not log"):
         Tuner(config(tmp_path), target="val_acc", budget=2, out=tmp_path / "a", threads=1).look()
-    with pytest.raises(Incomparable, match=r"Raise --budget to .* on 3 seeds: give it --search \d+m or more"):
+    with pytest.raises(Incomparable, match=r"Raise --budget to .* on 3 seeds\. Set --search to \d+m or more"):
         Tuner(config(tmp_path), target="val_loss", budget=1e-3, out=tmp_path / "b", threads=1).look()
 
 
@@ -198,7 +198,7 @@ def test_a_module_that_sets_its_rate_by_itself_is_tuned_from_outside(
     )
     text = capsys.readouterr().out
     assert "rate (set from outside, now 0.003)" in text and "warm_up (set from outside, now unknown)" in text
-    assert "a linear decay to zero stands in its place" in text and "Tried, at most 4 together (0)\n  none" in text
+    assert "with a linear decay to zero instead" in text and "Techniques to try, at most 4 together (0)\n  none" in text
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_settings_from_outside_are_checked() -> None:
     for wrong in ({"rate": 0.0}, {"rate": float("nan")}, {"weight_decay": -1.0}):
         with pytest.raises(ValueError, match="OptimizerSettings"):
             OptimizerSettings(**wrong)
-    with pytest.raises(ValueError, match="no rate above 0"):
+    with pytest.raises(ValueError, match="no learning rate above 0"):
         scale_rates([torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.0)], [], 0.1)
 
 

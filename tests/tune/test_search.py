@@ -272,7 +272,7 @@ def test_a_module_that_diverges_in_every_trial_is_an_error(tmp_path: Path) -> No
     ("ends", "advice"),
     [
         (Outcome(None, "the loss is nan"), "Set lower learning rates"),
-        (Outcome(None, "it used 3 GiB, of 2 GiB that it may use"), "Raise --memory"),
+        (Outcome(None, "it used 3 GiB, more than the limit of 2 GiB"), "Raise --memory"),
         (Outcome(None, "crashed: KeyError", crashed=True), "Fix this error"),
         (Outcome(None, "it has other data", refused=True), "Fix this error"),
     ],
