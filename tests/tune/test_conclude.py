@@ -149,7 +149,7 @@ def test_what_is_not_confirmed_leaves_the_baseline(tmp_path: Path) -> None:
     search = searched(tmp_path / "worse", {(GOOD,): 1.5})
     bench = FakeBench()
     found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
-    assert "no recipe of the search reached the tuned baseline's 1: the best came to 1.5" in found.sentence
+    assert "no recipe of the search reached the tuned baseline's 1: the best recipe got 1.5" in found.sentence
     assert not bench.asked, "no bench is run in vain"
     assert found.baseline_steps == 100, "what its trial told"
 
@@ -177,7 +177,7 @@ def test_what_stays_in_the_recipe_is_not_told_to_be_dropped(tmp_path: Path) -> N
     both = sorted((GOOD, BAD))
     for bench, said in (
         (FakeBench(alike=True), "as good without any one of its techniques, so none is dropped"),
-        (FakeBench(refuses="reduced"), f"Without what adds nothing ({BAD}) it cannot be compared: such a stack has"),
+        (FakeBench(refuses="reduced"), f"Without the techniques that add nothing ({BAD}) it cannot be compared: such a stack has"),
         (
             FakeBench(refuses="leave_one_out"),
             "The gain of each technique was not measured: such a stack has other data",
@@ -443,7 +443,7 @@ def test_a_search_from_config_to_report(
         "--baseline",
         config(tmp_path, WAITING),
         "--target=val_loss",
-        "--budget=0.5s",
+        "--budget=1s",
         "--search=1000m",
         "--quiet",
     ]
