@@ -177,7 +177,10 @@ def test_what_stays_in_the_recipe_is_not_told_to_be_dropped(tmp_path: Path) -> N
     both = sorted((GOOD, BAD))
     for bench, said in (
         (FakeBench(alike=True), "as good without any one of its techniques, so none is dropped"),
-        (FakeBench(refuses="reduced"), f"Without the techniques that add nothing ({BAD}) it cannot be compared: such a stack has"),
+        (
+            FakeBench(refuses="reduced"),
+            f"Without the techniques that add nothing ({BAD}) it cannot be compared: such a stack has",
+        ),
         (
             FakeBench(refuses="leave_one_out"),
             "The gain of each technique was not measured: such a stack has other data",
