@@ -58,8 +58,8 @@ class Tuner:
         include: the only techniques to try, with class paths for your own callbacks.
         exclude: the techniques not to try.
         out: the folder for all results.
-        jobs: the number of parallel runs. 0 is one per CUDA device. On a CPU it uses all cores: with ``threads`` cores per run,
-            or in at most four runs. Fewer run where the memory of this machine does not hold them.
+        jobs: the number of parallel runs. 0 is one per CUDA device. On a CPU it is as many runs of ``threads`` cores as the
+            machine has cores and memory for, and at most four if ``threads`` is 0.
         threads: the number of torch threads per run. 0 divides those of this process.
         seed: the seed of the searching runs. The confirming runs use other seeds.
         seeds: the number of seeds that confirm the best recipe.

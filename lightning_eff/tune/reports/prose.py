@@ -36,7 +36,8 @@ def counted(record: Mapping[str, Any]) -> str:
     for kind, of in (("baseline", "the baseline's own settings"), ("recipes", "recipes")):
         own = [trial for trial in record["trials"] if trial["kind"] == kind and not trial["free"]]
         whole = sum(trial["value"] is not None for trial in own)
-        parts.append(f"{len(own)} trials of {of}, of which {whole} had the whole budget")
+        trials = "1 trial" if len(own) == 1 else f"{len(own)} trials"
+        parts.append(f"{trials} of {of}, of which {whole} had the whole budget")
     return "; ".join(parts) + "."
 
 
