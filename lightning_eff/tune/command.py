@@ -1,4 +1,4 @@
-"""``lightning-eff tune``: what a search over recipes would try on a config, and why not the rest."""
+"""``lightning-eff tune``: search for a recipe that beats a baseline, or list its candidates."""
 
 import argparse
 import sys
@@ -8,18 +8,20 @@ from pathlib import Path
 from lightning_eff._cli.errors import Arguments, told
 
 _DESCRIPTION = """\
-Finds a recipe that trains this config faster to the same target, or says that the baseline stands. Profiles it, asks each
-technique whether it could gain something there, searches settings and stacks (and as long the baseline's own rate, decay,
-batch and warm-up), confirms the best on fresh seeds, and tells what each technique adds.
+Search for a recipe that trains this config faster to the same target, or report that the baseline won. The search profiles
+the baseline and asks each technique whether it can help. It tries techniques, their settings and combinations, and spends as
+many trials on the baseline's own learning rate, weight decay, batch size and warm-up. It confirms the best recipe on new seeds,
+and measures the gain of each technique.
 
   lightning-eff tune --baseline baseline.yaml --target val_loss --budget 120s --search 2h
-  lightning-eff tune --baseline baseline.yaml --target val_loss --budget 120s --dry-run    what would be tried, and why not
+  lightning-eff tune --baseline baseline.yaml --target val_loss --budget 120s --dry-run    list what would be tried
 
-Writes recipe.yaml, ready for lightning-eff fit, and a report (report.html, report.md) into --out. The same command goes on
-where it was, in the time that was left of --search, and with more of it searches on. It does not where the code of the module,
-its data or its callbacks has changed since: begin in another folder then.
+--search is the time of the whole search. It includes the confirmation, and the search says at its start what fits. A search
+that cannot confirm anything in its time is refused. It writes recipe.yaml, for lightning-eff fit, and a report (report.html,
+report.md) into --out. The same command resumes an interrupted search with the time that was left, and a longer --search
+continues a finished one. If the code of the module, its data or its callbacks has changed, use another folder.
 
-A space file says more of what is tried:
+A space file refines the search space:
 
   own:
     rate: {low: 1.0e-4, high: 1.0e-2, log: true}
@@ -33,7 +35,7 @@ A space file says more of what is tried:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; but for ``baseline`` and ``quiet`` they are arguments of Tuner."""
+    """Return the parser. Its options are arguments of Tuner, except ``baseline``, ``quiet`` and ``dry_run``."""
     options = Arguments(
         "lightning-eff tune", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -42,60 +44,81 @@ def parser() -> argparse.ArgumentParser:
         "--baseline",
         required=True,
         metavar="CONFIGS",
-        help="config.yaml[,more.yaml]; several are merged in their order",
+        help="config.yaml[,more.yaml], merged from left to right",
     )
-    add("--target", required=True, metavar="METRIC", help="what validation_step logs, such as val_loss")
-    add("--mode", choices=("min", "max"), help="whether less or more of it is better; told by its name otherwise")
+    add("--target", required=True, metavar="METRIC", help="the metric that validation_step logs, such as val_loss")
+    add("--mode", choices=("min", "max"), help="whether a lower or higher metric is better (default: by its name)")
     add(
         "--budget",
         required=True,
-        help="training seconds of each run: 120s, 2m or 1h, each step at its calibrated price",
+        help="the training time of each run: 120s, 2m or 1h. A step counts with its calibrated cost",
     )
     time = options.add_mutually_exclusive_group(required=True)
     time.add_argument(
-        "--search", metavar="TIME", help="how long it may take in all, over all times that it is gone on with: 2h, 30m"
+        "--search", metavar="TIME", help="the time of the whole search, with the time before it was resumed: 2h, 30m"
     )
-    time.add_argument("--dry-run", action="store_true", help="list what would be tried, and why the rest is not")
-    add("--memory", metavar="SIZE", help="what a run may use, such as 40GB (default: no limit)")
-    add("--space", type=Path, metavar="FILE", help="a YAML file that says more of what is tried")
+    time.add_argument(
+        "--dry-run", action="store_true", help="list what a search would try, and why it leaves out the rest"
+    )
+    add("--memory", metavar="SIZE", help="the memory that a run may use, such as 40GB (default: no limit)")
+    add("--space", type=Path, metavar="FILE", help="a YAML file that refines the search space")
     several = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
-    add("--include", **several, help="try these techniques alone; class paths of callbacks of your own, too")
-    add("--exclude", **several, help="do not try these techniques")
+    add("--include", **several, help="try only these techniques. Your own callbacks are class paths")
+    add("--exclude", **several, help="leave these techniques out")
     add(
         "--out",
         type=Path,
         default=Path("lightning_logs/tune"),
-        help="folder for all that is found; what was interrupted goes on there (default: lightning_logs/tune)",
+        help="the folder for all results, in which a search resumes (default: lightning_logs/tune)",
     )
-    add("--jobs", type=int, default=0, help="runs at once (default: one on each CUDA device, or one)")
+    add(
+        "--jobs",
+        type=int,
+        default=0,
+        help="the number of parallel runs (default: one per CUDA device, or up to four on a CPU)",
+    )
     add(
         "--engine",
         choices=("local", "ray"),
         default="local",
-        help="where trials run: on this machine, or on the workers of a Ray cluster that shares this folder (needs the extra"
-        " ray); --jobs is how many of them (default: as many as there is room for)",
+        help="where trials run: on this machine, or on --jobs workers of a Ray cluster that shares this folder (needs the"
+        " extra ray; default: as many workers as fit)",
     )
-    add("--threads", type=int, default=0, help="torch's threads in each run (default: a share of torch's own choice)")
-    add("--seed", type=int, default=0, help="of the runs that search (default: 0)")
-    add("--seeds", type=int, default=3, help="fresh ones, on which the best is confirmed (default: 3)")
-    add("--price-per-hour", type=float, metavar="PRICE", help="of this machine, to tell what the search cost")
-    add("--price-per-kwh", type=float, metavar="PRICE", help="of its electricity")
-    add("--quiet", action="store_true", help="no progress")
+    add(
+        "--threads",
+        type=int,
+        default=0,
+        help="the number of torch threads per run (default: the cores divided by --jobs)",
+    )
+    add("--seed", type=int, default=0, help="the seed of the searching runs (default: 0)")
+    add("--seeds", type=int, default=3, help="the number of new seeds that confirm the best recipe (default: 3)")
+    add(
+        "--price-per-hour",
+        type=float,
+        metavar="PRICE",
+        help="the price of this machine per hour, for the reported cost",
+    )
+    add("--price-per-kwh", type=float, metavar="PRICE", help="the price of its electricity per kWh")
+    add("--quiet", action="store_true", help="print no progress")
     return options
 
 
 def main(argv: Sequence[str], *, debug: bool = False) -> None:
-    """``argv`` after ``tune``; with ``debug`` every error is raised as it came.
+    """Run the command.
+
+    Args:
+        argv: the arguments after ``tune``.
+        debug: whether errors are raised as they are.
 
     Raises:
-        SystemExit: with status 2 where the arguments or the config cannot be used, 1 where the baseline does not train, 130
-            if it was interrupted.
+        SystemExit: with status 2 for arguments or a config that cannot be used, 1 if the baseline does not train, and 130
+            after an interruption.
     """
     try:
         with told("lightning-eff tune", debug=debug):
             _run(argv)
     except KeyboardInterrupt:
-        print("\nInterrupted; the same command goes on where it was.", file=sys.stderr)
+        print("\nInterrupted. The same command resumes the search.", file=sys.stderr)
         raise SystemExit(130) from None
 
 

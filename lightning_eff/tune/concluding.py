@@ -1,4 +1,4 @@
-"""From a search to a verdict: the best few are confirmed, and what adds nothing is dropped."""
+"""Turns a search into a verdict: it confirms the best recipes, and drops techniques that add nothing."""
 
 import math
 import time
@@ -12,22 +12,22 @@ from lightning_eff.tune.confirm import BASELINE, RECIPE, Bench, Contribution, co
 from lightning_eff.tune.search import Search, chosen
 from lightning_eff.tune.timing import LEAST, in_words
 
-CONFIRMED = 2  # recipes of a search that are confirmed, at most
+CONFIRMED = 2  # largest number of recipes in the confirming bench
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search came to.
+class Conclusion:
+    """The result of a search.
 
     Attributes:
-        recipe: the choices that won; None where the baseline stands.
-        baseline: the tuned baseline's choices.
+        recipe: the winning choices. None if the baseline won.
+        baseline: the choices of the tuned baseline.
         sentence: the verdict in words.
-        steps: optimizer steps that the recipe's budget holds.
-        baseline_steps: the same of the tuned baseline.
-        contributions: of the techniques of the stack that was confirmed first.
-        summaries: of each bench by its folder's name: each arm's sentence.
-        summary: the recipe's in the bench that confirmed it.
+        steps: the optimizer steps that the budget holds for the recipe.
+        baseline_steps: the same for the tuned baseline.
+        contributions: the contributions of the techniques in the first confirmed recipe.
+        summaries: the sentences of all arms, by the folder of their bench.
+        summary: the recipe's summary in the bench that confirmed it.
     """
 
     recipe: Choices | None
@@ -41,14 +41,14 @@ class Found:
 
 
 class Finding:
-    """Confirms what a search found.
+    """Confirms the best recipes of a search.
 
     Args:
-        look: what was looked at.
-        search: that is over.
-        bench: of its tuned baseline.
-        seconds: about how long a bench of so many arms takes, so many of which other benches have trained.
-        left: seconds that are left for it all.
+        look: the findings before the search.
+        search: the finished search.
+        bench: the confirming benches.
+        seconds: estimates the duration of a bench, from the number of its arms and how many of them are known.
+        left: returns the seconds that are left.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Finding:
     ) -> None:
         self._look, self._search, self._bench = look, search, bench
         self._seconds, self._left = seconds, left
-        self._slower = 1.0  # than what was expected
-        self._steps: int | None = None  # that the budget holds of the tuned baseline
+        self._slower = 1.0  # measured over estimated duration of a bench
+        self._steps: int | None = None  # of the tuned baseline in the budget
         self._sentences: dict[str, dict[str, str]] = {}
         self._tell: Callable[[str], None] = lambda line: None
 
-    def conclude(self, tell: Callable[[str], None]) -> Found:
-        """Confirm the best, and find what it stands on."""
+    def conclude(self, tell: Callable[[str], None]) -> Conclusion:
+        """Confirm the best recipe, and measure what each of its techniques adds."""
         self._tell = tell
         best = self._search.best("baseline")
         assert best is not None
@@ -76,136 +76,140 @@ class Finding:
             for record in self._search.ranked("recipes")
             if (record["value"] < best["value"]) == (self._search.mode == "min") and record["value"] != best["value"]
         ]
-        better = list({choices.key: choices for choices in better}.values())  # a sampler may say a thing twice
+        better = list({choices.key: choices for choices in better}.values())  # a sampler may propose the same twice
         if not better:
             ranked = self._search.ranked("recipes")
             if ranked and ranked[0]["value"] == best["value"]:
-                return self._stands(f"no recipe of the search passed the tuned baseline's {best['value']:.5g}")
-            why = f"the best came to {ranked[0]['value']:.5g}" if ranked else "none came to its end"
+                return self._stands(f"no recipe of the search beat the tuned baseline's {best['value']:.5g}")
+            why = (
+                f"the best recipe got {ranked[0]['value']:.5g}" if ranked else "no recipe trained for the whole budget"
+            )
             return self._stands(f"no recipe of the search reached the tuned baseline's {best['value']:.5g}: {why}")
         try:
             arms, results = self._compared(self._few(better[:CONFIRMED]))
         except Incomparable as error:
-            return self._stands(f"what the search found cannot be compared with it on fresh seeds: {error}")
+            return self._stands(f"the best recipes cannot be compared with it on new seeds: {error}")
         won = [name for name in arms if self._confirmed(results, name)]
         if not won:
-            told = "; ".join(self._sentence(results, name) for name in arms)
-            return self._stands(f"what the search found was not confirmed on fresh seeds: {told}")
+            sentences = "; ".join(self._sentence(results, name) for name in arms)
+            return self._stands(f"no recipe of the search was confirmed on new seeds: {sentences}")
         name = max(won, key=lambda one: results["summary"][one]["speedup"]["estimate"])
         return self._reduced(arms[name], results["summary"][name], results["calibration"][name]["steps"])
 
     def _few(self, best: list[Choices]) -> list[Choices]:
-        """Which of these are confirmed in the time that is left.
+        """Return the recipes to confirm in the time that is left.
 
-        What each technique of the leading one adds comes before another recipe; where it does not fit in any case, as many
-        recipes as do.
+        Measuring the techniques of the best recipe has priority over a second recipe. If the measurement does not fit at all,
+        the time decides how many recipes are confirmed.
         """
         alone = best[:1]
         for few in (best, alone):
-            if self._bench.begun("confirm", _named(few)):  # before the search was gone on with
+            if self._bench.begun("confirm", _named(few)):  # before the search was resumed
                 return few
-        apart = self._apart(best[0]) if len(best[0].techniques) > 1 else 0.0
+        apart = self._leave_one_out(best[0]) if len(best[0].techniques) > 1 else 0.0
         for few in (best, alone):
             if self._expected(1 + 2 * len(few)) + apart <= self._left():
                 return few
         return best if self._expected(1 + 2 * len(best)) <= self._left() else alone
 
     def _compared(self, few: Sequence[Choices]) -> tuple[dict[str, Choices], dict[str, Any]]:
-        """A bench of these recipes; where one or its control refuses all, of the first of them that can be held by itself.
+        """Compare these recipes with the baseline. If they cannot be compared together, compare the first that can be alone.
 
         Raises:
-            Incomparable: if none can, or no time is left for it.
+            Incomparable: if no recipe can be compared, or no time is left for it.
         """
         arms = _named(few)
         try:
-            return arms, self._run("confirm", arms, "confirming " + ", ".join(choices.told() for choices in few))
+            return arms, self._run("confirm", arms, "confirming " + ", ".join(choices.describe() for choices in few))
         except Incomparable:
             for choices in few if len(few) > 1 else ():
                 alone = {RECIPE: choices}
                 if self._expected(3) <= self._left() or self._bench.begun("confirm", alone):
                     try:
-                        return alone, self._run("confirm", alone, f"confirming {choices.told()} by itself")
+                        return alone, self._run("confirm", alone, f"confirming {choices.describe()} alone")
                     except Incomparable:
                         pass
             raise
 
-    def _apart(self, stack: Choices) -> float:
-        """About how long it takes to leave out one technique after the other of a stack that was confirmed."""
+    def _leave_one_out(self, stack: Choices) -> float:
+        """Return the estimated duration of a leave-one-out bench of a confirmed recipe."""
         return self._expected(2 + len(stack.techniques), known=2)
 
-    def _reduced(self, stack: Choices, summary: Mapping[str, Any], steps: int) -> Found:
-        """A stack that was confirmed, without what adds nothing to it, if it is confirmed without that, too."""
+    def _reduced(self, stack: Choices, summary: Mapping[str, Any], steps: int) -> Conclusion:
+        """Return a confirmed recipe without the techniques that add nothing, if it is confirmed without them too."""
         parts: tuple[Contribution, ...] = ()
         notes: list[str] = []
         if len(stack.techniques) > 1:
-            begun = self._bench.begun("leave_one_out", self._bench.apart(stack))
-            if (need := self._apart(stack)) > self._left() and not begun:
+            begun = self._bench.begun("leave_one_out", self._bench.leave_one_out(stack))
+            if (need := self._leave_one_out(stack)) > self._left() and not begun:
                 notes.append(
-                    "What each technique adds was not measured: that takes about"
-                    f" {in_words(need)}, and {in_words(max(self._left(), 0.0))} of --search were left; the same command with"
-                    " more --search goes on."
+                    f"The gain of each technique was not measured: it takes about {in_words(need)}, and"
+                    f" {in_words(max(self._left(), 0.0))} of --search were left. Raise --search and run the command again to"
+                    " measure it."
                 )
             else:
                 try:
                     parts = self._contributions(stack)
                 except Incomparable as error:
-                    notes.append(f"What each technique adds was not measured: {error}")
+                    notes.append(f"The gain of each technique was not measured: {error}")
         dropped = [part.name for part in parts if part.dropped]
         less = stack
         for name in dropped:
             less = less.without(name)
         if dropped and not less.techniques:
-            notes.append("The stack is as good without any one of its techniques, so that none of them is left out.")
+            notes.append("The recipe is as good without any one of its techniques, so none is dropped.")
         elif dropped:
             again = self._again(less, dropped, notes)
             if again is not None and self._confirmed(again, RECIPE):
                 stack, summary = less, again["summary"][RECIPE]
                 steps = again["calibration"][RECIPE]["steps"]
             elif again is not None:
-                told = self._sentence(again, RECIPE)
-                notes.append(f"Without what seems to add nothing it was not confirmed: {told}")
+                sentence = self._sentence(again, RECIPE)
+                notes.append(f"Without the techniques that seem to add nothing it was not confirmed: {sentence}")
         parts = tuple(replace(part, dropped=part.dropped and part.name not in stack.techniques) for part in parts)
-        said = " ".join([f"{stack.told()}: {summary['sentence']}", *notes])
-        return Found(stack, self._bench.baseline, said, steps, self._of_baseline, parts, self._sentences, summary)
+        said = " ".join([f"{stack.describe()}: {summary['sentence']}", *notes])
+        return Conclusion(stack, self._bench.baseline, said, steps, self._of_baseline, parts, self._sentences, summary)
 
     def _again(self, less: Choices, dropped: Sequence[str], notes: list[str]) -> dict[str, Any] | None:
-        """What a bench finds of a stack without what was dropped; None where there was none, and ``notes`` then say why."""
-        known = 2 if len(dropped) == 1 else 1  # the stack without that one, and the baseline
+        """Return the results of a bench of a recipe without dropped techniques. If it is None, ``notes`` get the reason."""
+        known = 2 if len(dropped) == 1 else 1  # the baseline, and the recipe without a single technique
         begun = self._bench.begun("reduced", {RECIPE: less})
-        without = f"Without what adds nothing ({', '.join(dropped)})"
+        without = f"Without the techniques that add nothing ({', '.join(dropped)})"
         if (need := self._expected(LEAST, known)) > self._left() and not begun:
             notes.append(
-                f"{without} it was not confirmed again: that takes about {in_words(need)}, which were not left of --search."
+                f"{without} it was not confirmed again: it takes about {in_words(need)}, and less was left of --search."
             )
             return None
         try:
-            return self._run("reduced", {RECIPE: less}, f"confirming what is left: {less.told()}", known)
+            return self._run("reduced", {RECIPE: less}, f"confirming the reduced recipe: {less.describe()}", known)
         except Incomparable as error:
             notes.append(f"{without} it cannot be compared: {error}")
             return None
 
     def _contributions(self, stack: Choices) -> tuple[Contribution, ...]:
-        self._begin(f"leaving out one technique after the other of {stack.told()}", self._apart(stack))
+        self._begin(f"measuring each technique of {stack.describe()}", self._leave_one_out(stack))
         return tuple(self._bench.contributions(stack))
 
-    def _stands(self, why: str) -> Found:
-        sentence = f"The baseline stands: {why}"
-        return Found(None, self._bench.baseline, sentence, self._of_baseline, self._of_baseline, (), self._sentences)
+    def _stands(self, why: str) -> Conclusion:
+        sentence = f"The baseline won: {why}"
+        return Conclusion(
+            None, self._bench.baseline, sentence, self._of_baseline, self._of_baseline, (), self._sentences
+        )
 
     @property
     def _of_baseline(self) -> int:
-        return self._steps or self._bench.held
+        return self._steps or self._bench.baseline_steps
 
     def _expected(self, arms: int, known: int = 0) -> float:
-        """About how long a bench of so many arms takes, so many of which are known, by how long those before took."""
+        """Return the estimated duration of a bench, corrected by how long earlier benches took."""
         return self._slower * self._seconds(arms, known)
 
     def _confirmed(self, results: Mapping[str, Any], arm: str) -> bool:
-        """Whether an arm is faster, beyond chance, and no larger than it may be."""
+        """Whether an arm is faster beyond chance, and within the memory limit."""
         return confirmed(results, arm) and too_large(results, arm, self._bench.memory) is None
 
     def _sentence(self, results: Mapping[str, Any], arm: str) -> str:
-        """What a bench tells of an arm, and of its memory where that is too much."""
+        """Return a bench's sentence about an arm, with its memory if that is over the limit."""
         large = too_large(results, arm, self._bench.memory)
         return results["summary"][arm]["sentence"] + ("" if large is None else f" But {large}.")
 
@@ -225,5 +229,5 @@ class Finding:
 
 
 def _named(recipes: Sequence[Choices]) -> dict[str, Choices]:
-    """The arms of a bench that confirms them."""
+    """Return recipes by the names of their arms in a confirming bench."""
     return {RECIPE if i == 0 else f"{RECIPE} {i + 1}": choices for i, choices in enumerate(recipes)}

@@ -1,4 +1,4 @@
-"""Recipes as LightningCLI configs: the baseline's own, with some of its settings and the techniques in a layer above it."""
+"""Recipes as LightningCLI configs: a layer with settings and techniques on top of the baseline's configs."""
 
 import hashlib
 import importlib
@@ -19,24 +19,24 @@ from lightning_eff.bench.arms import Arm, undisturbed
 from lightning_eff.tune.own import SETTINGS
 from lightning_eff.tune.space import Space, parse_range
 
-SCHEDULE = "lightning_eff.LearningRateSchedule"  # in the place of a schedule of the module's that does not decay
-WARM_UP = 0.05  # of the budget, of that schedule, where nothing else was chosen; as the bench has it
+SCHEDULE = "lightning_eff.LearningRateSchedule"  # replaces a schedule of the module that does not decay
+WARM_UP = 0.05  # default warm-up of that schedule as a fraction of the budget, as in the bench
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What one trial has chosen.
+    """The choices of one trial.
 
     Attributes:
-        own: values of the baseline's own settings, by name; what is not there stays as it is.
-        techniques: settings of the techniques that are on, by name.
+        own: values of the baseline's own settings, by name. Other settings keep the value in the config.
+        techniques: the settings of the chosen techniques, by name.
     """
 
     own: Mapping[str, Any] = field(default_factory=dict)
     techniques: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the choices as JSON."""
         return {
             "own": dict(sorted(self.own.items())),
             "techniques": {name: dict(sorted(values.items())) for name, values in sorted(self.techniques.items())},
@@ -44,7 +44,7 @@ class Choices:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Choices":
-        """From JSON, which has lists where there were tuples."""
+        """Read choices from JSON, and turn lists back into tuples."""
 
         def made(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: frozen(value) for name, value in values.items()}
@@ -53,20 +53,20 @@ class Choices:
 
     @property
     def key(self) -> str:
-        """The same for the same choices, and for no others."""
+        """A short hash of the choices."""
         return hashlib.sha256(json.dumps(self.record(), sort_keys=True).encode()).hexdigest()[:12]
 
-    def told(self) -> str:
-        """In words."""
+    def describe(self) -> str:
+        """Return the choices in words."""
         named = ", ".join(
             name + (f"({', '.join(f'{k}={_short(v)}' for k, v in values.items())})" if values else "")
             for name, values in self.techniques.items()
         )
         own = ", ".join(f"{name} {_short(value)}" for name, value in self.own.items())
-        return " with ".join(part for part in (named, own) if part) or "as it is"
+        return " with ".join(part for part in (named, own) if part) or "unchanged"
 
     def without(self, name: str) -> "Choices":
-        """The same, but for a technique."""
+        """Return the choices without a technique."""
         return Choices(self.own, {key: value for key, value in self.techniques.items() if key != name})
 
 
@@ -75,7 +75,7 @@ def _short(value: Any) -> str:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` laid upon ``base``, mapping by mapping, as LightningCLI does; another class has its own arguments."""
+    """Return ``base`` updated with ``over``, mapping by mapping as in LightningCLI. A new class drops the old arguments."""
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
@@ -89,7 +89,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(paths: Sequence[str]) -> dict[str, Any]:
-    """Configs, merged from left to right."""
+    """Return configs merged from left to right."""
     whole: dict[str, Any] = {}
     for path in paths:
         whole = merged(whole, yaml.safe_load(Path(path).read_text()) or {})
@@ -97,10 +97,10 @@ def read(paths: Sequence[str]) -> dict[str, Any]:
 
 
 def parsed(paths: Sequence[str]) -> dict[str, Any]:
-    """Configs as LightningCLI reads them, with the defaults of every class.
+    """Return configs as LightningCLI reads them, with the defaults of every class.
 
     Raises:
-        UsageError: for what it cannot read.
+        UsageError: for a config that it cannot read.
     """
     from lightning_eff._cli.config import ConfigCLI
 
@@ -119,17 +119,17 @@ def parsed(paths: Sequence[str]) -> dict[str, Any]:
     return cli.config["fit"].as_dict()
 
 
-def check_own(paths: Sequence[str], told: Mapping[str, Any] | None) -> None:
-    """Whether configs can have what a space file says of their own settings.
+def check_own(paths: Sequence[str], settings: Mapping[str, Any] | None) -> None:
+    """Check that configs accept the settings in a space file.
 
     Args:
-        paths: of the configs.
-        told: the section ``own`` of the file.
+        paths: the paths of the configs.
+        settings: the section ``own`` of the file.
 
     Raises:
-        UsageError: for a key that is not there, or a value that it cannot have.
+        UsageError: for an unknown key, or a value that it does not accept.
     """
-    for name, value in (told or {}).items():
+    for name, value in (settings or {}).items():
         if not isinstance(value, Mapping) or "key" not in value:
             continue
         rest = {k: v for k, v in value.items() if k not in ("key", "in_steps")}
@@ -148,18 +148,18 @@ def check_own(paths: Sequence[str], told: Mapping[str, Any] | None) -> None:
                 except UsageError as error:
                     there = "has no argument" not in str(error)
                     steps = there and isinstance(one, float)
-                    hint = " A key that is in optimizer steps takes in_steps: true." if steps else ""
+                    hint = " Set in_steps: true for a key in optimizer steps." if steps else ""
                     raise UsageError(
-                        f"own.{name}: the config takes no {value['key']} of {one!r}: {error}{hint}"
+                        f"own.{name}: the config does not accept {value['key']}={one!r}: {error}{hint}"
                     ) from None
 
 
 def digests(config: Mapping[str, Any], include: Sequence[str] = ()) -> dict[str, str]:
-    """The source files of a config's own classes, and digests of what they hold.
+    """Return digests of the source files of a config's classes, by path.
 
     Args:
-        config: of :func:`parsed`: the classes of its model, its data and its trainer's callbacks.
-        include: class paths of callbacks beside them.
+        config: the result of :func:`parsed`. The classes are those of its model, its data and its callbacks.
+        include: class paths of further callbacks.
     """
     callbacks = (config.get("trainer") or {}).get("callbacks") or ()
     parts = [config.get("model"), config.get("data"), *(callbacks if isinstance(callbacks, list) else [callbacks])]
@@ -169,7 +169,7 @@ def digests(config: Mapping[str, Any], include: Sequence[str] = ()) -> dict[str,
         home, _, cls = str(name).rpartition(".")
         try:
             path = inspect.getsourcefile(getattr(importlib.import_module(home), cls))
-        except (ImportError, AttributeError, TypeError, ValueError):  # it has no file, or no class path
+        except (ImportError, AttributeError, TypeError, ValueError):  # no file or no class path
             continue
         if path is not None and Path(path).is_file():
             found[path] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -177,12 +177,12 @@ def digests(config: Mapping[str, Any], include: Sequence[str] = ()) -> dict[str,
 
 
 class Recipes:
-    """Writes what was chosen as configs above the baseline's.
+    """Writes choices as configs on top of the baseline's.
 
     Args:
-        paths: of the baseline's configs.
-        space: what may be chosen.
-        scheduled: the module decays its rate by itself; else a linear decay stands in its place, in every arm.
+        paths: the paths of the baseline's configs.
+        space: the possible choices.
+        scheduled: whether the module decays its own learning rate. If not, a linear decay replaces its schedule in every arm.
     """
 
     def __init__(self, paths: Sequence[str], space: Space, *, scheduled: bool) -> None:
@@ -192,11 +192,11 @@ class Recipes:
         self._raw = read(paths)
 
     def overlay(self, choices: Choices, steps: int) -> dict[str, Any]:
-        """What stands above the baseline's configs.
+        """Return the layer on top of the baseline's configs.
 
         Args:
-            choices: what was chosen.
-            steps: optimizer steps of the run, for settings that a config has in steps.
+            choices: the choices.
+            steps: the optimizer steps of the run, for settings that the config has in steps.
         """
         config: dict[str, Any] = {}
         outside: dict[str, Any] = {}
@@ -230,37 +230,37 @@ class Recipes:
         return config
 
     def counts_steps(self, choices: Choices) -> bool:
-        """Whether a config of these choices hangs on how many steps the run has."""
+        """Whether the config of these choices depends on the number of steps."""
         return any(one.in_steps and one.name in choices.own for one in self.space.own)
 
     def whole(self, choices: Choices, steps: int) -> dict[str, Any]:
-        """The whole config, the baseline's included."""
+        """Return the whole config, including the baseline's."""
         return merged(self._raw, self.overlay(choices, steps))
 
     def arm(self, name: str, choices: Choices, steps: int, folder: Path, kind: str = "recipe") -> Arm:
-        """An arm of the bench; its config's own layer is written into ``folder``."""
+        """Return an arm of the bench. The top layer of its config is written into ``folder``."""
         config = self.overlay(choices, steps)
         paths = list(self.paths)
         if config:
             file = folder / f"{choices.key}-{steps}.yaml"
             folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"# {choices.told()}\n{dumped(config)}")
+            file.write_text(f"# {choices.describe()}\n{dumped(config)}")
             paths.append(str(file))
-        return Arm(name, kind, tuple(paths), description=choices.told())
+        return Arm(name, kind, tuple(paths), description=choices.describe())
 
 
 def dumped(config: Mapping[str, Any]) -> str:
-    """As YAML.
+    """Return a config as YAML.
 
     Raises:
-        ValueError: if something in it is no number, text, list or mapping of these.
+        ValueError: for a value other than a number, a text, a list or a mapping.
     """
     try:
         return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=120)
     except yaml.representer.RepresenterError as error:
         *_, value = error.args
         raise ValueError(
-            f"a config cannot say {value!r}, of {type(value).__name__}; expected settings of numbers, text, lists and mappings."
+            f"YAML cannot hold {value!r} of type {type(value).__name__}. Use numbers, texts, lists and mappings."
         ) from error
 
 

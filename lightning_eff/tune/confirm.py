@@ -1,4 +1,4 @@
-"""The best of a search, held against the tuned baseline on fresh seeds with controls; and what each technique adds."""
+"""Compares the best recipe of a search with the tuned baseline on new seeds, with controls, and measures each technique."""
 
 import hashlib
 import json
@@ -13,20 +13,21 @@ from lightning_eff.bench.reports.intervals import Interval, paired_interval
 from lightning_eff.bench.results import write_json
 from lightning_eff.tune.arguments import too_much
 from lightning_eff.tune.config import Choices, Recipes
+from lightning_eff.tune.timing import ROUNDS
 
-BENCHES = "benches.json"  # those that are over, each with the key of its baseline
+BENCHES = "benches.json"  # the finished benches, each with the key of its baseline
 BASELINE, RECIPE = "baseline", "recipe"
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a technique adds to a stack: the target without it, less that with it, so that above 0 it helps.
+    """The contribution of a technique to a recipe: the target without it minus the target with it, positive if it helps.
 
     Attributes:
-        name: of the technique.
-        interval: over the seeds, at 95 %; None for fewer than two of them.
-        dropped: it adds nothing: on average the stack is as good without it.
-        large: why the stack without it uses more memory than it may, so that it is not left out; None where it does not.
+        name: the technique.
+        interval: the 95 % interval over seeds. None for fewer than two seeds.
+        dropped: whether it adds nothing, because the recipe is on average as good without it.
+        large: why the technique is kept to save memory. None if the recipe without it fits into the limit.
     """
 
     name: str
@@ -34,29 +35,29 @@ class Contribution:
     dropped: bool
     large: str | None = None
 
-    def told(self) -> str:
-        """In words."""
-        kept = "" if self.large is None else f", kept, since a run without it is too large: {self.large}"
+    def describe(self) -> str:
+        """Return the contribution in words."""
+        kept = "" if self.large is None else f", kept because a run without it is too large: {self.large}"
         if self.interval is None:
-            return f"{self.name}: not known{kept}"
+            return f"{self.name}: unknown{kept}"
         sure = "" if self.interval.excludes(0.0) else ", which may be chance"
         bounds = f"{self.interval.estimate:+.4g} [{self.interval.low:+.4g}, {self.interval.high:+.4g}]"
         return f"{self.name}: {bounds}{', dropped' if self.dropped else sure}{kept}"
 
 
 class Bench:
-    """Benches of what a search found, all with one baseline, at the same prices; what one has trained the next takes over.
+    """The confirming benches of a search. They have one baseline and the same step costs, and reuse each other's runs.
 
     Args:
         recipes: writes choices as configs.
-        baseline: the tuned baseline's choices.
-        steps: of choices, the optimizer steps that the budget holds, for settings that a config has in steps.
-        held: of the tuned baseline, as its trial told.
-        folder: for the benches, each in its own.
+        baseline: the choices of the tuned baseline.
+        steps: returns the optimizer steps that the budget holds for choices.
+        baseline_steps: the steps of the tuned baseline in its trial.
+        folder: the folder for the benches. Each has its own.
         target, mode, budget, threads, jobs, memory: see Tuner.
-        seeds: that nothing was searched on.
-        progress: show a bar.
-        drawn: draw each bench's report, which needs matplotlib.
+        seeds: the seeds, which the search did not use.
+        progress: whether to show a bar.
+        drawn: whether to draw each bench's report, which needs matplotlib.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Bench:
         steps: Callable[[Choices], int],
         folder: Path,
         *,
-        held: int,
+        baseline_steps: int,
         target: str,
         mode: Any,
         budget: float,
@@ -78,7 +79,7 @@ class Bench:
         drawn: bool,
     ) -> None:
         self.recipes, self.baseline, self.steps, self.folder = recipes, baseline, steps, folder
-        self.held, self.memory = held, memory
+        self.baseline_steps, self.memory = baseline_steps, memory
         self.settings = {"target": target, "mode": mode, "seeds": list(seeds), "threads": threads, "jobs": jobs}
         self.settings["budget"] = Budget(budget, "reference")
         self.sign = 1.0 if mode == "min" else -1.0
@@ -87,10 +88,15 @@ class Bench:
         self._done: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
 
     def run(self, name: str, arms: Mapping[str, Choices], *, controls: bool) -> dict[str, Any]:
-        """The results of a bench of these choices, by name, against the tuned baseline; under "folder", where they lie.
+        """Compare choices with the tuned baseline, and return the results. The key "folder" has the name of their folder.
 
-        Each set of arms has a folder of its own, so that a search that goes on, and finds another best, is no obstacle. What
-        another one of the same tuned baseline has trained is not trained again.
+        Each set of arms has its own folder, because a resumed search may find another best recipe. Runs of earlier benches
+        with the same tuned baseline are reused.
+
+        Args:
+            name: the name of the bench.
+            arms: the choices, by the name of the arm.
+            controls: whether to add the control runs of each technique.
         """
         place = self._place(name, arms)
 
@@ -102,12 +108,12 @@ class Bench:
             {arm: source(choices) for arm, choices in arms.items()},
             out=self.folder / place,
             controls="auto" if controls else None,
-            rounds=4,
+            rounds=ROUNDS,
             reference=self.folder / "prices.json",
             known=[
                 self.folder / done for done, key in self._done.items() if key == self.baseline.key and done != place
             ],
-            title=f"What tuning found: {name}",
+            title=f"Results of tuning: {name}",
             tuned=[BASELINE, *arms],
             baseline_name=BASELINE,
             **self.settings,
@@ -118,7 +124,7 @@ class Bench:
         return {**results, "folder": place}
 
     def begun(self, name: str, arms: Mapping[str, Choices]) -> bool:
-        """Whether a bench of these choices was begun, so that it goes on where it was, or is over."""
+        """Whether a bench of these choices has begun. It may be finished."""
         return (self.folder / self._place(name, arms)).is_dir()
 
     def _place(self, name: str, arms: Mapping[str, Choices]) -> str:
@@ -126,18 +132,18 @@ class Bench:
         return f"{name}-{hashlib.sha256(' '.join(keys).encode()).hexdigest()[:8]}"
 
     @staticmethod
-    def apart(choices: Choices) -> dict[str, Choices]:
-        """A stack, and the stack without each of its techniques."""
+    def leave_one_out(choices: Choices) -> dict[str, Choices]:
+        """Return a recipe, and the recipe without each of its techniques, by the names of the arms."""
         return {RECIPE: choices} | {f"without {name}": choices.without(name) for name in choices.techniques}
 
     def contributions(self, choices: Choices) -> list[Contribution]:
-        """What each technique of a stack adds: the stack, and the stack without each, on the same seeds."""
-        results = self.run("leave_one_out", self.apart(choices), controls=False)
+        """Return the contribution of each technique of a recipe. All arms use the same seeds."""
+        results = self.run("leave_one_out", self.leave_one_out(choices), controls=False)
         return [contribution(results, name, self.sign, self.memory) for name in choices.techniques]
 
 
 def contribution(results: Mapping[str, Any], name: str, sign: float, memory: int | None = None) -> Contribution:
-    """What a technique adds, from a bench with an arm "recipe" and an arm "without NAME"."""
+    """Return the contribution of a technique, from a bench with the arms "recipe" and "without NAME"."""
     finals: dict[str, dict[int, float]] = {}
     for run in results["runs"]:
         if run["status"] == "finished":
@@ -152,12 +158,12 @@ def contribution(results: Mapping[str, Any], name: str, sign: float, memory: int
 
 
 def too_large(results: Mapping[str, Any], arm: str, memory: int | None) -> str | None:
-    """Why an arm's runs use more memory than they may; None where none of them does."""
+    """Return why an arm's runs use too much memory, or None."""
     if memory is None:
         return None
     return too_much(max((run["peak_memory_bytes"] for run in results["runs"] if run["arm"] == arm), default=0), memory)
 
 
 def confirmed(results: Mapping[str, Any], arm: str) -> bool:
-    """Whether a bench found an arm faster than the baseline, beyond chance."""
+    """Whether an arm is faster than the baseline beyond chance."""
     return results["summary"][arm]["verdict"] == "faster"

@@ -1,38 +1,38 @@
-"""What gives a trial away that wins by other means than training: a run must take nothing from validation data."""
+"""Checks that a trial wins by training alone: a run must not use validation data or change the metric."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-CHANCE = 3  # samples in both sets that are nobody's fault, and times the baseline's share of them
-ALIKE = 0.01  # of a metric: what other arithmetic may make of the same weights
+CHANCE = 3  # samples that may be in both sets by chance, and a factor on the baseline's share of them
+ALIKE = 0.01  # relative difference of a metric that rounding may cause for the same weights
 
 
 def peeks(own: Mapping[str, Any], baseline: Mapping[str, Any]) -> str | None:
-    """Why the samples that a run trained on cannot be those of the training data; None where they can.
+    """Return why a run must have trained on validation data, or None.
 
-    Data sets may have samples in common, so that the baseline's share of them is what is expected.
+    Data sets may have samples in common, so the baseline's share of common samples is expected.
 
     Args:
-        own: ``overlap`` of a run's record: by the samples' make, how many are of the validation data, of how many.
-        baseline: the same of the baseline.
+        own: ``overlap`` in a run's record. For each kind of sample it has the count in the validation data, and the total.
+        baseline: the same for the baseline.
     """
     for make, (shared, total) in own.items():
         known, of = baseline.get(make, (0, total))
         expected = (known + CHANCE) * max(total / max(of, 1), 1.0)
         if shared > CHANCE * expected:
             return (
-                f"{shared} of {total} samples ({make}) that it trained on are of the validation data, where {known} of {of} of"
-                " the baseline's were; expected no more than by chance. Train on training data alone."
+                f"{shared} of {total} samples ({make}) that it trained on are in the validation set, and {known} of {of} of the"
+                " baseline's. Train on training data alone."
             )
     return None
 
 
 def leaks(seeing: Sequence[float], blind: Sequence[float]) -> str | None:
-    """Why a run's losses show that it learns from validation data; None where they do not.
+    """Return why a run's losses show that it learns from validation data, or None.
 
     Args:
-        seeing: training losses of a rehearsal.
-        blind: of the same rehearsal, but with other validation data.
+        seeing: the training losses of a rehearsal.
+        blind: the losses of the same rehearsal with other validation data.
     """
     pairs = list(zip(seeing, blind, strict=False))
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
@@ -40,36 +40,35 @@ def leaks(seeing: Sequence[float], blind: Sequence[float]) -> str | None:
         return None
     return (
         f"its training changes with the validation data: other validation data made the loss of batch {first}"
-        f" {pairs[first][1]:.6g} instead of {pairs[first][0]:.6g}; expected the same. Train on training data alone."
+        f" {pairs[first][1]:.6g} instead of {pairs[first][0]:.6g}. Train on training data alone."
     )
 
 
 def mismeasures(own: float, baseline: float) -> str | None:
-    """Why a run does not measure what the baseline measures; None where it does.
+    """Return why a run measures something else than the baseline, or None.
 
     Args:
         own: the target that a rehearsal logs.
-        baseline: the target that the baseline logs of the same weights.
+        baseline: the target that the baseline logs for the same weights.
     """
     if abs(own - baseline) <= ALIKE * max(abs(own), abs(baseline)):
         return None
     return (
-        f"the target that is logged with it is {own:.6g}, and that of the same weights in the baseline is {baseline:.6g};"
-        " expected the same, since else another model is measured, or another metric. Leave the network and validation as they"
-        " are."
+        f"the target logged with it is {own:.6g}, and the target of the same weights in the baseline is {baseline:.6g}, so it"
+        " changes the measured model or the metric. Leave the network and validation as they are."
     )
 
 
 def early(own: int, baseline: int) -> str | None:
-    """Why a run trains while no clock runs; None where it does not.
+    """Return why a run trains before its clock starts, or None.
 
     Args:
-        own: samples that a rehearsal trained on before its first step.
-        baseline: the same of the baseline.
+        own: the samples that a rehearsal trained on before its first step.
+        baseline: the same for the baseline.
     """
     if own <= baseline:
         return None
     return (
-        f"it trains on {own} samples before the first step, where the baseline trains on {baseline}; expected the same, since"
-        " the clock begins there. Train in training steps."
+        f"it trains on {own} samples before the first step, and the baseline on {baseline}, but the clock starts at that step."
+        " Train in training steps."
     )

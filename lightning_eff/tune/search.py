@@ -1,87 +1,62 @@
-"""The search: what is tried is proposed in one order, runs side by side, and is decided on in that order."""
+"""The search: it proposes trials in one order, runs them in parallel, and decides on them in that order."""
 
 import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from statistics import median
+from typing import Any
 
 from lightning_eff.bench.results import write_json
 from lightning_eff.tune.config import Choices
+from lightning_eff.tune.outcomes import Outcome, Run, advice, refusals
 from lightning_eff.tune.proposals.proposing import (
     FACTOR,
     KINDS,
     RUNGS,
     Proposer,
     Trial,
-    goes_on,
-    renewed,
+    is_promoted,
+    refreshed,
     require_extra,
 )
 from lightning_eff.tune.space import Space
 
 __all__ = ["FACTOR", "KINDS", "RUNGS", "Outcome", "Run", "Search", "chosen", "require_extra"]
 
-STARTUP = 10  # trials of each kind that are drawn, before the sampler goes by them and what leads is renewed
-FREE = 30  # refusals on end that cost no run, after which a stack is drawn afresh
-CRASHES = 2  # of a stack, with different settings, after which it is not tried again
-AHEAD = 3  # trials that may be under way together, one or two of which run; none of them knows what came of another
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one run.
-
-    Attributes:
-        value: the target at its end; None where it did not get there.
-        why: the reason where it did not.
-        refused: this stack cannot train here at all, with whatever settings.
-        crashed: it did not train with these settings; others may.
-        seconds: it took, with all that belongs to it.
-        peak_bytes: of memory; None where it is not known.
-    """
-
-    value: float | None
-    why: str | None = None
-    refused: bool = False
-    crashed: bool = False
-    seconds: float = 0.0
-    peak_bytes: int | None = None
-
-
-class Run(Protocol):
-    """Trains what was chosen over a budget of seconds, the rate decayed wholly on it."""
-
-    def __call__(self, choices: Choices, budget: float) -> Outcome: ...
+STARTUP = 10  # random trials of each kind, before the sampler uses their results and the leading recipe is refreshed
+FREE = 30  # successive proposals that are refused without a run, after which a recipe is drawn at random
+AHEAD = 3  # trials that may be active together with one or two jobs; their proposals do not use each other's results
+SAFE = 0.75  # a run is begun if this fraction of the runs at its budget would end in time
 
 
 class Search:
-    """Trials of the baseline's own settings and of recipes, as many of one kind as of the other, until time is over.
+    """Runs trials of the baseline's own settings and of recipes, as many of each kind, until the time is over.
 
-    A trial runs at a ninth of the budget, then at a third, then at all of it; on each it is held against the others of its
-    kind that were begun before it and came as far, and goes on if it is in their best third.
+    A trial runs at a ninth of the budget, then at a third, then at all of it. At each of these it is compared with the earlier
+    trials of its kind, and continues if it is in their best third. A run begins only if it should end in time.
 
-    The trials are the same one by one and two at once, on one machine or two, and whichever ends first: each is proposed
-    from what came of all before it but the last ``AHEAD``, and waits at each budget for those before it. More than two at
-    once look further ahead, so that there is something for each, and so have other trials, which are the same for as many
-    on whatever machines. A search that was interrupted goes on: every run's outcome is on disk, and a trial that was under
-    way is taken up again.
+    The trials do not depend on how many run in parallel, on which machine, or which ends first. A proposal uses the results
+    of all earlier trials but the last ``AHEAD``, and a trial waits at each budget for the earlier ones. Searches with more
+    than two jobs look further ahead, so that every job has work. Their trials differ from those of a search with two jobs.
+
+    An interrupted search resumes: the outcome of every run is on disk, and active trials continue.
 
     Args:
-        space: what may be chosen.
-        run: trains a trial; called from several threads.
-        folder: for the trials and the runs' outcomes.
+        space: the choices.
+        run: trains a trial. It is called from several threads.
+        folder: the folder for the trials and the outcomes of their runs.
         mode: "min" or "max".
-        budget: seconds of a whole run.
-        seconds: of the search, over all times that it is gone on with.
-        seed: of all that is drawn.
-        jobs: runs at once.
-        limit: trials of each kind at most; None for what the time holds.
-        tell: called with a line for people as a trial begins and as it ends.
+        budget: the seconds of a whole run.
+        seconds: the seconds of the search, the time before it was resumed included.
+        seed: the seed of everything that is drawn.
+        jobs: the number of parallel runs.
+        limit: the largest number of trials of each kind. None uses the time alone.
+        tell: called with a line for people when a trial begins and when it ends.
     """
 
     def __init__(
@@ -106,26 +81,29 @@ class Search:
         self._clock, self._file = folder / "clock.json", folder / "trials.json"
         clock = json.loads(self._clock.read_text()) if self._clock.is_file() else {}
         self._before = clock.get("seconds", 0.0)
-        self._longest = clock.get("longest", 0.0)  # seconds of a trial
         self._began = time.monotonic()
         self._stopped = threading.Event()
         found = json.loads(self._file.read_text()) if self._file.is_file() else {"ahead": _ahead(jobs), "trials": []}
         self._ahead: int = found["ahead"]
         self._all = [Trial.of(record) for record in found["trials"]]
-        self._started: dict[int, float] = {}  # when trials were taken up, by place
+        self._took: dict[int, list[float]] = {rung: [] for rung in RUNGS}  # seconds of the runs
+        for rung in RUNGS:
+            for file in (folder / "outcomes").glob(f"*-{self._share(rung):g}.json"):
+                self._took[rung].append(json.loads(file.read_text())["seconds"])
+        self._over: set[int] = set()  # places of trials that were ended because the time was over
 
     # -- the whole
 
     @property
     def spent(self) -> float:
-        """Seconds of the search so far."""
+        """The seconds of the search so far."""
         return self._before + time.monotonic() - self._began
 
     def search(self) -> None:
-        """Try until the time, or the number of trials, is used up.
+        """Run trials until the time or the number of trials is used up.
 
         Raises:
-            RuntimeError: if no trial of the baseline came to its end.
+            RuntimeError: if no trial of the baseline had the whole budget.
         """
         kinds = KINDS if self.space.techniques else KINDS[:1]
         under_way: dict[Future[Outcome], tuple[Trial, int]] = {}
@@ -136,16 +114,19 @@ class Search:
                 self._decide(heard)
                 while len(under_way) < self.jobs and (following := self._next(kinds, heard, under_way)) is not None:
                     trial, rung = following
-                    self._started.setdefault(trial.place, time.monotonic())
-                    future = pool.submit(self._outcome, trial.choices, self.budget * rung / RUNGS[-1])
+                    future = pool.submit(self._outcome, trial.choices, self._share(rung))
                     under_way[future] = following
                 if not under_way:
                     break
                 for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                     trial, rung = under_way.pop(future)
-                    heard[trial.place, rung] = future.result()
+                    if (outcome := future.result()).over:
+                        self._over.add(trial.place)
+                    else:
+                        heard[trial.place, rung] = outcome
+                        self._took[rung].append(outcome.seconds)
         except BaseException:
-            self._stopped.set()  # what comes of runs that are ended from outside is no outcome
+            self._stopped.set()  # the results of runs that are ended from outside do not count
             pool.shutdown(wait=False, cancel_futures=True)
             raise
         finally:
@@ -153,13 +134,14 @@ class Search:
         pool.shutdown()
         if self.best("baseline") is None:
             ended = [record for record in self.trials("baseline") if record["why"]]
-            said = f"the last said: {ended[-1]['why']}" if ended else "the search was too short"
+            said = f"the last reason: {ended[-1]['why']}" if ended else "the search was too short"
             raise RuntimeError(
-                f"None of the baseline's {len(self.trials('baseline'))} trials came to its end; {said}. {_advice(ended)}"
+                f"None of the baseline's {len(self.trials('baseline'))} trials trained for the whole budget; {said}."
+                f" {advice(ended)}"
             )
 
     def _decide(self, heard: Mapping[tuple[int, int], Outcome]) -> None:
-        """End the trials whose last run says so, or pass them on; in their order, each once those before it came as far."""
+        """End or continue trials by their last runs, in their order: each waits until the earlier ones came as far."""
         running = [trial for trial in self._all if trial.state == "running"]
         for trial in running:
             while trial.state == "running" and (outcome := heard.get((trial.place, _rung(trial)))) is not None:
@@ -176,19 +158,18 @@ class Search:
                 trial.values[rung] = outcome.value
                 if rung == RUNGS[-1]:
                     self._end(trial, "complete", f"{outcome.value:.5g}")
-                elif not goes_on(outcome.value, [o.values[rung] for o in earlier if rung in o.values], self.mode):
+                elif not is_promoted(outcome.value, [o.values[rung] for o in earlier if rung in o.values], self.mode):
                     trial.why = f"not in the best third at 1/{RUNGS[-1] // rung} of the budget"
                     self._end(
-                        trial, "pruned", f"{outcome.value:.5g} at 1/{RUNGS[-1] // rung} of the budget, left there"
+                        trial, "pruned", f"{outcome.value:.5g} at 1/{RUNGS[-1] // rung} of the budget, stopped there"
                     )
 
     def _end(self, trial: Trial, state: str, said: str) -> None:
         trial.state, trial.ended = state, self.spent
-        self._longest = max(self._longest, time.monotonic() - self._started[trial.place])
         self._save()
         bests = [f"{kind} {best['value']:.5g}" for kind in KINDS if (best := self.best(kind)) is not None]
         self._tell(
-            f"{trial.kind} {trial.number + 1}: {trial.choices.told()}: {said}; best so far: {', '.join(bests) or 'none'};"
+            f"{trial.kind} {trial.number + 1}: {trial.choices.describe()}: {said}; best so far: {', '.join(bests) or 'none'};"
             f" {self.spent:.0f} s of {self.seconds:.0f} s"
         )
 
@@ -198,14 +179,20 @@ class Search:
         heard: Mapping[tuple[int, int], Outcome],
         under_way: Mapping[Any, tuple[Trial, int]],
     ) -> tuple[Trial, int] | None:
-        """The next run: of the first trial that may go on, or else of a new one; None where all must wait or time is over."""
+        """Return the next run: that of the first trial that can continue, or else of a new trial.
+
+        Returns:
+            None if all must wait, or the time is over.
+        """
         busy = {trial.place for trial, _ in under_way.values()}
         same = {(trial.choices.key, rung) for trial, rung in under_way.values()}
 
         def free(trial: Trial) -> bool:
             rung = _rung(trial)
-            known = trial.place in busy or (trial.place, rung) in heard
-            return not known and (trial.choices.key, rung) not in same  # the same run is waited for
+            known = trial.place in busy or trial.place in self._over or (trial.place, rung) in heard
+            return (
+                not known and (trial.choices.key, rung) not in same and self._fits(trial)
+            )  # it waits for the same run
 
         running = [trial for trial in self._all if trial.state == "running"]
         place = sum(not trial.free for trial in self._all)
@@ -215,12 +202,30 @@ class Search:
             following = begun if begun is not None and free(begun) else None
         return None if following is None else (following, _rung(following))
 
+    def _share(self, rung: int) -> float:
+        """The seconds of a run at a rung."""
+        return self.budget * rung / RUNGS[-1]
+
+    def _expected(self, rung: int, share: float) -> float:
+        """Return the time in which this fraction of the runs at a rung ended, or an estimate from shorter runs."""
+        took = sorted(self._took[rung])
+        if took:
+            return took[min(int(share * len(took)), len(took) - 1)] if share > 0.5 else median(took)
+        return 0.0 if rung == RUNGS[0] else FACTOR * self._expected(rung // FACTOR, share)
+
+    def _fits(self, trial: Trial) -> bool:
+        """Whether the next run of a trial should end in time. The first whole run of each kind always counts as fitting."""
+        first = next(one for one in self._all if one.kind == trial.kind and one.state == "running")
+        if trial is first and self.best(trial.kind) is None:
+            return True
+        return self.spent + self._expected(_rung(trial), SAFE) <= self.seconds
+
     # -- a new trial
 
     def _begun(self, kinds: tuple[str, ...], place: int, waiting: bool) -> Trial | None:
-        """The trial of a place, unless time or the number of trials is used up, or whatever is drawn is refused."""
+        """Return a new trial at a place. None if the time or the number of trials is used up, or all proposals are refused."""
         tried = min(sum(not trial.free for trial in self._of(kind)) for kind in kinds) > 0
-        if self.spent + self._longest > self.seconds and tried:
+        if self.spent + sum(self._expected(rung, 0.5) for rung in RUNGS) > self.seconds and tried:
             return None
         counts = {kind: len(self._counted(kind, place)) for kind in kinds}
         kind = min(kinds, key=lambda one: counts[one])
@@ -230,9 +235,9 @@ class Search:
             if waiting or counts[kind] >= self.limit:
                 return None
         known = self._known(place)
-        refused = _refused(known)
+        refused = refusals(known)
         best = self._leading(known, KINDS[0])
-        again = self._renewed(known, best) if kind != KINDS[0] and counts[kind] >= STARTUP else None
+        again = self._refreshed(known, best) if kind != KINDS[0] and counts[kind] >= STARTUP else None
         free = sum(trial.free and trial.place == place for trial in self._all)
         while free < 2 * FREE:
             number = len(self._of(kind))
@@ -248,7 +253,7 @@ class Search:
             trial.why = self._known_refusal(kind, choices, refused)
             if trial.why is None:
                 self._save()
-                self._tell(f"{kind} {number + 1}: trying {choices.told()}")
+                self._tell(f"{kind} {number + 1}: trying {choices.describe()}")
                 return trial
             trial.state, trial.free, trial.ended = "pruned", True, self.spent
             free, again = free + 1, None
@@ -256,24 +261,24 @@ class Search:
         return None
 
     def _leading(self, known: list[Trial], kind: str) -> Choices | None:
-        """The best choices of those that are known to have had the whole budget."""
+        """Return the best choices among the known trials that had the whole budget."""
         complete = [trial for trial in known if trial.kind == kind and trial.value is not None]
         return self._sorted(complete)[0].choices if complete else None
 
-    def _renewed(self, known: list[Trial], best: Choices | None) -> Choices | None:
-        """The leading recipe on the baseline's best settings, where these came later."""
+    def _refreshed(self, known: list[Trial], best: Choices | None) -> Choices | None:
+        """Return the leading recipe with the baseline's best settings, if these were found later."""
         leading = self._leading(known, KINDS[1])
         if leading is None or best is None:
             return None
         tried = {kind: [trial.choices for trial in self._of(kind)] for kind in KINDS}
-        return renewed(leading, best, tried[KINDS[0]], tried[KINDS[1]])
+        return refreshed(leading, best, tried[KINDS[0]], tried[KINDS[1]])
 
     def _known(self, place: int) -> list[Trial]:
-        """Trials whose outcome is known to what is proposed for a place."""
+        """Return the trials whose results the proposal for a place may use."""
         return [t for t in self._all if t.place <= place - self._ahead or (t.free and t.place <= place)]
 
     def _counted(self, kind: str, place: int | None = None) -> list[Trial]:
-        """Trials that were not refused, as far as is known to a place: of them both kinds have as many."""
+        """Return the trials that count, so that both kinds have equally many: those not known to be refused at a place."""
         last = len(self._all) if place is None else place - self._ahead
         return [t for t in self._of(kind) if not t.free and not (t.refused and t.place <= last)]
 
@@ -284,7 +289,7 @@ class Search:
         if not names:
             return "no technique is on, which is the baseline"
         if len(names) > self.space.most:
-            return f"{len(names)} techniques; at most {self.space.most} are tried together"
+            return f"{len(names)} techniques, of which at most {self.space.most} are combined"
         clash = self.space.conflict(names)
         if clash is not None:
             return f"{' and '.join(sorted(clash[0]))}: {clash[1]}"
@@ -293,7 +298,7 @@ class Search:
     # -- one run
 
     def _outcome(self, choices: Choices, budget: float) -> Outcome:
-        """What became of a run: as it is on disk, or as it comes out."""
+        """Return the outcome of a run, from disk if it is there."""
         file = self.folder / "outcomes" / f"{choices.key}-{budget:g}.json"
         if file.is_file():
             return Outcome(**json.loads(file.read_text()))
@@ -301,9 +306,12 @@ class Search:
         outcome = self.run(choices, budget)
         if self._stopped.is_set():
             raise InterruptedError("the search was stopped")
+        if outcome.over:
+            return outcome
         if outcome.value is not None and not math.isfinite(outcome.value):
             outcome = Outcome(None, f"the target is {outcome.value}")
-        write_json(file, asdict(outcome) | {"seconds": time.monotonic() - began})
+        outcome = replace(outcome, seconds=time.monotonic() - began)
+        write_json(file, asdict(outcome))
         return outcome
 
     def _save(self) -> None:
@@ -311,9 +319,9 @@ class Search:
         self._save_clock()
 
     def _save_clock(self) -> None:
-        write_json(self._clock, {"seconds": self.spent, "longest": self._longest})
+        write_json(self._clock, {"seconds": self.spent})
 
-    # -- what was found
+    # -- the results
 
     def _of(self, kind: str) -> list[Trial]:
         return [trial for trial in self._all if trial.kind == kind]
@@ -322,7 +330,7 @@ class Search:
         return sorted(trials, key=lambda trial: trial.values[RUNGS[-1]], reverse=self.mode == "max")
 
     def trials(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Every trial, in order: its kind, number, choices, state, value, values at each share, and why it ended."""
+        """Return every trial in order: kind, number, choices, state, value, values at each fraction, and why it ended."""
         return [
             {
                 "kind": trial.kind,
@@ -341,57 +349,31 @@ class Search:
         ]
 
     def history(self) -> list[dict[str, Any]]:
-        """The trials for which something ran, as they ended: seconds of the search, kind, number, and value or None."""
+        """Return the trials that ran, in the order of their ends: seconds of the search, kind, number, and value or None."""
         over = [trial for trial in self._all if trial.ended is not None and not trial.free]
         over.sort(key=lambda trial: (trial.ended or 0.0, trial.place))
         return [{"seconds": t.ended, "kind": t.kind, "number": t.number, "value": t.value} for t in over]
 
     def ranked(self, kind: str) -> list[dict[str, Any]]:
-        """The trials that had the whole budget, the best first."""
+        """Return the trials that had the whole budget, the best first."""
         whole = [record for record in self.trials(kind) if record["value"] is not None]
         return sorted(whole, key=lambda record: record["value"], reverse=self.mode == "max")
 
     def best(self, kind: str) -> dict[str, Any] | None:
-        """The best of :meth:`ranked`."""
+        """Return the best of :meth:`ranked`, or None."""
         return next(iter(self.ranked(kind)), None)
 
 
-def _refused(trials: Iterable[Trial]) -> dict[frozenset[str], str]:
-    """The stacks that cannot train, with the reason: those that were refused, and those that crashed with two settings."""
-    found: dict[frozenset[str], str] = {}
-    crashes: dict[frozenset[str], set[str]] = {}
-    for trial in trials:
-        stack = frozenset(trial.choices.techniques)
-        if trial.crashed:
-            crashes.setdefault(stack, set()).add(trial.choices.key)
-        if stack and (trial.refused or len(crashes.get(stack, ())) >= CRASHES):
-            found[stack] = str(trial.why)
-    return found
-
-
 def _ahead(jobs: int) -> int:
-    """How many trials may be under way where so many run at once; some of them wait for others."""
+    """Return how many trials may be active with so many jobs. Some of them wait for others."""
     return AHEAD if jobs <= 2 else 2 * jobs
 
 
-def _advice(ended: Sequence[Mapping[str, Any]]) -> str:
-    """What may help where no trial of the baseline came to its end, by the last that ended."""
-    why = str(ended[-1]["why"]) if ended else ""
-    if why.startswith("it used"):
-        return "Allow more by --memory, or name smaller batches in a space file under own: {batch: [...]}."
-    if why.startswith("crashed") or (ended and ended[-1]["refused"]):
-        return "Mend what it tells of, and search again in another folder, by --out."
-    return (
-        "Lower the rates that are tried, in a space file under own: {rate: {low: ..., high: ..., log: true}}, or give more"
-        " --search."
-    )
-
-
 def _rung(trial: Trial) -> int:
-    """The share of the budget that a trial which is under way has next, or is at."""
+    """Return the rung at which an active trial runs, or runs next."""
     return next(rung for rung in RUNGS if rung not in trial.values)
 
 
 def chosen(record: Mapping[str, Any]) -> Choices:
-    """The choices of a trial's record."""
+    """Return the choices in a trial's record."""
     return Choices.of(record["choices"])

@@ -1,4 +1,4 @@
-"""The rate and the weight decay of a module's own optimizers, set from outside where no argument of its config does so."""
+"""Sets the learning rate and weight decay of a module's optimizers from outside, if its config has no argument for them."""
 
 import math
 from typing import Any, ClassVar
@@ -15,14 +15,13 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
 def scale_rates(optimizers: list[Optimizer], schedulers: list[Any], rate: float) -> None:
-    """Give the group with the largest rate ``rate``, and all others theirs in proportion; schedules keep their shapes."""
+    """Set the largest learning rate of all groups to ``rate``, and scale the others with it. Schedules keep their shapes."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     made = [float(group[name]) for group in groups for name in _RATES[:3] if group.get(name) is not None]
     largest = max(made, default=0.0)
     if largest <= 0.0:
         raise ValueError(
-            f"OptimizerSettings({rate=}): the module's optimizers have no rate above 0 that others could stand in proportion"
-            " to; expected one. Set the rate in the module."
+            f"OptimizerSettings({rate=}): the module's optimizers have no learning rate above 0. Set one in the module."
         )
     factor = rate / largest
     for group in groups:
@@ -42,7 +41,7 @@ def scale_rates(optimizers: list[Optimizer], schedulers: list[Any], rate: float)
 
 
 def set_decays(optimizers: list[Optimizer], weight_decay: float) -> None:
-    """Give groups that decay their weights ``weight_decay``, in proportion to the largest; all groups, if none does."""
+    """Set the largest weight decay of all groups to ``weight_decay``, and scale the others. If none decays, set all."""
     groups = [group for o in optimizers for group in o.param_groups if group.get("weight_decay") is not None]
     largest = max((float(group["weight_decay"]) for group in groups), default=0.0)
     for group in groups:
@@ -50,16 +49,17 @@ def set_decays(optimizers: list[Optimizer], weight_decay: float) -> None:
 
 
 class OptimizerSettings(Technique):
-    """Train with another rate and weight decay than the module's optimizers are made with; all else is the module's.
+    """Train with another learning rate and weight decay than those of the module's optimizers.
 
-    It stands in recipes of ``lightning-eff tune`` whose module takes neither as an argument. Put it before all techniques.
+    ``lightning-eff tune`` uses it in recipes for modules that take neither as an argument. Put it before all techniques.
 
     Args:
-        rate: of the group with the largest, > 0; others stay in proportion, and schedules keep their shapes. None leaves it.
-        weight_decay: of the groups that decay their weights, >= 0; None leaves it.
+        rate: the learning rate of the group with the largest one, > 0. Other groups scale with it, and schedules keep their
+            shapes. None keeps the module's.
+        weight_decay: the largest weight decay of all groups, >= 0. None keeps the module's.
 
     Raises:
-        ValueError: for other values; at setup, for optimizers without a rate.
+        ValueError: for other values, and at setup for optimizers without a learning rate.
     """
 
     saves: ClassVar[str] = "steps: the module's own optimizer, tuned"
@@ -73,7 +73,7 @@ class OptimizerSettings(Technique):
 
     def __init__(self, rate: float | None = None, weight_decay: float | None = None) -> None:
         if rate is not None and not 0.0 < rate < math.inf:
-            raise ValueError(f"OptimizerSettings({rate=}): expected a finite rate above 0, or None.")
+            raise ValueError(f"OptimizerSettings({rate=}): expected a finite learning rate above 0, or None.")
         if weight_decay is not None and not 0.0 <= weight_decay < math.inf:
             raise ValueError(f"OptimizerSettings({weight_decay=}): expected a finite number >= 0, or None.")
         self.rate, self.weight_decay = rate, weight_decay

@@ -1,4 +1,4 @@
-"""The conditional space of a search: which techniques are on, with which settings, beside the baseline's own settings."""
+"""The search space: the baseline's own settings, the techniques, and the settings of each technique."""
 
 import importlib
 import inspect
@@ -18,19 +18,19 @@ from lightning_eff._core.search_space import Choice, Integer, Range, RunProfile,
 from lightning_eff._exports.techniques import technique_classes
 from lightning_eff.tune.own import Own, in_words
 
-MANUAL = "the module itself calls backward and steps its optimizers (automatic_optimization=False)"
+MANUAL = "the module calls backward and steps its optimizers itself (automatic_optimization=False)"
 NOT_INCLUDED = "not included"
-MOST = 4  # techniques in a recipe, where the space file says nothing
+MOST = 4  # default number of techniques in a recipe, at most
 _PLACES = ((Callback, "callbacks"), (Precision, "plugins"), (Strategy, "strategy"))
 _SECTIONS = ("own", "techniques", "most")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A technique that may stand in a recipe.
+    """A technique that a recipe may use.
 
     Attributes:
-        name: as a config names it: of a class of this package, or a class path.
+        name: its name in a config: a class of this package, or a class path.
         cls: the class.
         space: its settings.
     """
@@ -41,18 +41,18 @@ class Candidate:
 
     @property
     def place(self) -> str:
-        """Its place under ``trainer`` in a config."""
+        """Its key under ``trainer`` in a config."""
         return next(place for base, place in _PLACES if is_subclass(self.cls, base))
 
     @property
     def foreign(self) -> bool:
-        """Whether it is of the user's own, and does not say that it makes another model."""
+        """Whether it is the user's own class, and does not declare that it changes the model."""
         return not self.cls.__module__.startswith("lightning_eff.") and not issubclass(self.cls, Architecture)
 
     def config(self, values: Mapping[str, Any], profile: RunProfile) -> dict[str, Any]:
-        """The technique with these settings as a config has it."""
+        """Return the technique with these settings, as in a config."""
         if values:
-            self.space.build(self.cls, values, profile)  # says what is wrong with them
+            self.space.build(self.cls, values, profile)  # raises for wrong values
         arguments = self.space.make(_Recorder(self.cls), values, profile)
         path = (
             self.name if "." in self.name else f"lightning_eff.{self.name}"
@@ -60,23 +60,23 @@ class Candidate:
         return {"class_path": path, **({"init_args": _plain(arguments)} if arguments else {})}
 
     def expected(self, profile: RunProfile) -> float:
-        """How many times as fast as its baseline a run is expected to be, from what was measured: 1 where nothing is known."""
+        """Return the expected speed-up from earlier measurements, or 1 without any."""
         if not self.space.measured_on(profile):
             return 1.0
         return speed(self.name) if self.space.measured is None else self.space.measured
 
     def sets_rates(self, values: Mapping[str, Any], profile: RunProfile) -> bool:
-        """Whether it leads the learning rates, with these settings."""
+        """Whether it sets the learning rate with these settings."""
         return getattr(self.cls, "sets_rates", False) and self.space.build(self.cls, values, profile).sets_rates
 
-    def told(self) -> str:
-        """In words."""
+    def describe(self) -> str:
+        """Return the technique and its settings in words."""
         settings = "; ".join(f"{name} {in_words(what)}" for name, what in self.space.settings.items())
-        return f"{self.name}: {settings or 'as it is'}"
+        return f"{self.name}: {settings or 'no settings'}"
 
 
 class _Recorder:
-    """Stands for a class in a space's ``make``, and returns the arguments that it is called with."""
+    """Replaces a class in a space's ``make``, and returns the arguments of the call."""
 
     def __init__(self, cls: Any) -> None:
         self._cls = cls
@@ -89,7 +89,7 @@ class _Recorder:
 
 
 def _plain(value: Any) -> Any:
-    """As YAML can say it."""
+    """Return a value in types that YAML has."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -99,15 +99,15 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Space:
-    """All that a search may try.
+    """The search space.
 
     Attributes:
         own: the baseline's own settings.
-        own_left_out: those that cannot be searched, with the reason.
-        techniques: by name.
-        left_out: techniques that are not tried, with the reason.
-        most: techniques in a recipe.
-        profile: of the run.
+        own_left_out: the settings that cannot be searched, with the reasons.
+        techniques: the techniques to try, by name.
+        left_out: the techniques that are not tried, with the reasons.
+        most: the largest number of techniques in a recipe.
+        profile: the profile of the run.
     """
 
     own: tuple[Own, ...]
@@ -118,7 +118,7 @@ class Space:
     profile: RunProfile
 
     def conflict(self, names: Iterable[str]) -> tuple[frozenset[str], str] | None:
-        """Two of these techniques that say of themselves that they cannot train together, and why; or None."""
+        """Return two of these techniques that cannot be combined, and the reason. Return None if all can."""
         chosen = sorted(names)
         for i, first in enumerate(chosen):
             for second in chosen[:i]:
@@ -143,7 +143,7 @@ class Space:
         return None
 
     def without(self, name: str, why: str) -> "Space":
-        """The same, but for a technique."""
+        """Return the space without a technique."""
         kept = {key: value for key, value in self.techniques.items() if key != name}
         return replace(self, techniques=kept, left_out={**self.left_out, name: why})
 
@@ -158,22 +158,22 @@ def gather(
     exclude: Sequence[str] = (),
     has: Sequence[str] = (),
 ) -> Space:
-    """The space of a run, from what each technique says of itself.
+    """Return the search space of a run, from the space that each technique declares.
 
     Args:
-        profile: of the run.
-        own: the baseline's own settings, as they were found.
-        own_left_out: those that were not.
-        file: what a space file says.
-        include: techniques of this package that alone are tried, and class paths of others.
-        exclude: techniques that are not tried.
-        has: classes of callbacks that the baseline has already.
+        profile: the profile of the run.
+        own: the baseline's own settings.
+        own_left_out: the settings that cannot be searched, with the reasons.
+        file: the content of a space file.
+        include: the only techniques to try, and class paths of other callbacks.
+        exclude: the techniques not to try.
+        has: the callback classes that the baseline already has.
 
     Raises:
-        UsageError: for a name or a setting that is unknown, with the nearest one, or a range that is none.
+        UsageError: for an unknown name or setting, with the nearest one, or for a wrong range.
     """
     file = dict(file or {})
-    techniques, classes, most = _told(file, include, exclude)
+    techniques, classes, most = _read(file, include, exclude)
     left_out: dict[str, str] = {}
     found: dict[str, Candidate] = {}
     for name, cls in classes.items():
@@ -195,26 +195,26 @@ def gather(
 
 
 def check(file: Mapping[str, Any] | None, *, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
-    """Whatever of :func:`gather`'s errors can be told before a run is looked at.
+    """Check the arguments of :func:`gather` that do not need a profile.
 
     Raises:
-        UsageError: for a name or a setting that is unknown, with the nearest one, or a range that is none.
+        UsageError: for an unknown name or setting, with the nearest one, or for a wrong range.
     """
     file = dict(file or {})
-    techniques, classes, _ = _told(file, include, exclude)
-    for name, told in techniques.items():
-        if told is not False:
-            _space_of(name, classes[name], told)
-    for name, told in _mapping("own", file.get("own")).items():
-        rest = {k: v for k, v in told.items() if k not in ("key", "in_steps")} if isinstance(told, Mapping) else told
-        if told is not False and rest != {}:
+    techniques, classes, _ = _read(file, include, exclude)
+    for name, given in techniques.items():
+        if given is not False:
+            _space_of(name, classes[name], given)
+    for name, given in _mapping("own", file.get("own")).items():
+        rest = {k: v for k, v in given.items() if k not in ("key", "in_steps")} if isinstance(given, Mapping) else given
+        if given is not False and rest != {}:
             parse_range(f"own.{name}", rest)
 
 
-def _told(
+def _read(
     file: Mapping[str, Any], include: Sequence[str], exclude: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """What a space file says of techniques, the classes that there are by their names, and how many a recipe may have."""
+    """Return the techniques of a space file, all classes by name, and the largest number of techniques in a recipe."""
     _known("section of a space file", file, _SECTIONS)
     techniques = _mapping("techniques", file.get("techniques"))
     exported = {cls.__name__: cls for cls in technique_classes()}
@@ -224,40 +224,40 @@ def _told(
             classes[name] = _imported(name, exported)
     most = file.get("most", MOST)
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise UsageError(f"most: got {most!r}; expected an integer >= 1, the techniques that a recipe may have.")
+        raise UsageError(f"most: got {most!r}; expected an integer >= 1, the largest number of techniques in a recipe.")
     return techniques, classes, most
 
 
 def _between(cls: Any) -> bool:
-    """Whether a technique comes between a module's step and its optimizers', which Lightning must call then."""
+    """Whether a technique needs Lightning to call the optimizers' steps."""
     return getattr(cls, "needs_automatic_optimization", False)
 
 
 def _why_not(
-    name: str, cls: Any, told: Mapping[str, Any], include: Sequence[str], exclude: Sequence[str], has: Sequence[str]
+    name: str, cls: Any, given: Mapping[str, Any], include: Sequence[str], exclude: Sequence[str], has: Sequence[str]
 ) -> str | None:
     if name in exclude:
         return "excluded"
-    if told.get(name) is False:
+    if given.get(name) is False:
         return "excluded by the space file"
-    if include and name not in include and name not in told:
+    if include and name not in include and name not in given:
         return NOT_INCLUDED
     if cls.__name__ in has:
         return "the baseline has it already"
-    if issubclass(cls, Architecture) and name not in include and name not in told:
-        return "it makes another model of it; name it by --include, or in a space file as techniques: {NAME: true}"
+    if issubclass(cls, Architecture) and name not in include and name not in given:
+        return "it changes the model. Name it with --include, or in a space file as techniques: {NAME: true}"
     return None
 
 
-def _space_of(name: str, cls: Any, told: Any) -> SearchSpace:
-    """A technique's own space, with what a space file says of its settings."""
+def _space_of(name: str, cls: Any, given: Any) -> SearchSpace:
+    """Return a technique's own space, updated with the settings in a space file."""
     space = getattr(cls, "search_space", None) or SearchSpace()
-    if told in (None, True):
+    if given in (None, True):
         return space
     known = set(space.settings)
     if space.make == SearchSpace().make:
         known |= set(inspect.signature(cls).parameters)
-    settings = _mapping(f"techniques.{name}", told)
+    settings = _mapping(f"techniques.{name}", given)
     _known(f"setting of {name}", settings, sorted(known))
     ranges = {key: parse_range(f"techniques.{name}.{key}", value) for key, value in settings.items()}
     for key, own in space.settings.items():
@@ -266,29 +266,31 @@ def _space_of(name: str, cls: Any, told: Any) -> SearchSpace:
     return replace(space, settings={**space.settings, **ranges})
 
 
-def _kinds(where: str, told: Range, own: Choice) -> Choice:
-    """Of the kinds that a technique comes in, those that a space file names."""
-    if isinstance(told, Choice) and set(told.values) <= set(own.values):
-        return replace(told, each=True)
-    raise UsageError(f"{where}: got {in_words(told)}; expected some of {', '.join(map(repr, own.values))}.")
+def _kinds(where: str, given: Range, own: Choice) -> Choice:
+    """Return the variants of a technique that a space file names."""
+    if isinstance(given, Choice) and set(given.values) <= set(own.values):
+        return replace(given, each=True)
+    raise UsageError(f"{where}: got {in_words(given)}; expected some of {', '.join(map(repr, own.values))}.")
 
 
 def _own(
-    own: Sequence[Own], left_out: Mapping[str, str], told: Mapping[str, Any]
+    own: Sequence[Own], left_out: Mapping[str, str], given: Mapping[str, Any]
 ) -> tuple[tuple[Own, ...], dict[str, str]]:
     found, without = {one.name: one for one in own}, dict(left_out)
-    for name, value in told.items():
+    for name, value in given.items():
         known = found.get(name)
         if value is False:
             if known is None and name not in without:
-                raise UsageError(f"own.{name}: got false for what is not searched.{did_you_mean(name, found)}")
+                raise UsageError(
+                    f"own.{name}: got false for a setting that is not searched.{did_you_mean(name, found)}"
+                )
             found.pop(name, None)
             without[name] = "excluded by the space file"
             continue
         key = value.get("key") if isinstance(value, Mapping) else None
         if known is None and key is None:
             raise UsageError(
-                f"own.{name}: got no key for a setting that was not found by itself; expected key: the config's, such as"
+                f"own.{name}: this setting was not found in the config. Add its key, such as key:"
                 f" model.init_args.{name}.{did_you_mean(name, found)}"
             )
         rest = {k: v for k, v in value.items() if k not in ("key", "in_steps")} if isinstance(value, Mapping) else value
@@ -302,27 +304,27 @@ def _own(
     return tuple(found.values()), without
 
 
-def parse_range(where: str, told: Any) -> Range:
-    """A range as a space file says it: a list, one value, or ``{low:, high:, log:}``.
+def parse_range(where: str, given: Any) -> Range:
+    """Return a range from a space file: a list, one value, or ``{low:, high:, log:}``.
 
     Raises:
         UsageError: for anything else.
     """
     expected = "a list of values, one value, or low: and high: with log: true or false"
-    if isinstance(told, Mapping) and set(told) == {"values"}:
-        told = told["values"]
-    if isinstance(told, list | tuple):
-        if not told:
+    if isinstance(given, Mapping) and set(given) == {"values"}:
+        given = given["values"]
+    if isinstance(given, list | tuple):
+        if not given:
             raise UsageError(f"{where}: got an empty list; expected {expected}.")
-        return Choice(frozen(told))
-    if not isinstance(told, Mapping):
-        return Choice((told,))
-    if not {"low", "high"} <= set(told) <= {"low", "high", "log"}:
-        raise UsageError(f"{where}: got {dict(told)}; expected {expected}.")
-    low, high, log = told["low"], told["high"], told.get("log", False)
+        return Choice(frozen(given))
+    if not isinstance(given, Mapping):
+        return Choice((given,))
+    if not {"low", "high"} <= set(given) <= {"low", "high", "log"}:
+        raise UsageError(f"{where}: got {dict(given)}; expected {expected}.")
+    low, high, log = given["low"], given["high"], given.get("log", False)
     numbers = [one for one in (low, high) if isinstance(one, int | float) and not isinstance(one, bool)]
     if len(numbers) < 2 or not isinstance(log, bool):
-        raise UsageError(f"{where}: got {dict(told)}; expected numbers for low and high, and true or false for log.")
+        raise UsageError(f"{where}: got {dict(given)}; expected numbers for low and high, and true or false for log.")
     try:
         whole = isinstance(low, int) and isinstance(high, int)
         return Integer(low, high, log) if whole else Uniform(float(low), float(high), log)
@@ -331,33 +333,33 @@ def parse_range(where: str, told: Any) -> Range:
 
 
 def _imported(name: str, exported: Mapping[str, Any]) -> Any:
-    """A class that is no technique of the package, by its path."""
+    """Return the class at a path outside this package."""
     home, _, last = name.rpartition(".")
     hint = did_you_mean(name, exported)
     expected = "expected a technique (`lightning-eff techniques` lists them) or the class path of a callback"
     try:
         cls = getattr(importlib.import_module(home), last) if home else None
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # such as ./file.py
-        raise UsageError(f"Got the technique {name!r}, which is not found ({error}); {expected}.{hint}") from None
+        raise UsageError(f"Got the technique {name!r}, which cannot be imported ({error}); {expected}.{hint}") from None
     if cls is None:
-        raise UsageError(f"Got the technique {name!r}, which there is not; {expected}.{hint}")
+        raise UsageError(f"Got the unknown technique {name!r}; {expected}.{hint}")
     if not (inspect.isclass(cls) and is_subclass(cls, *(base for base, _ in _PLACES))):
-        raise UsageError(f"Got {name!r}, which is no callback, precision plugin or strategy; {expected}.")
+        raise UsageError(f"Got {name!r}, which is not a callback, precision plugin or strategy; {expected}.")
     return cls
 
 
-def _known(what: str, told: Iterable[str], known: Sequence[str]) -> None:
-    for name in told:
+def _known(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
         if name not in known:
             raise UsageError(
-                f"Got {name!r}, which is no {what}.{did_you_mean(str(name), known)} Expected some of"
-                f" {', '.join(known) or 'none: there is nothing to set'}."
+                f"Got {name!r}, which is not a {what}.{did_you_mean(str(name), known)} Expected some of"
+                f" {', '.join(known) or 'none: it has no settings'}."
             )
 
 
-def _mapping(where: str, told: Any) -> dict[str, Any]:
-    if told is None:
+def _mapping(where: str, given: Any) -> dict[str, Any]:
+    if given is None:
         return {}
-    if not isinstance(told, Mapping):
-        raise UsageError(f"{where}: got {type(told).__name__}; expected a mapping of names.")
-    return dict(told)
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{where}: got {type(given).__name__}; expected a mapping of names.")
+    return dict(given)

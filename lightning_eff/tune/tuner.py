@@ -1,9 +1,9 @@
-"""Searches for a recipe that beats the baseline on the user's own module, and confirms it on new seeds."""
+"""The search for a recipe that beats the baseline on the user's module."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,54 +20,23 @@ from lightning_eff.bench.running import ray_places
 from lightning_eff.bench.running.places import Places
 from lightning_eff.monitor._cost import Price, Prices
 from lightning_eff.monitor.machine import fingerprint
-from lightning_eff.tune.arguments import parse_memory, parse_seconds, read_space, several
+from lightning_eff.tune.arguments import as_tuple, at_once, in_memory, parse_memory, parse_seconds, read_space
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices, Recipes, check_own, digests, parsed
 from lightning_eff.tune.confirm import Bench
 from lightning_eff.tune.inspection import probing, profiling, resuming
+from lightning_eff.tune.inspection.looking import Look
 from lightning_eff.tune.own import discover
 from lightning_eff.tune.reports.cost import Ledger
 from lightning_eff.tune.reports.writing import write
 from lightning_eff.tune.search import RUNGS, Search, chosen, require_extra
-from lightning_eff.tune.space import NOT_INCLUDED, Space, check, gather
+from lightning_eff.tune.space import NOT_INCLUDED, check, gather
 from lightning_eff.tune.timing import Durations, Timetable
 from lightning_eff.tune.trials import Trials
 
 Tell = Callable[[str], None]
-SHARES = [rung / RUNGS[-1] for rung in RUNGS]  # of the budget, at which a trial runs
-PROBING = 0.2  # of the time that is left, in which techniques are tried alone
-
-
-@dataclass(frozen=True)
-class Look:
-    """The findings before the search.
-
-    Attributes:
-        found: the profile of the baseline.
-        space: the techniques that may be tried, those that may not, and why.
-        recipes: writes choices from the space as configs.
-    """
-
-    found: profiling.Found
-    space: Space
-    recipes: Recipes
-
-    def lines(self) -> list[str]:
-        """Describe the findings for people."""
-        space = self.space
-        lines = ["The module", *(f"  {line}" for line in profiling.told(self.found))]
-        lines += ["", "The baseline's own settings"]
-        lines += [f"  {one.told()}" for one in space.own]
-        lines += [f"  {name}: not searched, since {why}" for name, why in space.own_left_out.items()]
-        if not self.recipes.scheduled:
-            lines.append(
-                "  the module's rate does not decay: in every arm a linear decay to zero stands in its place"
-                " (LearningRateSchedule), since a rate that is not decayed is a weak baseline"
-            )
-        lines += ["", f"Tried, at most {space.most} together ({len(space.techniques)})"]
-        lines += [f"  {one.told()}" for one in space.techniques.values()] or ["  none"]
-        lines += ["", f"Left out ({len(space.left_out)})"]
-        return lines + [f"  {name}: {why}" for name, why in sorted(space.left_out.items())]
+SHARES = [rung / RUNGS[-1] for rung in RUNGS]  # fractions of the budget at which a trial runs
+PROBING = 0.2  # of the time that is left, in which each technique is tried alone
 
 
 class Tuner:
@@ -81,14 +50,16 @@ class Tuner:
         baseline: the path(s) of LightningCLI configs, merged from left to right.
         target: the metric that ``validation_step`` logs.
         budget: the training time of a run, as ``"120s"``, in reference-system time: a step counts with its calibrated cost.
-        search: the time of the whole search, as ``"2h"``, of which about half or less confirms. None only looks.
+        search: the time of the whole search with the confirmation, as ``"2h"``. The search says at its start how many trials
+            fit, and refuses a time in which it cannot confirm one recipe. None only looks.
         mode: the direction of a better metric. None finds it from the target's name.
         memory: the memory that a run may use, as ``"40GB"`` or in bytes. None sets no limit.
         space: a file or a mapping that refines the search space: ``own``, ``techniques`` and ``most``.
         include: the only techniques to try, with class paths for your own callbacks.
         exclude: the techniques not to try.
         out: the folder for all results.
-        jobs: the number of parallel runs. 0 is one per CUDA device, and one on a machine without.
+        jobs: the number of parallel runs. 0 is one per CUDA device. On a CPU it is as many runs of ``threads`` cores as the
+            machine has cores and memory for, and at most four if ``threads`` is 0.
         threads: the number of torch threads per run. 0 divides those of this process.
         seed: the seed of the searching runs. The confirming runs use other seeds.
         seeds: the number of seeds that confirm the best recipe.
@@ -128,19 +99,20 @@ class Tuner:
         price_per_kwh: Price | None = None,
         engine: Literal["local", "ray"] = "local",
     ) -> None:
-        self.paths = tuple(map(str, several(baseline)))
+        self.paths = tuple(map(str, as_tuple(baseline)))
         for path in self.paths:
             if not Path(path).is_file():
-                raise UsageError(f"Got the baseline {path!r}, where there is no file. Give a LightningCLI config.")
+                raise UsageError(f"Got the baseline {path!r}, which is not a file. Give a LightningCLI config.")
         self.target = target
         self.mode = mode or mode_of(target)
         self.budget = Budget.parse(budget).seconds
         self.memory = parse_memory(memory)
         self.space = read_space(space)
-        self.include, self.exclude = several(include), several(exclude)
+        self.include, self.exclude = as_tuple(include), as_tuple(exclude)
         self.out = Path(out)
         self.engine = engine
-        here = torch.cuda.device_count() or 1
+        here = torch.cuda.device_count() or at_once(threads)
+        self._fitted = engine == "local" and not jobs and not torch.cuda.device_count()
         if engine == "ray":
             ray_places.require_extra()
             jobs = jobs or ray_places.capacity(threads or torch.get_num_threads())
@@ -148,7 +120,7 @@ class Tuner:
         self.threads = threads or max(
             1, torch.get_num_threads() // min(self.jobs, here if engine == "ray" else self.jobs)
         )
-        self._machines = self.jobs if engine == "ray" else 1  # a price of an hour is of each worker
+        self._machines = self.jobs if engine == "ray" else 1  # each worker has the price of an hour
         self._bench_jobs = min(self.jobs, here) if engine == "ray" else self.jobs
         self.seed = seed
         self.seeds = [seed + 1 + i for i in range(seeds)]
@@ -171,13 +143,15 @@ class Tuner:
 
     def _look(self, say: Tell, time: Timetable) -> Look:
         check(self.space, include=self.include, exclude=self.exclude)
-        resuming.take_up(self.out, self._plan(), fingerprint(self.threads))
+        resuming.start_or_resume(self.out, self._plan(), fingerprint(self.threads))
         config = parsed(self.paths)
         check_own(self.paths, self.space.get("own"))
         code = digests(config, self.include)
-        resuming.take_up_code(self.out, code)
+        resuming.check_code(self.out, code)
         found = self._profile(say)
-        resuming.keep_code(self.out, code)
+        resuming.save_code(self.out, code)
+        if self._fitted:
+            self.jobs = self._bench_jobs = min(self.jobs, in_memory(found.peak_bytes))
         if not self._begun:
             time.check(self._durations(found))
         run = found.run
@@ -194,7 +168,8 @@ class Tuner:
         if time.search is not None:
             profiling.check_rate(found, shortened=any(one.name == "warm_up" for one in space.own))
         recipes = Recipes(self.paths, space, scheduled=run.decayed_rate or run.manual_optimization)
-        space = probing.after(space, self._probes(recipes, found, say, time))
+        named = {*self.include, *(self.space.get("techniques") or {})}
+        space = probing.after(space, self._probes(recipes, found, say, time), named)
         return Look(found, space, Recipes(self.paths, space, scheduled=run.decayed_rate or run.manual_optimization))
 
     def run(self, *, progress: bool = True, tell: Tell | None = None) -> dict[str, Any]:
@@ -210,7 +185,7 @@ class Tuner:
 
         Raises:
             ModuleNotFoundError: without Optuna (the extra ``tune``) or matplotlib (``bench``).
-            ValueError: if the search time is too short or no technique applies, and as in :meth:`look`.
+            ValueError: if nothing can be confirmed in the search time or no technique applies, and as in :meth:`look`.
             RuntimeError: if the baseline trains in none of its trials.
         """
         require_extra()
@@ -241,7 +216,7 @@ class Tuner:
             seconds = self._seconds(durations, time)
             rest = max(seconds - self._searched(), 0.0)
             aim = "less" if self.mode == "min" else "more"
-            say(f"searching for {aim} {self.target}: {time.told(durations, rest, again=self._begun)}")
+            say(f"plan, for {aim} {self.target}: {time.describe(durations, rest, again=self._begun)}")
             places = self._places(self.jobs)
             try:
                 search = self._search(look, places, seconds, say)
@@ -264,9 +239,9 @@ class Tuner:
     def _seconds(self, durations: Durations, time: Timetable) -> float:
         """Return the seconds for trials, earlier ones included. It stays the same when a search of this length continues."""
         file = self.out / "search.json"
-        told = json.loads(file.read_text()) if file.is_file() else None
-        if told is not None and told["search"] == self.search:
-            return told["seconds"]
+        saved = json.loads(file.read_text()) if file.is_file() else None
+        if saved is not None and saved["search"] == self.search:
+            return saved["seconds"]
         seconds = self._searched() + max(time.left - time.kept(durations), 0.0)
         write_json(file, {"search": self.search, "seconds": seconds})
         return seconds
@@ -305,6 +280,7 @@ class Tuner:
             jobs=self.jobs,
             tell=tell,
         )
+        trials.left = lambda: seconds - search.spent
         try:
             search.search()
         except BaseException:
@@ -317,7 +293,7 @@ class Tuner:
         assert best is not None and isinstance(trials, Trials)
 
         def steps(choices: Choices) -> int:
-            """What the budget holds of them; those that no trial had rehearse for it, where a config hangs on it."""
+            """Return the steps in the budget. Choices without a trial rehearse first if their config needs the steps."""
             if not look.recipes.counts_steps(choices):
                 return look.found.steps
             if trials.rehearsed(choices):
@@ -333,7 +309,7 @@ class Tuner:
             chosen(best),
             steps,
             self.out,
-            held=trials.steps(chosen(best)),
+            baseline_steps=trials.steps(chosen(best)),
             target=self.target,
             mode=self.mode,
             budget=self.budget,
@@ -365,16 +341,16 @@ class Tuner:
         file = self.out / "probes.json"
         known = json.loads(file.read_text()) if file.is_file() else {}
         left = [name for name in recipes.space.techniques if name not in known]
-        if not left or self._begun:  # what trials have in their space stays there
+        if not left or self._begun:  # the space must not change once there are trials
             return known
         places = self._places(min(self.jobs, len(left)))
-        until = time.spent + PROBING * time.left
+        until = math.inf
 
         def done(name: str, why: str | None) -> None:
             known[name] = why
             write_json(file, known)
             tell(
-                f"tried for two steps, {len(known)} of {len(recipes.space.techniques)}: {name}{' refused' if why else ''}"
+                f"two steps of {name} ({len(known)} of {len(recipes.space.techniques)}): {'left out' if why else 'ok'}"
             )
 
         try:
@@ -383,6 +359,8 @@ class Tuner:
             write_json(self.out / "start.json", {"process_seconds": time.spent - began})
             durations = self._durations(found)
             time.check(durations)
+            if time.search is not None:
+                until = time.spent + min(PROBING * time.left, max(time.left - durations.least(SHARES), 0.0))
             return probing.probe(
                 recipes.space,
                 lambda name: probing.refused(
@@ -394,12 +372,12 @@ class Tuner:
                     steps=found.steps,
                     seed=self.seed,
                     threads=self.threads,
-                    limit=durations.limit(durations.probe),
+                    limit=durations.probe_limit,
                 ),
                 jobs=self.jobs,
                 known=known,
                 tell=done,
-                over=lambda: time.spent > until,
+                over=lambda: time.spent >= until,
             )
         finally:
             places.close()

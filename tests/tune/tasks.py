@@ -1,5 +1,6 @@
 """Modules and data of a few milliseconds a run for the search's tests, as configs name them."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -85,13 +86,16 @@ class Hidden(Regression):
 
 
 class Here:
-    """Does jobs in this process, for tests that are not about processes."""
+    """Does jobs in this process, one after the other, for tests that are not about processes."""
+
+    lock = threading.Lock()
 
     def __init__(self, *args: object) -> None:
         pass
 
     def do(self, jobs, progress=None):
-        return work_all(jobs, progress or (lambda job, u: None))
+        with self.lock:
+            return work_all(jobs, progress or (lambda job, u: None))
 
     def start(self) -> None:
         pass
@@ -247,7 +251,7 @@ class Wrapping(Callback):
 class Keeping(HandFed):
     """A planted fake: it keeps what validation was given, and trains on that from then on."""
 
-    held = None
+    baseline_steps = None
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
         self.held = batch

@@ -12,7 +12,7 @@ from lightning_eff.tune.trials import Trials
 from lightning_eff.tune.tuner import Tuner
 from tests.tune.tasks import Here, config
 
-MEASURED = "and that of the same weights in the baseline is"
+MEASURED = "and the target of the same weights in the baseline is"
 WHY = {
     "Averaged": None,
     "Neutral": None,
@@ -22,8 +22,8 @@ WHY = {
     "EasyLabels": MEASURED,
     "SomeRows": MEASURED,
     "OtherFunction": MEASURED,
-    "OtherNames": "its weights are none of the baseline's model (there is no net.0.weight, net.0.bias, net.2.weight, ...)",
-    "Early": "it trains on 512 samples before the first step, where the baseline trains on 0",
+    "OtherNames": "its weights do not fit the baseline's model (there is no net.0.weight, net.0.bias, net.2.weight, ...)",
+    "Early": "it trains on 512 samples before the first step, and the baseline on 0",
 }
 
 
@@ -121,7 +121,7 @@ def test_a_callback_is_asked_once_of_each_setting_and_named_where_it_stands_amon
 
 def test_the_arithmetic_of_a_run_may_be_another() -> None:
     assert mismeasures(1.0, 1.0) is None and mismeasures(0.995, 1.0) is None and mismeasures(0.0, 0.0) is None
-    assert "0.5, and that of the same weights in the baseline is 1" in str(mismeasures(0.5, 1.0))
+    assert "0.5, and the target of the same weights in the baseline is 1" in str(mismeasures(0.5, 1.0))
     assert early(16, 16) is None and early(0, 16) is None and "trains on 48 samples" in str(early(48, 16))
 
 

@@ -175,16 +175,16 @@ def test_a_rate_that_peaks_late_is_refused_before_anything_is_searched(tmp_path:
 def test_a_kill_while_the_plan_is_written_leaves_a_folder_to_begin_in(tmp_path: Path) -> None:
     machine = dict.fromkeys(resuming.SAME, "one")
     (tmp_path / "plan.0123abcd.tmp").write_text("{")
-    resuming.take_up(tmp_path, {"seed": 0}, machine)
+    resuming.start_or_resume(tmp_path, {"seed": 0}, machine)
     (tmp_path / "plan.4567abcd.tmp").write_text("{")
-    resuming.take_up(tmp_path, {"seed": 1}, machine)
+    resuming.start_or_resume(tmp_path, {"seed": 1}, machine)
     assert json.loads((tmp_path / "plan.json").read_text())["plan"] == {"seed": 1}, "nothing was found for the other"
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="differs in seed"):
-        resuming.take_up(tmp_path, {"seed": 2}, machine)
+        resuming.start_or_resume(tmp_path, {"seed": 2}, machine)
     (tmp_path / "plan.json").unlink()
     with pytest.raises(UsageError, match="holds other files"):
-        resuming.take_up(tmp_path, {"seed": 2}, machine)
+        resuming.start_or_resume(tmp_path, {"seed": 2}, machine)
 
 
 def test_what_could_not_be_used_leaves_no_folder_that_refuses_the_next(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_eff import cli
 from lightning_eff.bench.pace import Incomparable
@@ -15,12 +17,13 @@ from lightning_eff.bench.running.places import Places
 from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune import timing
 from lightning_eff.tune.arguments import parse_memory
-from lightning_eff.tune.inspection.profiling import Found, Look, told
-from lightning_eff.tune.inspection.resuming import take_up
+from lightning_eff.tune.inspection.probing import after
+from lightning_eff.tune.inspection.profiling import Found, Look, describe
+from lightning_eff.tune.inspection.resuming import start_or_resume
 from lightning_eff.tune.own import SETTINGS, discover
 from lightning_eff.tune.settings import OptimizerSettings, scale_rates, set_decays
 from lightning_eff.tune.tuner import Tuner
-from tests.tune.tasks import Here, config
+from tests.tune.tasks import Here, Regression, Table, config
 
 HIDDEN = "model: {class_path: tests.tune.tasks.Hidden}"
 
@@ -47,7 +50,7 @@ def tuner(tmp_path_factory: pytest.TempPathFactory) -> Tuner:
 
 @pytest.fixture(scope="module")
 def found(tuner: Tuner) -> Found:
-    take_up(tuner.out, tuner._plan(), fingerprint(tuner.threads))
+    start_or_resume(tuner.out, tuner._plan(), fingerprint(tuner.threads))
     return tuner._profile(lambda line: None)
 
 
@@ -58,8 +61,8 @@ def test_a_profile_says_what_there_is_and_how_it_was_told(found: Found) -> None:
     assert run.epochs == pytest.approx(found.steps * 16 / 512)
     assert found.base_rate == pytest.approx(3e-3) and found.decays == (0.01,) and found.metrics == ("val_loss",)
     assert set(found.why) >= {"num_blocks", "visible_loss", "decayed_rate", "epochs", "memory_bound"}
-    text = "\n".join(told(found))
-    assert "where time goes: " in text and "backward" in text and "where memory goes: parameters" in text
+    text = "\n".join(describe(found))
+    assert "time: " in text and "backward" in text and "memory: parameters" in text
     assert Found.of(json.loads(json.dumps(found.record()))) == found
 
 
@@ -97,7 +100,7 @@ def test_own_settings_are_arguments_that_have_the_value_that_is_seen(found: Foun
     model = {"init_args": {"lr": 1.0}}
     owns, without = discover({"model": model, "data": {"init_args": {"batch_size": 3}}}, found)
     assert {one.name: one.key for one in owns} == {"rate": None, "weight_decay": None}, "names alone deceive"
-    assert "called batch is 16" in without["batch"] and "called warm-up" in without["warm_up"]
+    assert "has the value 16 of the run" in without["batch"] and "named warm-up" in without["warm_up"]
     data = {"init_args": {"train_batch_size": 16, "val_batch_size": 16, "test_batch_size": 16}}
     model = {"init_args": {"drop_rate": 3e-3, "encoder_learning_rate": 3e-3}}
     owns, _ = discover({"model": model, "data": data}, found)
@@ -147,22 +150,34 @@ def test_a_technique_that_hangs_is_left_out_and_those_after_it_are_tried(
     tuner: Tuner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One search before the first step, longer than any budget, would otherwise be the whole search."""
-    monkeypatch.setattr(timing, "PATIENCE", 3.0)
+    monkeypatch.setattr(timing, "SETUP", 1.0)
     monkeypatch.setattr("lightning_eff.tune.tuner.Places", Places)
     names = ["tests.tune.tasks.Hanging", "Lookahead"]
     hanging = Tuner(tuner.paths, target="val_loss", budget=2, include=names, out=tmp_path / "out", threads=1)
-    look = hanging.look()
-    assert set(look.space.techniques) == {"Lookahead"}
+    assert set(hanging.look().space.techniques) == set(names), "a named one is tried, however slow it is"
+    found = json.loads((hanging.out / "probes.json").read_text())
+    assert found["Lookahead"] is None
+    space = after(hanging.look().space, found)
+    assert set(space.techniques) == {"Lookahead"}
     assert re.fullmatch(
-        r"refused: it was ended after \d+ s, which is too long beside its budget",
-        look.space.left_out["tests.tune.tasks.Hanging"],
+        r"its set-up takes more than \d+ s, and each of its runs would\. Name it with --include to try it",
+        space.left_out["tests.tune.tasks.Hanging"],
     )
+
+
+def test_a_technique_has_little_time_to_set_up_unless_a_run_is_long() -> None:
+    def limit(budget: float) -> float:
+        return timing.Durations(budget, step=0.1, start=2.0, validation=0.5, process=5.0, seeds=3, jobs=1).probe_limit
+
+    assert limit(60.0) == pytest.approx(5.0 + 10.0 + 3 * 2.2)
+    assert limit(600.0) == pytest.approx(5.0 + 30.0 + 3 * 2.2), "a twentieth of the budget"
+    assert limit(86400.0) == pytest.approx(5.0 + 60.0 + 3 * 2.2)
 
 
 def test_the_target_must_be_logged_and_the_budget_must_hold_a_schedule(tmp_path: Path) -> None:
     with pytest.raises(Incomparable, match="Got target 'val_acc', which validation does not log"):
         Tuner(config(tmp_path), target="val_acc", budget=2, out=tmp_path / "a", threads=1).look()
-    with pytest.raises(Incomparable, match=r"Raise --budget to .* on 3 seeds: give it --search \d+m or more"):
+    with pytest.raises(Incomparable, match=r"Raise --budget to .* on 3 seeds\. Set --search to \d+m or more"):
         Tuner(config(tmp_path), target="val_loss", budget=1e-3, out=tmp_path / "b", threads=1).look()
 
 
@@ -183,7 +198,7 @@ def test_a_module_that_sets_its_rate_by_itself_is_tuned_from_outside(
     )
     text = capsys.readouterr().out
     assert "rate (set from outside, now 0.003)" in text and "warm_up (set from outside, now unknown)" in text
-    assert "a linear decay to zero stands in its place" in text and "Tried, at most 4 together (0)\n  none" in text
+    assert "with a linear decay to zero instead" in text and "Techniques to try, at most 4 together (0)\n  none" in text
 
 
 @pytest.mark.parametrize(
@@ -260,5 +275,70 @@ def test_settings_from_outside_are_checked() -> None:
     for wrong in ({"rate": 0.0}, {"rate": float("nan")}, {"weight_decay": -1.0}):
         with pytest.raises(ValueError, match="OptimizerSettings"):
             OptimizerSettings(**wrong)
-    with pytest.raises(ValueError, match="no rate above 0"):
+    with pytest.raises(ValueError, match="no learning rate above 0"):
         scale_rates([torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.0)], [], 0.1)
+
+
+# -- the target
+
+
+def seen(monkeypatch: pytest.MonkeyPatch, text: str, folder: Path) -> tuple[list[int], str | None]:
+    """The sizes of the validation batches of a look, and why it is refused."""
+    sizes: list[int] = []
+    original = Regression.validation_step
+
+    def validation_step(self: Regression, batch: Any, batch_idx: int) -> None:
+        sizes.append(len(batch[0]))
+        original(self, batch, batch_idx)
+
+    monkeypatch.setattr(Regression, "validation_step", validation_step)
+    data = "data: {class_path: tests.tune.test_look.Batches}"
+    file = folder / "baseline.yaml"
+    file.write_text(f"trainer: {{accelerator: cpu, devices: 1}}\nmodel: {{class_path: {text}}}\n{data}\n")
+    try:
+        Tuner(file, target="val_los", budget=2, include=["Lookahead"], out=folder / "out", threads=1).look()
+    except Incomparable as error:
+        return sizes, str(error)
+    return sizes, None
+
+
+class Batches(Table):
+    """The same rows, validated in eight batches."""
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self._set(1, 64), 8)
+
+
+class LogsLate(Regression):
+    """Logs nothing while a validation of one batch is all that it had."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.count = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+
+    def on_validation_epoch_end(self) -> None:
+        if self.count > 1:
+            self.log("val_los", float(self.count))
+
+
+class NeedsMore(LogsLate):
+    """Cannot be validated on one batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        if self.count == 1:
+            raise RuntimeError("one batch is not enough")
+        super().on_validation_epoch_end()
+
+
+def test_a_wrong_target_is_reported_after_one_validation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, why = seen(monkeypatch, "tests.tune.tasks.Regression", tmp_path)
+    assert "expected one of ['val_loss']" in str(why) and sizes == [8]
+
+
+@pytest.mark.parametrize("name", ["LogsLate", "NeedsMore"])
+def test_one_validation_batch_refuses_no_module_that_needs_more(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert seen(monkeypatch, f"tests.tune.test_look.{name}", tmp_path)[1] is None

@@ -47,7 +47,7 @@ def searched(folder: Path, seed: int) -> str | None:
         chosen(best),
         trials.steps,
         tuner.out,
-        held=trials.steps(chosen(best)),
+        baseline_steps=trials.steps(chosen(best)),
         target="val_loss",
         mode="min",
         budget=BUDGET,

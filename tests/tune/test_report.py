@@ -104,7 +104,7 @@ def test_the_page_has_everything_and_refers_to_nothing_outside() -> None:
 def test_where_nothing_was_confirmed_the_page_says_why_there_are_no_curves() -> None:
     stands = record(recipe=None, sentence="The baseline stands: so.", summary={}, contributions=[], benches={})
     text = page.page({**stands, "contribution_figures": []}, {}, [], None)
-    assert page.NO_CURVES in text and "The recipe" not in text and text.count("<img ") == 3
+    assert page.NO_CURVES in text and "<summary>The recipe" not in text and text.count("<img ") == 3
     nothing = page.page({**stands, "contribution_figures": [], "trials": [], "history": []}, {}, [], None)
     assert nothing.count("<img ") == 0
 
@@ -145,10 +145,50 @@ def test_pictures_show_the_figures() -> None:
     assert all(png(one)[:4] == b"\x89PNG" for one in drawn.values())
 
 
+def test_a_report_begins_with_what_to_do() -> None:
+    found, stands = record(), record(recipe=None, sentence="The baseline won: so.")
+    for told, first, more in (
+        (found, "Train with this recipe: `lightning-eff fit --config recipe.yaml`.", "Lookahead: <recipe> is faster."),
+        (stands, "Keep your baseline.", "rate 0.01 reached val_loss 1.9, and your settings 2, on one seed"),
+    ):
+        lines = prose.report(told, ["a step: 3 ms"])
+        assert lines[2] == "## What to do" and lines[4].startswith(f"- {first}")
+        assert more in "\n".join(lines[4:8])
+        text = page.page(told, {}, ["a step: 3 ms"], None)
+        assert text.index("<h2>What to do</h2>") == text.index("<h2>")
+    same = record(recipe=None, trials=TRIALS[:1])
+    assert len(prose.to_do(same)) == 2, "no other settings were better"
+
+
+def test_what_was_left_out_is_folded() -> None:
+    text = "\n".join(prose.report(record(), ["a step: 3 ms"]))
+    assert text.count("<details>") == text.count("</details>") == 4
+    for told in ("SequencePacking: samples are no sequences", "RandomLTD: got / no blocks (", "a step: 3 ms"):
+        before = text[: text.index(told)]
+        assert before.count("<details>") == before.count("</details>") + 1, told
+
+
+def test_a_trial_that_had_no_more_time_is_no_failure() -> None:
+    late = trial("recipes", 4, {"RandomLTD": {}}, [2.0], state="running", why=None)
+    assert pictures.tries(record(trials=[late])) == {"RandomLTD": [0, 1, 0]}
+    _, rows = prose.columns_and_rows(record(trials=[late]))
+    assert rows[0]["why"] == prose.UNFINISHED
+
+
+def test_no_label_covers_a_line() -> None:
+    drawn = pictures.contributions(record())
+    assert drawn is not None
+    drawn.figure.draw_without_rendering()
+    (axes,) = drawn.figure.axes
+    labels = [text.get_window_extent() for text in axes.texts]
+    lines = [line.get_window_extent() for line in axes.lines]
+    assert len(lines) == 4 and not any(label.overlaps(line) for label in labels for line in lines)
+
+
 def test_words_have_what_the_page_has() -> None:
     text = "\n".join(prose.report(record(), ["a step: 3 ms"]))
     assert "2 trials of the baseline's own settings, of which 2 had the whole budget; 3 trials of recipes" in text
-    assert "In how many trials each was: Lookahead 2, RandomLTD 1, my.Muon<3> 1." in text
+    assert "Trials per technique: Lookahead 2, RandomLTD 1, my.Muon<3> 1." in text
     assert "| recipes 2 | Lookahead(x=0.5) with rate 0.01 | 3.5 |" in text
     assert "- RandomLTD: got / no blocks (RandomLTD)" in text and "1.5 hours, 0.2 kWh" in text
 
@@ -228,7 +268,7 @@ def test_a_cost_says_what_it_lacks(tmp_path: Path) -> None:
 
     with cost.Ledger(tmp_path, Prices(2.0, 0.3), meter=Dark) as ledger:  # pyright: ignore[reportArgumentType]
         told = cost.in_words(ledger.keep())
-    assert "energy not told by this machine" in told and "at least" in told and "no readable RAPL" in told
+    assert "energy unknown on this machine" in told and "at least" in told and "no readable RAPL" in told
     assert not (tmp_path / "cost.json").exists(), "nothing was begun"
     with cost.Ledger(tmp_path, Prices(), meter=Dark) as ledger:  # pyright: ignore[reportArgumentType]
-        assert "since no price was given" in cost.in_words(ledger.keep())
+        assert "no price was given" in cost.in_words(ledger.keep())

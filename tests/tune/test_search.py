@@ -15,9 +15,10 @@ from lightning.pytorch import Callback
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff.tune import search as searching
 from lightning_eff.tune.config import Choices
+from lightning_eff.tune.outcomes import Outcome, refusals
 from lightning_eff.tune.own import Own
-from lightning_eff.tune.proposals.proposing import Proposer, Trial, renewed
-from lightning_eff.tune.search import Outcome, Search, _refused, chosen
+from lightning_eff.tune.proposals.proposing import Proposer, Trial, refreshed
+from lightning_eff.tune.search import Search, chosen
 from lightning_eff.tune.space import Candidate, Space
 
 pytest.importorskip("optuna")
@@ -147,10 +148,12 @@ def test_what_leads_is_tried_again_on_what_the_baseline_has_since_found(tmp_path
 def test_what_leads_is_not_tried_again_where_its_settings_are_its_own() -> None:
     first, second = {"rate": 0.5}, {"rate": 0.1}
     leading, baselines = Choices(first, {"A": {"x": 0.5}}), [Choices(first), Choices(second)]
-    assert renewed(leading, baselines[1], baselines, [leading]) == Choices(second, {"A": {"x": 0.5}})
-    assert renewed(leading, baselines[0], baselines, [leading]) is None, "it leads on the best there are"
-    assert renewed(Choices({"rate": 0.3}, {"A": {}}), baselines[1], baselines, []) is None, "the sampler chose its rate"
-    assert renewed(leading, baselines[1], baselines, [Choices(second, {"A": {"x": 0.5}})]) is None, "it was tried"
+    assert refreshed(leading, baselines[1], baselines, [leading]) == Choices(second, {"A": {"x": 0.5}})
+    assert refreshed(leading, baselines[0], baselines, [leading]) is None, "it leads on the best there are"
+    assert refreshed(Choices({"rate": 0.3}, {"A": {}}), baselines[1], baselines, []) is None, (
+        "the sampler chose its rate"
+    )
+    assert refreshed(leading, baselines[1], baselines, [Choices(second, {"A": {"x": 0.5}})]) is None, "it was tried"
 
 
 def test_few_trials_get_the_whole_budget(tmp_path: Path) -> None:
@@ -257,7 +260,8 @@ def test_time_ends_a_search_after_one_trial_of_each_at_least(tmp_path: Path) -> 
 
 def test_a_module_that_diverges_in_every_trial_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
-        RuntimeError, match=r"None of the baseline's 4 trials came to its end; the last said: the loss is nan"
+        RuntimeError,
+        match=r"None of the baseline's 4 trials trained for the whole budget; the last reason: the loss is nan",
     ):
         make(tmp_path, lambda choices, budget: Outcome(None, "the loss is nan"), 4).search()
     with pytest.raises(RuntimeError, match=r"the target is nan"):
@@ -267,14 +271,14 @@ def test_a_module_that_diverges_in_every_trial_is_an_error(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("ends", "advice"),
     [
-        (Outcome(None, "the loss is nan"), "Lower the rates that are tried"),
-        (Outcome(None, "it used 3 GiB, of 2 GiB that it may use"), "Allow more by --memory"),
-        (Outcome(None, "crashed: KeyError", crashed=True), "Mend what it tells of"),
-        (Outcome(None, "it has other data", refused=True), "Mend what it tells of"),
+        (Outcome(None, "the loss is nan"), "Set lower learning rates"),
+        (Outcome(None, "it used 3 GiB, more than the limit of 2 GiB"), "Raise --memory"),
+        (Outcome(None, "crashed: KeyError", crashed=True), "Fix this error"),
+        (Outcome(None, "it has other data", refused=True), "Fix this error"),
     ],
 )
 def test_what_may_help_goes_by_why_the_baseline_came_to_no_end(ends: Outcome, advice: str, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=rf"the last said: {ends.why}\. {advice}"):
+    with pytest.raises(RuntimeError, match=rf"the last reason: {ends.why}\. {advice}"):
         make(tmp_path, lambda choices, budget: ends, 2).search()
 
 
@@ -304,8 +308,8 @@ def test_a_stack_is_given_up_when_it_was_refused_or_crashed_with_two_settings(tm
     refused = ended(0.1, "D", refused=True)
     crashed = [ended(rate, "C", crashed=True) for rate in (0.1, 0.1, 0.2)]
     none = [ended(0.1, refused=True), ended(0.1, crashed=True), ended(0.2, crashed=True), ended(0.1, "A")]
-    assert _refused([refused, *crashed[:2], *none]) == {frozenset("D"): "('D',) 0.1"}
-    assert _refused([refused, *crashed, *none]).keys() == {frozenset("C"), frozenset("D")}
+    assert refusals([refused, *crashed[:2], *none]) == {frozenset("D"): "('D',) 0.1"}
+    assert refusals([refused, *crashed, *none]).keys() == {frozenset("C"), frozenset("D")}
     search = make(tmp_path, lambda choices, budget: Outcome(None, "crashed", crashed=True), 1, of=space("A"))
     with pytest.raises(RuntimeError, match="None of the baseline's"):
         search.search()

@@ -1,7 +1,8 @@
 """How long the parts of a search take, what is refused for want of time, and what is left out of a confirmation."""
 
-import math
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_eff.monitor.machine import fingerprint
 from lightning_eff.tune.concluding import Finding
 from lightning_eff.tune.config import Choices
 from lightning_eff.tune.inspection.probing import reason
-from lightning_eff.tune.inspection.resuming import take_up
+from lightning_eff.tune.inspection.resuming import start_or_resume
 from lightning_eff.tune.search import Search
 from lightning_eff.tune.timing import Durations, Timetable, in_words
 from lightning_eff.tune.tuner import Tuner
@@ -28,7 +29,7 @@ SLOW = Durations(budget=60.0, step=0.1, start=2.0, validation=0.5, process=5.0, 
 def test_a_trial_and_a_bench_take_what_their_parts_take() -> None:
     rehearsal = 2.0 + 30 * 0.1  # a twentieth of 600 steps
     assert SLOW.rehearsal == pytest.approx(rehearsal)
-    runs = (2.0 + 60 / 9 + 4 * 0.5) + (2.0 + 20 + 4 * 0.5) + (2.0 + 60 + 4 * 0.5)
+    runs = (2.0 + 60 / 9 + 2 * 0.5) + (2.0 + 20 + 2 * 0.5) + (2.0 + 60 + 2 * 0.5)
     assert SLOW.trial((1 / 9, 1 / 3, 1)) == pytest.approx(2 * rehearsal + 0.5 + runs)
     bench = (5.0 + 2.0 + 8 * 0.1) + 2 * (5 * rehearsal + 0.5) + 6 * (5.0 + 2.0 + 60 + 10 * 0.5)
     assert SLOW.bench(2) == pytest.approx(bench)
@@ -38,28 +39,38 @@ def test_a_trial_and_a_bench_take_what_their_parts_take() -> None:
     assert in_words(90) == "90 s" and in_words(3601) == "61 min" and in_words(9000) == "2.5 h"
 
 
-def test_a_search_without_room_for_the_baseline_is_refused_with_what_it_needs() -> None:
-    need, whole = SLOW.trial((1.0,)), 2 * SLOW.trial((1.0,)) + SLOW.bench(3)
+def test_a_search_in_which_nothing_can_be_confirmed_is_refused_with_what_it_needs() -> None:
+    need = 2 * SLOW.trial((1.0,)) + SLOW.bench(3)
     with pytest.raises(
-        UsageError, match=rf"expected at least {math.ceil(need)} s, .* and about {math.ceil(whole)} s to try"
-    ):
-        Timetable(need - 1, (1.0,)).check(SLOW)
+        UsageError, match=r"too short to confirm anything\. .* Set --search to \d+s or more, or --budget"
+    ) as no:
+        Timetable(need - 10, (1.0,)).check(SLOW)
+    said = re.search(r"--search to (\d+)s or more, or --budget to (\d+)s or less\.$", str(no.value))
+    assert said is not None and int(said[1]) == pytest.approx(need, abs=2)
+    Timetable(need - 10, (1.0,)).check(replace(SLOW, budget=float(said[2])))
+    with pytest.raises(UsageError):
+        Timetable(need - 10, (1.0,)).check(replace(SLOW, budget=float(said[2]) + 2))
+    with pytest.raises(UsageError, match=r"Set --search to \d+s or more\.$"):
+        Timetable(20.0, (1.0,)).check(SLOW)  # no budget is short enough
     Timetable(need + 1, (1.0,)).check(SLOW)
+    Timetable(need - 10, (1.0,)).check(replace(SLOW, jobs=2))
     Timetable(None, (1.0,)).check(SLOW)
 
 
 def test_what_will_end_late_is_said_at_the_start() -> None:
     short, long = Timetable(200.0, (1.0,)), Timetable(1e5, (1.0,))
-    assert short.kept(SLOW) == pytest.approx(100.0, abs=1), "half, where confirming all takes more"
+    assert short.kept(SLOW) == pytest.approx(200.0, abs=1), "all of it, where confirming one recipe takes more"
+    half = 3 * SLOW.bench(3)
+    assert Timetable(half, (1.0,)).kept(SLOW) == pytest.approx(half / 2, abs=1), "half, where confirming all takes more"
+    one = 1.5 * SLOW.bench(3)
+    assert Timetable(one, (1.0,)).kept(SLOW) == pytest.approx(SLOW.bench(3)), "no less than one recipe takes"
     whole = SLOW.bench(5) + SLOW.bench(5, known=2) + SLOW.bench(3, known=1)
     assert long.kept(SLOW) == pytest.approx(whole) and whole < SLOW.bench(5) + 2 * SLOW.bench(3)
-    told = short.told(SLOW, 100.0)
-    assert (
-        told.startswith("100 s of --search are for trials")
-        and f"about {in_words(SLOW.bench(3))}, so that it may" in told
-    )
-    assert "late" not in long.told(SLOW, long.left - long.kept(SLOW))
-    assert short.told(SLOW, 100.0, again=True) == "100 s of --search are left for trials", "confirming may be over"
+    told = short.describe(SLOW, 100.0)
+    assert told.startswith("100 s for trials (about 1 recipes")
+    assert f"about {in_words(SLOW.bench(3))} to confirm one recipe on 3 seeds; it may end" in told
+    assert "late" not in long.describe(SLOW, long.left - long.kept(SLOW))
+    assert short.describe(SLOW, 100.0, again=True) == "100 s of --search are left for trials", "confirming may be over"
 
 
 def test_steps_that_are_too_slow_are_told_of_after_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +79,7 @@ def test_steps_that_are_too_slow_are_told_of_after_three(tmp_path: Path, monkeyp
     sleep = time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), sleep(seconds)))
     with pytest.raises(
-        Incomparable, match=r"Raise --budget to \d+s or more\. A search of runs of \d+ s takes at least \d+ s"
+        Incomparable, match=r"Raise --budget to \d+s or more\. With a budget of \d+ s, a search takes at least"
     ):
         Tuner(config(tmp_path, text), target="val_loss", budget=0.5, out=tmp_path / "out", threads=1).look()
     assert pauses.count(0.3) == 3
@@ -91,7 +102,7 @@ def test_unknown_names_are_told_before_anything_runs_and_leave_nothing(
 
 
 def took(tuner: Tuner) -> None:
-    take_up(tuner.out, tuner._plan(), fingerprint(tuner.threads))
+    start_or_resume(tuner.out, tuner._plan(), fingerprint(tuner.threads))
 
 
 def test_a_folder_in_which_nothing_was_found_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +159,7 @@ def test_what_does_not_fit_into_the_time_left_is_not_begun_and_said(search: Sear
     found, lines = conclude(search, 150.0, bench)
     assert list(bench.asked) == ["confirm"] and found.recipe is not None and len(found.recipe.techniques) == 2
     assert (
-        "What each technique adds was not measured: that takes about 4 min, and 3 min of --search were left"
+        "The gain of each technique was not measured: it takes about 4 min, and 3 min of --search were left"
         in found.sentence
     )
     assert lines[0].endswith("; about 5 min")
@@ -188,5 +199,5 @@ def test_what_cannot_be_compared_leaves_the_baseline(search: Search) -> None:
     found, _ = conclude(search, 1e6, Refusing())
     assert (
         found.recipe is None
-        and "cannot be compared with it on fresh seeds: recipe: got validation data" in found.sentence
+        and "cannot be compared with it on new seeds: recipe: got validation data" in found.sentence
     )

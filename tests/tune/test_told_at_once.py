@@ -24,7 +24,7 @@ def tuner(folder: Path, **more: Any) -> Tuner:
     [
         (
             {"width": {"key": "model.init_args.widht", "values": [8]}},
-            r"own.width: the config takes no model.init_args.widht of 8: ",
+            r"own.width: the config does not accept model.init_args.widht=8: ",
         ),
         (
             {"rate": {"key": "model.init_args.learning_rat", "low": 0.001, "high": 0.1}},
@@ -32,11 +32,11 @@ def tuner(folder: Path, **more: Any) -> Tuner:
         ),
         (
             {"rows": {"key": "data.init_args.rows", "values": [512, "many"]}},
-            r"own.rows: the config takes no data.init_args.rows of 'many': ",
+            r"own.rows: the config does not accept data.init_args.rows='many': ",
         ),
         (
             {"warm_up": {"key": "model.init_args.warmup_steps", "low": 0.1, "high": 0.3}},
-            r"no model.init_args.warmup_steps of 0.1: .* A key that is in optimizer steps takes in_steps: true",
+            r"not accept model.init_args.warmup_steps=0.1: .* Set in_steps: true for a key in optimizer steps",
         ),
     ],
 )
@@ -71,9 +71,9 @@ def test_what_the_config_can_have_is_no_obstacle(tmp_path: Path, monkeypatch: py
     ("more", "message"),
     [
         ({"mode": "lower"}, r"mode='lower'\): expected 'min' or 'max', or None: the direction"),
-        ({"baseline": config}, r"Got the baseline '<function config.*where there is no file"),
-        ({"include": ["./mine.py"]}, r"Got the technique './mine.py', which is not found"),
-        ({"include": "KFACC"}, r"Got the technique 'KFACC', which there is not; .* Did you mean 'KFAC'"),
+        ({"baseline": config}, r"Got the baseline '<function config.*which is not a file"),
+        ({"include": ["./mine.py"]}, r"Got the technique './mine.py', which cannot be imported"),
+        ({"include": "KFACC"}, r"Got the unknown technique 'KFACC'; .* Did you mean 'KFAC'"),
     ],
 )
 def test_an_argument_that_is_none_is_told_with_what_is_expected(
@@ -85,7 +85,7 @@ def test_an_argument_that_is_none_is_told_with_what_is_expected(
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(UsageError, match=r"out is a file; expected a folder\. Name another one: --out"):
+    with pytest.raises(UsageError, match=r"out is a file\. Name a folder with --out"):
         tuner(tmp_path).look()
 
 

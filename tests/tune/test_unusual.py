@@ -46,7 +46,7 @@ def test_manual_optimization_leaves_what_does_not_come_between(tmp_path: Path) -
     whole = gather(look.found.run, (), {})
     assert whole.left_out["SharpnessAwareMinimization"] == MANUAL and "Lookahead" in whole.techniques
     with pytest.raises(
-        UsageError, match=r"steps its optimizers by itself .* does not decay .*Decay the rate in the module"
+        UsageError, match=r"steps its own optimizers .* does not decay .*Decay the learning rate in the module"
     ):
         tuner.run(progress=False)
 

@@ -1,1 +1,1 @@
-"""What is found before anything is searched: of the module, of each technique alone, and of an earlier search in the folder."""
+"""Inspection before a search: the module, each technique alone, and an earlier search in the same folder."""

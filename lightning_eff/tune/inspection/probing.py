@@ -1,7 +1,7 @@
-"""Each technique alone for two steps on the user's module: what refuses to run there is not searched, and says why."""
+"""Tries each technique alone for two steps on the user's module. Those that do not run are left out, with the reason."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ from lightning_eff.bench.running.jobs import Job
 from lightning_eff.bench.running.places import Places
 from lightning_eff.tune.config import Choices, Recipes
 from lightning_eff.tune.space import Candidate, Space
+from lightning_eff.tune.timing import TOO_LONG, in_words
 
 STEPS = 2
-#: Errors of Python whose words are a key, a name or nothing.
+SLOW = "its set-up takes more than"  # the beginning of the reason for a technique that did not make two steps in time
+#: Python's errors whose message is only a key, a name or nothing.
 _SAY_LITTLE = (
     "KeyError",
     "IndexError",
@@ -27,7 +29,7 @@ _SAY_LITTLE = (
 
 
 def middle(what: Range) -> Any:
-    """A value from the middle of a range, or the first of a few."""
+    """Return the middle of a range, or the first value of a choice."""
     if isinstance(what, Choice):
         return what.values[0]
     value = math.sqrt(what.low * what.high) if what.log else (what.low + what.high) / 2
@@ -35,7 +37,7 @@ def middle(what: Range) -> Any:
 
 
 def usual(one: Candidate) -> dict[str, Any]:
-    """A technique's settings from the middle of their ranges."""
+    """Return a technique's settings from the middle of their ranges."""
     return {name: middle(what) for name, what in one.space.settings.items()}
 
 
@@ -48,18 +50,18 @@ def probe(
     tell: Callable[[str, str | None], None] | None = None,
     over: Callable[[], bool] = lambda: False,
 ) -> dict[str, str | None]:
-    """For each technique of the space, why two steps of it do not run; None where they do.
+    """Return for each technique why two steps of it do not run. None means that they run.
 
-    Those that were measured to pay come first, since their trials do too; what is not tried before its time is over is not
-    found: it stays in the space, and its first trial will show.
+    The techniques that gained in earlier measurements come first, because the search tries them first. Techniques that are not
+    reached in time are missing from the result. They stay in the space, and their first trial shows whether they run.
 
     Args:
         space: the techniques.
-        why_not: tries one of them, as :func:`refused` does.
-        jobs: how many at once.
-        known: what was found before.
-        tell: called with each name and what was found.
-        over: whether the time for it is.
+        why_not: tries one technique, like :func:`refused`.
+        jobs: the number of parallel tries.
+        known: earlier results.
+        tell: called with each name and its result.
+        over: whether the time for this is over.
     """
     found = dict(known or {})
     expected = {n: one.expected(space.profile) for n, one in space.techniques.items() if n not in found}
@@ -91,18 +93,18 @@ def refused(
     threads: int,
     limit: float | None = None,
 ) -> str | None:
-    """Why two steps of a technique do not run; None where they do.
+    """Return why two steps of a technique do not run, or None.
 
     Args:
-        recipes: of the space.
-        name: of the technique.
-        places: where it runs.
-        folder: for configs.
+        recipes: writes choices as configs.
+        name: the technique.
+        places: the processes in which it runs.
+        folder: the folder for configs.
         target: the validation metric.
-        steps: of a whole run, over which schedules are laid out.
-        seed: of the run.
-        threads: torch's.
-        limit: seconds that it may take, as a :class:`Job` has it.
+        steps: the steps of a whole run, for schedules.
+        seed: the seed of the run.
+        threads: the number of torch threads.
+        limit: the seconds that it may take.
     """
     one = recipes.space.techniques[name]
     try:
@@ -111,11 +113,15 @@ def refused(
         return str(error)
     pace = Pace(target, steps=max(steps, STEPS), sweep=STEPS)
     (record,) = places.do([Job(arm, seed, pace, f"probe-{one.cls.__name__}", threads, limit)])
-    return None if record["status"] == "finished" else reason(record)
+    if record["status"] == "finished":
+        return None
+    if limit is not None and str(record["error"]).startswith(TOO_LONG):
+        return f"{SLOW} {in_words(limit)}, and each of its runs would. Name it with --include to try it"
+    return reason(record)
 
 
 def reason(record: dict[str, Any]) -> str:
-    """Why a job did not finish, in one line, without the name of an error whose words say all by themselves."""
+    """Return why a job did not finish, in one line, without the name of an error whose message is enough."""
     text = " ".join(str(record["error"]).split())
     head, colon, rest = text.partition(": ")
     if record["status"] != "crashed" or not colon or not rest or not head.isidentifier():
@@ -123,9 +129,18 @@ def reason(record: dict[str, Any]) -> str:
     return text if head in _SAY_LITTLE else rest
 
 
-def after(space: Space, found: dict[str, str | None]) -> Space:
-    """The space without the techniques that did not run."""
+def after(space: Space, found: Mapping[str, str | None], named: Collection[str] = ()) -> Space:
+    """Return the space without the techniques that did not run.
+
+    Args:
+        space: the techniques.
+        found: the results of :func:`probe`.
+        named: the techniques that the user named. They may be slow to set up.
+    """
     for name, why in found.items():
-        if why is not None and name in space.techniques:
-            space = space.without(name, f"refused: {why}")
+        if why is None or name not in space.techniques:
+            continue
+        slow = why.startswith(SLOW)
+        if not (slow and name in named):
+            space = space.without(name, why if slow else f"refused: {why}")
     return space

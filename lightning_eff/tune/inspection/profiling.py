@@ -1,8 +1,9 @@
-"""A short run of the user's own config: what a search must know of it, with the reason, and where time and memory go."""
+"""Profiles a short run of the user's config: its properties with the reasons, and where time and memory go."""
 
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -21,40 +22,40 @@ from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff.bench import calibration
 from lightning_eff.bench.arms import Arm
-from lightning_eff.bench.pace import Incomparable, Pace, Rehearsed
+from lightning_eff.bench.pace import Diverged, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.running.jobs import Job, work
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor
 from lightning_eff.monitor.machine import peak_memory
 from lightning_eff.optim.optimizers._matrices import hidden_matrices
 from lightning_eff.tune.timing import LEAST, Durations, in_words
 
-FIRST = 8  # steps of the first look
-SEEDS = 3  # on which a recipe is confirmed, usually
-ENOUGH = 3  # of them, where they take longer than the whole budget
-BOUND = 0.8  # of the memory that may be used: from there on it limits what can be trained
+FIRST = 8  # steps of the first job
+SEEDS = 3  # default number of confirming seeds
+ENOUGH = 3  # steps of the first job if they take longer than the whole budget
+BOUND = 0.8  # fraction of the allowed memory above which a run counts as limited by memory
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a look at a config found.
+    """The profile of a config.
 
     Attributes:
-        run: what techniques are asked by whether they could gain anything.
-        why: how that was told, by the profile's field.
-        steps: optimizer steps that the budget holds.
-        step_seconds: of one of them.
-        start_seconds: to build the module, the data and the trainer, up to the first step.
-        validation_seconds: of one validation.
-        samples: of an optimizer step.
-        rate: the learning rate's peak, its last value over the budget and the share at which the peak is reached.
-        base_rate: the largest rate that the optimizers' groups were made with.
-        decays: weight decays of the optimizers' groups.
-        callbacks: classes of the config's own callbacks.
-        metrics: what validation logs.
+        run: the properties by which techniques decide whether they can gain anything.
+        why: the evidence for each property, by its name.
+        steps: the optimizer steps that the budget holds.
+        step_seconds: the seconds of an optimizer step.
+        start_seconds: the seconds to build the module, the data and the trainer, up to the first step.
+        validation_seconds: the seconds of a validation.
+        samples: the samples per optimizer step.
+        rate: the peak learning rate, the last one, and the fraction of the budget at which the peak is reached.
+        base_rate: the largest learning rate of the optimizers' groups when they were made.
+        decays: the weight decays of the optimizers' groups.
+        callbacks: the classes of the config's callbacks.
+        metrics: the metrics that validation logs.
         monitor: :meth:`EfficiencyMonitor.summary` of the first steps.
-        peak_bytes: of memory, in these steps.
-        probe: the record of the rehearsal, which other arms' data are held against.
-        schedule: of the rate in these steps, as a :class:`Pace` has it: "linear" where the module's follows the metric.
+        peak_bytes: the peak memory in these steps.
+        probe: the record of the rehearsal, for comparison with other arms.
+        schedule: the learning rate schedule in these steps. It is "linear" if the module's schedule follows the metric.
     """
 
     run: RunProfile
@@ -75,30 +76,33 @@ class Found:
     schedule: str = "own"
 
     def durations(self, budget: float, process: float, seeds: int, jobs: int) -> Durations:
-        """How long parts of a search take; see :class:`Durations` for the arguments."""
+        """Return estimated durations. See :class:`Durations` for the arguments."""
         return Durations(budget, self.step_seconds, self.start_seconds, self.validation_seconds, process, seeds, jobs)
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the profile as JSON."""
         return asdict(self)
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Found":
-        """From JSON."""
+        """Read a profile from JSON."""
         lists = {name: tuple(record[name]) for name in ("decays", "callbacks", "metrics")}
         return cls(**{**record, **lists, "run": RunProfile(**record["run"])})
 
 
 @of_both
 class Look(Callback):
-    """Looks at the module, the first batches and the optimizers of a run, and changes nothing.
+    """Inspects the module, the first batches and the optimizers of a run, and changes nothing.
 
     Args:
-        patience: seconds of training after which it has seen enough, if it saw :data:`ENOUGH` steps.
+        patience: the training time in seconds after which it stops, if it saw :data:`ENOUGH` steps.
+        early: whether to validate one batch after the first training batch.
     """
 
-    def __init__(self, patience: float = math.inf) -> None:
+    def __init__(self, patience: float = math.inf, *, early: bool = False) -> None:
         self._patience, self._since = patience, 0.0
+        self._early, self._due = early, False
+        self.validating = False
         self.fields: dict[str, Any] = {}
         self.why: dict[str, str] = {}
         self.base_rate = 0.0
@@ -125,10 +129,40 @@ class Look(Callback):
 
         training_step.__wrapped__ = original  # pyright: ignore[reportFunctionMemberAccess]
         self._patches.set(pl_module, "training_step", training_step)
+        if self._early:
+            self._validate_early(trainer)
         trainer.callbacks.append(self.monitor)  # pyright: ignore[reportAttributeAccessIssue]  # a bench leaves it out
 
+    def _validate_early(self, trainer: Trainer) -> None:
+        """Validate one batch after the first training batch, so that a wrong target shows within seconds.
+
+        Lightning's sanity check would come earlier, but many modules log nothing in it. A metric may need more than one
+        batch, so a validation that logs nothing, crashes or is not finite decides nothing here.
+        """
+        loop, pacer = trainer.fit_loop.epoch_loop, trainer.callbacks[0]  # pyright: ignore[reportAttributeAccessIssue]
+        due, original = loop._should_check_val_fx, loop.val_loop.run
+        if trainer.limit_val_batches:
+            self._patches.set(trainer, "limit_val_batches", 1)
+
+        def run() -> Any:
+            if not self._due:
+                return original()
+            self._due, self.validating = False, True
+            with suppress(Rehearsed, Diverged):
+                try:
+                    original()
+                except Incomparable:
+                    if pacer.metrics:  # it logs others
+                        raise
+            self.validating = False
+            return []
+
+        self._due = True
+        self._patches.set(loop, "_should_check_val_fx", lambda fetcher: self._due or due(fetcher))
+        self._patches.set(loop.val_loop, "run", run)
+
     def _observed(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first step, and whether its loss can be taken apart by sample."""
+        """Run the first step, and check whether its loss can be split by sample."""
         observed = ObserveLosses(num_samples(args[0]))
         with observed:
             output = step(*args, **kwargs)
@@ -188,19 +222,19 @@ class Look(Callback):
             path = next(p for p, t in whole if t.shape[1] == length)
             self._set("sequence_length", length, f"the integers batch{path} of shape (samples, {length})")
         else:
-            self._set("sequence_length", None, "no 2-D tensor of integers in a batch")
+            self._set("sequence_length", None, "a batch has no 2-D tensor of integers")
         images = [(p, t) for p, t in held if t.ndim == 4 and min(t.shape[2:]) > 1]
         if images:
             path, image = images[0]
             self._set("image_side", min(image.shape[2:]), f"batch{path} of shape {tuple(image.shape)}")
         else:
-            self._set("image_side", None, "no 4-D tensor in a batch")
+            self._set("image_side", None, "a batch has no 4-D tensor")
         dense = [p for p, t in held if t.ndim >= 3 and (t.is_floating_point() or t.dtype is torch.uint8)]
-        self._set("grids", bool(dense), f"batch{dense[0]}" if dense else "no numbers of three dimensions in a batch")
+        self._set("grids", bool(dense), f"batch{dense[0]}" if dense else "a batch has no tensor of three dimensions")
         hidden = [(p, float((t == -100).float().mean())) for p, t in whole]
         path, share = max(hidden, key=lambda pair: pair[1], default=("", 0.0))
-        told = f"{share:.0%} of batch{path} are -100" if path else "no labels of tokens in a batch"
-        self._set("masked_labels", share > 0.5 and len(whole) > 1, told)
+        labels = f"{share:.0%} of batch{path} are -100" if path else "a batch has no labels of tokens"
+        self._set("masked_labels", share > 0.5 and len(whole) > 1, labels)
 
     @override
     def on_train_batch_end(
@@ -223,21 +257,21 @@ class Look(Callback):
 
 
 def look(arm: Arm, *, target: str, budget: float, seed: int, threads: int = 0, memory: int | None = None) -> Found:
-    """Train the baseline for some steps, and tell what it is.
+    """Train the baseline for some steps, and return its profile.
 
     Args:
         arm: the baseline.
         target: the metric that validation must log.
-        budget: seconds of a run.
-        seed: of the run.
-        threads: torch's; 0 leaves them.
-        memory: bytes that may be used; None leaves that open.
+        budget: the seconds of a run.
+        seed: the seed of the run.
+        threads: the number of torch threads. 0 keeps it.
+        memory: the bytes that a run may use. None sets no limit.
 
     Raises:
         Incomparable: if the target is not logged, or the budget is too short for any schedule.
         RuntimeError: if the module crashes or diverges in these steps.
     """
-    eye = Look(patience=budget)
+    eye = Look(patience=budget, early=True)
 
     def watched() -> Any:
         built = arm.build(seed)
@@ -249,8 +283,11 @@ def look(arm: Arm, *, target: str, budget: float, seed: int, threads: int = 0, m
         return work(Job(replace(arm, source=watched), seed, pace, "first", threads))
 
     schedule, first = "own", looked("own")
-    if first["status"] == "refused" and eye.follows_metric:
+    if first["status"] == "crashed" and eye.validating:  # the whole validation set may work
         eye = Look(patience=budget)
+        first = looked("own")
+    if first["status"] == "refused" and eye.follows_metric:
+        eye = Look(patience=budget, early=True)
         schedule, first = "linear", looked("linear")
     first = _done(first)
     per_step = len(first["times"]) / max(first["steps"], 1)
@@ -275,11 +312,11 @@ def look(arm: Arm, *, target: str, budget: float, seed: int, threads: int = 0, m
     length = eye.dataset_length
     if length:
         fields["epochs"] = steps * samples / length
-        why["epochs"] = f"{steps} steps of {samples:g} samples, of {length}"
+        why["epochs"] = f"{steps} steps of {samples:g} samples, in a training set of {length}"
     else:
-        why["epochs"] = "the training set does not tell its length; taken for one"
+        why["epochs"] = "one is assumed, because the training set has no length"
     fields["memory_bound"] = memory is not None and peak.bytes > BOUND * memory
-    limit = "no --memory was given" if memory is None else f"of {memory / 2**30:.3g} GiB that may be used"
+    limit = "--memory is not set" if memory is None else f"the limit is {memory / 2**30:.3g} GiB"
     why["memory_bound"] = f"a peak of {peak.bytes / 2**30:.3g} GiB ({peak.kind}); {limit}"
     return Found(
         run=RunProfile(**fields),
@@ -302,29 +339,28 @@ def look(arm: Arm, *, target: str, budget: float, seed: int, threads: int = 0, m
 
 
 def check_rate(found: Found, *, shortened: bool) -> None:
-    """Raise where a search could not hold recipes against this baseline, for its rate.
+    """Raise if the baseline's learning rate allows no comparison.
 
     Args:
         found: the profile.
-        shortened: the warm-up is among what is searched.
+        shortened: whether the warm-up is searched.
 
     Raises:
-        UsageError: for a module that steps its optimizers by itself, and does not decay their rate.
-        Incomparable: for a rate that still rises in the second half of the budget, and will in every arm.
+        UsageError: for a module that steps its own optimizers, and does not decay their learning rate.
+        Incomparable: for a learning rate that still rises in the second half of the budget.
     """
     if found.run.manual_optimization and not found.run.decayed_rate:
         raise UsageError(
-            "Got a module that steps its optimizers by itself (automatic_optimization=False), and whose rate does not decay"
-            f" over the budget ({found.why['decayed_rate']}); expected one that does, because the decay that would stand in"
-            " its place in every arm (LearningRateSchedule) cannot come between there. Decay the rate in the module, over"
-            " trainer.estimated_stepping_batches."
+            "The module steps its own optimizers (automatic_optimization=False), and its learning rate does not decay over the"
+            f" budget ({found.why['decayed_rate']}). LearningRateSchedule cannot add a decay there. Decay the learning rate in"
+            " the module, over trainer.estimated_stepping_batches."
         )
     if found.run.decayed_rate and not shortened:
         calibration.check_rate("baseline", found.rate, found.steps)
 
 
 def _check_length(budget: float, step: float) -> None:
-    """Raise :class:`Incomparable` if the budget holds too few steps, with what it and the search would have to be."""
+    """Raise :class:`Incomparable` if the budget holds too few steps. The message has a sufficient budget and search time."""
     try:
         calibration.check_length("baseline", budget, step)
     except Incomparable as error:
@@ -332,9 +368,9 @@ def _check_length(budget: float, step: float) -> None:
         whole = Durations(least, step, 0.0, 0.0, 0.0, SEEDS, 1)
         trials, confirming = 2 * whole.trial((1 / 9, 1 / 3, 1)), whole.bench(LEAST)
         raise Incomparable(
-            f"{error} A search of runs of {least} s takes at least {in_words(trials)} for one trial of the baseline and one of"
-            f" a recipe, and {in_words(confirming)} to confirm that recipe on {SEEDS} seeds:"
-            f" give it --search {math.ceil((trials + confirming) / 60)}m or more."
+            f"{error} With a budget of {least} s, a search takes at least {in_words(trials)} for trials of the baseline and a"
+            f" recipe, and {in_words(confirming)} to confirm the recipe on {SEEDS} seeds. Set --search to"
+            f" {math.ceil((trials + confirming) / 60)}m or more."
         ) from None
 
 
@@ -348,8 +384,8 @@ def _done(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def told(found: Found) -> list[str]:
-    """The profile in lines for people."""
+def describe(found: Found) -> list[str]:
+    """Return the profile as lines of text."""
     run = found.run
     phases = {name: seconds for name, seconds in found.monitor["phases"].items() if seconds}
     total = math.fsum(phases.values()) or 1.0
@@ -357,8 +393,8 @@ def told(found: Found) -> list[str]:
     memory = ", ".join(f"{n} {b / 2**20:.1f} MiB" for n, b in found.monitor["memory"].items() if b)
     lines = [f"{name}: {getattr(run, name)} ({why})" for name, why in found.why.items()]
     lines += [
-        f"a step: {1000 * found.step_seconds:.3g} ms of {found.samples:g} samples; {found.steps} in the budget",
-        f"where time goes: {shares}",
-        f"where memory goes: {memory}; peak {found.peak_bytes / 2**20:.0f} MiB",
+        f"steps: {1000 * found.step_seconds:.3g} ms with {found.samples:g} samples each, {found.steps} in the budget",
+        f"time: {shares}",
+        f"memory: {memory}; peak {found.peak_bytes / 2**20:.0f} MiB",
     ]
     return lines

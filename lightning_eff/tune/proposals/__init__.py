@@ -1,1 +1,1 @@
-"""What a search tries next, and the values that it takes from ranges."""
+"""Proposals for the next trial, and values from ranges."""

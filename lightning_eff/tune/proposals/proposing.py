@@ -1,4 +1,4 @@
-"""What a search tries next: Optuna's TPE over the conditional space, as a function of what was tried before."""
+"""Proposes the next trial with Optuna's TPE sampler, as a function of the earlier trials."""
 
 import random
 import warnings
@@ -14,31 +14,31 @@ from lightning_eff.tune.proposals.ranges import anywhere, code, near, suggest
 from lightning_eff.tune.space import Space
 
 KINDS = ("baseline", "recipes")
-FACTOR = 3  # between budgets, and of trials that one passes on to the next
-RUNGS = (1, FACTOR, FACTOR**2)  # shares of the largest: a ninth, a third, all
+FACTOR = 3  # between successive budgets, and between the numbers of trials at them
+RUNGS = (1, FACTOR, FACTOR**2)  # budgets in ninths of the whole: a ninth, a third, all
 USED = Choice((False, True))
-STEPPING = "lightning_eff.optim."  # where the techniques stand that change how weights are stepped
-PRIOR = 0.1  # weight of what is not known yet: at the usual 1, too many techniques would be on at once
+STEPPING = "lightning_eff.optim."  # the package of techniques that change the optimizer step
+PRIOR = 0.1  # weight of the prior: with Optuna's default of 1, too many techniques would be combined
 
 
 @dataclass
 class Trial:
-    """One trial, under way or over.
+    """One trial, active or ended.
 
     Attributes:
-        kind: of the two.
-        number: among its kind, from 0.
-        place: in the order in which all trials were begun; of one that cost no run, that of the next which did.
-        parameters: of the sampler, by name.
-        choices: what they stand for.
+        kind: "baseline" or "recipes".
+        number: its number among its kind, from 0.
+        place: its place in the order of all trials. A trial without a run has the place of the next trial with one.
+        parameters: the parameters of the sampler, by name.
+        choices: the choices for these parameters.
         state: "running", "complete" (it had the whole budget) or "pruned".
-        values: the target by share of the budget, one of ``RUNGS``, up to where it came.
-        peak_bytes: of memory, the most in any of its runs; None where nothing ran.
-        why: it ended where it did.
-        refused: this stack cannot train here at all.
-        crashed: it did not train with these settings.
-        free: that was known before anything was run for it.
-        ended: seconds of the search when it was over.
+        values: the target by rung, one of ``RUNGS``, as far as it came.
+        peak_bytes: the largest peak memory of its runs. None if nothing ran.
+        why: the reason for its end.
+        refused: whether these techniques cannot train here at all.
+        crashed: whether it did not train with these settings.
+        free: whether it was refused before anything ran.
+        ended: the seconds of the search at its end.
     """
 
     kind: str
@@ -57,26 +57,26 @@ class Trial:
 
     @property
     def value(self) -> float | None:
-        """The target at the whole budget; None where it did not come so far."""
+        """The target at the whole budget. None if it did not come so far."""
         return self.values[RUNGS[-1]] if self.state == "complete" else None
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the trial as JSON."""
         return {**vars(self), "choices": self.choices.record()}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Trial":
-        """From JSON."""
+        """Read a trial from JSON."""
         choices = Choices.of(record["choices"])
         values = {int(rung): value for rung, value in record["values"].items()}
         return cls(**{**record, "choices": choices, "values": values})
 
 
 def require_extra() -> Any:
-    """Optuna, which only a search needs.
+    """Return Optuna, which only a search needs.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: if it is not installed.
     """
     try:
         import optuna
@@ -86,14 +86,15 @@ def require_extra() -> Any:
     return optuna
 
 
-def goes_on(value: float, others: Iterable[float], mode: str) -> bool:
-    """Whether a trial passes on to the next budget: it is in the best third of those that came as far, itself included.
+def is_promoted(value: float, others: Iterable[float], mode: str) -> bool:
+    """Whether a trial continues at the next budget, because it is in the best third of the trials at this one.
 
-    Of fewer than three, the best passes on (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning").
+    If there are fewer than three, the best continues (Li et al. 2020, "A System for Massively Parallel Hyperparameter
+    Tuning").
 
     Args:
-        value: its own.
-        others: of those that were begun before it.
+        value: its own target.
+        others: the targets of the earlier trials.
         mode: "min" or "max".
     """
     every = sorted([value, *others], reverse=mode == "max")
@@ -101,22 +102,22 @@ def goes_on(value: float, others: Iterable[float], mode: str) -> bool:
     return value <= last if mode == "min" else value >= last
 
 
-def renewed(
+def refreshed(
     leading: Choices, best: Choices, baselines: Iterable[Choices], recipes: Iterable[Choices]
 ) -> Choices | None:
-    """The leading recipe on the baseline's best settings, where it still has those of an earlier trial of the baseline's.
+    """Return the leading recipe with the baseline's best settings, if it has settings of an earlier baseline trial.
 
-    Recipes are drawn on the best settings that the baseline has by then. What leads was mostly drawn early, and would be held
-    against a baseline that had more tuning since.
+    A new recipe gets the best settings that the baseline has at that time. The leading recipe is often an early one. Without
+    a second chance it would compete with a baseline that was tuned for longer.
 
     Args:
         leading: the best recipe so far.
         best: the baseline's best choices so far.
-        baselines: what the baseline tried.
-        recipes: what recipes tried.
+        baselines: the choices of all baseline trials.
+        recipes: the choices of all recipe trials.
 
     Returns:
-        None where the recipe's settings are its own, or this was tried.
+        None if the recipe has its own settings, or these choices were already tried.
     """
     again = Choices(best.own, leading.techniques)
     borrowed = any(leading.own == one.own for one in baselines)
@@ -124,12 +125,12 @@ def renewed(
 
 
 class Proposer:
-    """Says what a trial tries: at its start by drawing, then by Optuna. The same history gives the same proposal.
+    """Proposes trials: first at random, then with Optuna. The same history gives the same proposal.
 
     Args:
-        space: what may be chosen.
+        space: the search space.
         mode: "min" or "max".
-        seed: of all that is drawn.
+        seed: the seed of everything that is drawn.
     """
 
     def __init__(self, space: Space, mode: str, seed: int) -> None:
@@ -149,19 +150,19 @@ class Proposer:
     def proposed(
         self, kind: str, over: Sequence[Trial], under_way: Sequence[Trial], start: Choices | None
     ) -> tuple[dict[str, Any], Choices]:
-        """The parameters of the next trial of a kind, and what they stand for.
+        """Return the parameters of the next trial of a kind, and its choices.
 
         Args:
-            kind: of the trial.
-            over: trials of this kind whose outcome is known.
-            under_way: those whose outcome is not: what is near to them is avoided.
-            start: what is tried in place of what the sampler would say; it chooses what is not in it.
+            kind: the kind of the trial.
+            over: the trials of this kind with known results.
+            under_way: the trials without. The sampler avoids their neighbourhood.
+            start: choices to try now. The sampler chooses the rest.
         """
         optuna, ranges = self._optuna, self._ranges[kind]
         history = sorted([*over, *under_way], key=lambda trial: trial.number)
         hidden = {trial.number for trial in under_way}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that groups and priors are experimental
+            warnings.simplefilter("ignore")  # about experimental arguments
             study = optuna.create_study(
                 direction="minimize" if self.mode == "min" else "maximize",
                 sampler=optuna.samplers.TPESampler(
@@ -192,7 +193,7 @@ class Proposer:
         return Choices(own, techniques)
 
     def parameters(self, choices: Choices) -> dict[str, Any]:
-        """The parameters that stand for these choices; what is not chosen is the sampler's."""
+        """Return the sampler's parameters for these choices."""
         found = {f"own.{o.name}": code(o.range, choices.own[o.name]) for o in self.space.own if o.name in choices.own}
         if not choices.techniques:
             return found
@@ -203,18 +204,19 @@ class Proposer:
         return found
 
     def drawn(self, kind: str, number: int, best: Choices | None, refused: Mapping[frozenset[str], str]) -> Choices:
-        """A start: the config as it is, then at random; of recipes, few techniques on the baseline's best settings.
+        """Return the choices of one of the first trials.
 
-        Recipes begin with what was measured to pay, by :meth:`Candidate.expected`: the best alone, in each of its kinds
-        (:attr:`Choice.each`), with the next, with the next two, and so on, then each of the others alone. No two of those
-        that begin together change how weights are stepped, since they seek the same gain. What was measured to cost is drawn
-        less often than the rest.
+        The baseline begins with the unchanged config, then draws at random. Recipes use the baseline's best settings. They
+        begin with the techniques that gained in earlier measurements (:meth:`Candidate.expected`). The best comes alone, in
+        each of its variants (:attr:`Choice.each`). Then it is combined with the next one, the next two and so on. Each of the
+        others follows alone. A combination has at most one technique that changes the optimizer step, because these seek the
+        same gain. Techniques that lost in earlier measurements are drawn less often.
 
         Args:
-            kind: of the trial.
-            number: among its kind.
-            best: of the baseline, so far.
-            refused: stacks that are known not to train.
+            kind: the kind of the trial.
+            number: its number among its kind.
+            best: the baseline's best choices so far.
+            refused: the combinations that cannot train.
         """
         draw = random.Random(f"{self.seed} {kind} {number}")
         as_it_is = {one.name: near(one.range, one.value) for one in self.space.own}
@@ -222,7 +224,7 @@ class Proposer:
             return Choices(as_it_is if number == 0 else {one.name: anywhere(draw, one.range) for one in self.space.own})
         names = list(self.space.techniques)
         paying = self._paying()
-        if number < len(paying):  # one that is known not to train is passed over by who asks
+        if number < len(paying):  # the caller skips those that cannot train
             stack, kinds = paying[number]
             return self._usual(stack, best, as_it_is, kinds)
         draw.shuffle(names)
@@ -245,20 +247,20 @@ class Proposer:
         as_it_is: Mapping[str, Any],
         kinds: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Choices:
-        """Techniques with settings from the middle of their ranges, or of these kinds, on the baseline's best."""
+        """Return techniques with middle settings, or these variants of them, and the baseline's best settings."""
         own, kinds = best.own if best else as_it_is, kinds or {}
         return Choices(
             dict(own), {name: {**usual(self.space.techniques[name]), **kinds.get(name, {})} for name in stack}
         )
 
     def _expected(self) -> dict[str, float]:
-        """Of each technique, how many times as fast it was on runs like this one."""
+        """Return each technique's expected speed-up on runs like this one."""
         return {name: one.expected(self.space.profile) for name, one in self.space.techniques.items()}
 
     def _paying(self) -> list[tuple[list[str], dict[str, dict[str, Any]]]]:
-        """The stacks that a search begins with, and the kinds of their techniques where they have several.
+        """Return the first combinations of a search, with the variants of their techniques.
 
-        They are of techniques that were measured to pay, those that pay most first.
+        They use techniques that gained in earlier measurements, the best ones first.
         """
         measured = self._expected()
         alone = sorted((name for name in measured if measured[name] > 1), key=lambda name: -measured[name])
@@ -278,7 +280,7 @@ class Proposer:
 
 
 def _kinds(space: SearchSpace) -> list[dict[str, Any]]:
-    """Each value of the setting that tells kinds apart; one without such a setting is of one kind."""
+    """Return the variants of a technique: each value of the setting that distinguishes them."""
     for name, what in space.settings.items():
         if isinstance(what, Choice) and what.each:
             return [{name: value} for value in what.values]
@@ -295,7 +297,7 @@ def _distribution(optuna: Any, what: Range) -> Any:
 
 
 def _frozen(optuna: Any, trial: Trial, ranges: Mapping[str, Any], *, running: bool) -> Any:
-    """A trial as Optuna has it."""
+    """Return a trial as an Optuna trial."""
     states = optuna.trial.TrialState
     state = states.RUNNING if running else states.COMPLETE if trial.state == "complete" else states.PRUNED
     return optuna.trial.create_trial(

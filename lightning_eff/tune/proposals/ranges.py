@@ -1,4 +1,4 @@
-"""Values of a range: those that Optuna suggests, those at random, and the one that is nearest to what a config has."""
+"""Values from ranges: suggested by Optuna, drawn at random, or nearest to the value in a config."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from lightning_eff.tune.inspection.probing import middle
 
 
 def suggest(trial: Any, name: str, what: Range) -> Any:
-    """A value of a range by an Optuna trial; of a few values, their number is its parameter."""
+    """Return the value that an Optuna trial suggests. The parameter of a choice is the index of its value."""
     if isinstance(what, Choice):
         return what.values[trial.suggest_categorical(name, tuple(range(len(what.values))))]
     if isinstance(what, Integer):
@@ -18,14 +18,14 @@ def suggest(trial: Any, name: str, what: Range) -> Any:
 
 
 def code(what: Range, value: Any) -> Any:
-    """The parameter of :func:`suggest` that stands for a value."""
+    """Return the parameter of :func:`suggest` for a value."""
     if not isinstance(what, Choice):
         return value
     return next(i for i, one in enumerate(what.values) if frozen(one) == frozen(value))
 
 
 def near(what: Range, value: Any) -> Any:
-    """The value of a range that is nearest to the config's own; its middle where there is none."""
+    """Return the value nearest to the value in the config, or the middle of the range if it is unknown."""
     if value is None:
         return middle(what)
     if isinstance(what, Choice):
@@ -37,7 +37,7 @@ def near(what: Range, value: Any) -> Any:
 
 
 def anywhere(draw: random.Random, what: Range) -> Any:
-    """A value at random."""
+    """Return a random value."""
     if isinstance(what, Choice):
         return draw.choice(what.values)
     if what.log:

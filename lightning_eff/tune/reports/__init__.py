@@ -1,1 +1,1 @@
-"""What a search leaves behind: its report in words and pictures, its recipe and its cost."""
+"""The report of a search in words and pictures, its recipe and its cost."""

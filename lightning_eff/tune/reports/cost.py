@@ -1,4 +1,4 @@
-"""What a search costs in hours, electricity and money, over all times that it was gone on with, killed ones too."""
+"""The cost of a search in hours, electricity and money. Resumed and killed searches keep their earlier cost."""
 
 import json
 import threading
@@ -15,21 +15,21 @@ from lightning_eff.bench.results import write_json
 from lightning_eff.monitor._cost import JOULES_PER_KWH, Prices, run_cost, unseen
 from lightning_eff.monitor.energy import EnergyMeter
 
-EVERY = 30.0  # seconds after which the counts are kept anew, whatever the search is at
+EVERY = 30.0  # seconds between two saves
 
 
 class Ledger:
-    """Counts time and energy from ``with`` to its end, and keeps them on disk, so that a search that is killed has its cost.
+    """Counts time and energy within a ``with`` block. It saves them to disk, so that a killed search keeps its cost.
 
-    They are kept as often as there is something to tell and every half minute: a bench that confirms may take hours.
-    Nothing is kept before the search has a profile: until then its folder may be begun anew.
+    It saves at every message and every half minute, because a confirming bench may take hours. It saves nothing before the
+    search has a profile, because the folder of such a search may still be reused for another one.
 
     Args:
-        folder: of the search, which has the counts of before.
-        prices: of an hour and a kWh.
-        machines: that are paid for by the hour.
-        device: type of the device that the runs compute on.
-        meter: of this machine's energy; None for its own counters, the device's among them.
+        folder: the folder of the search, with the earlier counts.
+        prices: the price of an hour and of a kWh.
+        machines: the number of machines that are paid by the hour.
+        device: the type of the device that the runs compute on.
+        meter: makes a meter of this machine's energy. None uses the machine's own counters, and those of the device.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Ledger:
     ) -> None:
         self._file, self._profile = folder / "cost.json", folder / "profile.json"
         self._prices, self._machines, self._device = prices, machines, device
-        # the device by its name: nothing computes there yet, by which a meter would find it
+        # by name, because nothing computes on the device yet
         self._meter = EnergyMeter(torch.device(device)) if meter is None else meter()
         self._lock, self._over = threading.Lock(), threading.Event()
         self._keeper = threading.Thread(target=self._keep_on, daemon=True)
@@ -52,7 +52,7 @@ class Ledger:
 
     @property
     def before(self) -> float:
-        """Seconds of the times before this one."""
+        """The seconds before the search was resumed."""
         return 3600 * self._before["hours"]
 
     def __enter__(self) -> Self:
@@ -71,15 +71,15 @@ class Ledger:
 
     def _keep_on(self) -> None:
         while not self._over.wait(EVERY):
-            with suppress(OSError):  # the next one may do
+            with suppress(OSError):  # the next save may work
                 self.keep()
 
     def keep(self) -> dict[str, Any]:
-        """Write down what there is so far, and return it.
+        """Save the cost so far, and return it.
 
         Returns:
-            ``hours``, ``kwh`` (None where no machine's counter told), ``money`` (None without a price, or where nothing that
-            has one is known), its parts ``hours_cost`` and ``energy_cost``, and ``leaves_out``, in words, what it lacks.
+            ``hours``, ``kwh`` (None without an energy counter), ``money`` (None if no part of it is known), its parts
+            ``hours_cost`` and ``energy_cost``, and ``leaves_out``, the missing parts in words.
         """
         with self._lock:
             return self._kept()
@@ -110,8 +110,8 @@ class Ledger:
 
 
 def in_words(cost: dict[str, Any]) -> str:
-    """A cost in a sentence."""
-    energy = "energy not told by this machine" if cost["kwh"] is None else f"{cost['kwh']:.3g} kWh"
+    """Return a cost as a sentence."""
+    energy = "energy unknown on this machine" if cost["kwh"] is None else f"{cost['kwh']:.3g} kWh"
     parts = [
         f"{cost[name]:,.4g} for {what}"
         for name, what in (("hours_cost", "time"), ("energy_cost", "electricity"))
@@ -119,7 +119,7 @@ def in_words(cost: dict[str, Any]) -> str:
     ]
     if cost["money"] is None:
         lacks = " and ".join(cost["leaves_out"])
-        money = f"money not known, without {lacks}" if lacks else "no money told, since no price was given"
+        money = f"money unknown, without {lacks}" if lacks else "no price was given"
     else:
         least = "at least " if cost["leaves_out"] else ""
         money = f"{least}{cost['money']:,.4g} of money ({', '.join(parts)})"

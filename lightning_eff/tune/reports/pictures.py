@@ -1,4 +1,4 @@
-"""Pictures of a search: what each technique adds, how the best came about, what was tried, loss against memory."""
+"""Pictures of a search: what each technique adds, the best so far, the trials per technique, the target and the memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,12 +9,12 @@ from lightning_eff.bench.reports.drawing import COLOURS, INK, PAPER, Drawing, la
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LEFT = "not in the best third"  # so begins why a trial was not given more of the budget
-ENDS = (("the whole budget", COLOURS[0]), ("left earlier", COLOURS[5]), ("refused, crashed or diverged", COLOURS[1]))
+LEFT = "not in the best third"  # the beginning of the reason for a trial that was stopped early
+ENDS = (("the whole budget", COLOURS[0]), ("stopped early", COLOURS[5]), ("refused, crashed or diverged", COLOURS[1]))
 
 
 def contributions(record: Mapping[str, Any]) -> Drawing | None:
-    """A bar a technique: what it adds to the stack, with its interval."""
+    """Return a picture with one bar per technique, its gain in the recipe, with the interval."""
     parts = [part for part in record["contribution_figures"] if part["estimate"] is not None]
     if not parts:
         return None
@@ -28,12 +28,12 @@ def contributions(record: Mapping[str, Any]) -> Drawing | None:
             for end in (part["low"], part["high"]):
                 axes.plot([end], [y], marker="|", color=INK, markersize=7, linestyle="none")
             place: Any = axes.get_yaxis_transform()
-            behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}
             text = words.bracket(part, words.differences)
             name = f"{_short(part['name'], 30)}{' (dropped)' if part['dropped'] else ''}"
-            axes.text(0.0, y + 0.2, name, fontsize=9, transform=place, va="bottom", fontweight="bold", bbox=behind)
-            axes.text(1.0, y + 0.2, text, fontsize=8, transform=place, va="bottom", ha="right", bbox=behind)
-        axes.axvline(0, color=INK, linewidth=1)
+            axes.text(0.0, y + 0.2, name, fontsize=9, transform=place, va="bottom", fontweight="bold")
+            axes.text(1.0, y + 0.2, text, fontsize=8, transform=place, va="bottom", ha="right")
+            axes.plot([0.0, 0.0], [y - 0.25, y + 0.15], color=INK, linewidth=1)  # not across the labels
+        axes.grid(visible=False)
         axes.set_ylim(-len(parts) + 0.6, 0.75)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
@@ -41,14 +41,14 @@ def contributions(record: Mapping[str, Any]) -> Drawing | None:
         axes.set_xlabel(f"what it adds to {label(record['target'], 20)}; right of 0 it helps")
     told = "; ".join(f"{p['name']} {words.bracket(p, words.differences)}" for p in parts)
     caption = (
-        f"{record['target']} of the stack without each technique less that of the whole stack, turned so that above 0 it helps;"
-        " lines are 95 % intervals over seeds. One that touches 0 may be chance."
+        f"{record['target']} of the recipe without each technique minus that of the whole recipe. Right of 0 the technique"
+        " helps. Lines are 95 % intervals over seeds. An interval that touches 0 may be chance."
     )
     return Drawing("contributions", caption, f"What each technique adds, with 95 % intervals: {told}.", figure)
 
 
 def history(record: Mapping[str, Any]) -> Drawing | None:
-    """The best so far of each kind, over the search's time, and every trial that had the whole budget."""
+    """Return a picture of the best target so far over the time of the search, for the baseline and for recipes."""
     every = [one for one in record["history"] if one["value"] is not None]
     if not every:
         return None
@@ -74,14 +74,14 @@ def history(record: Mapping[str, Any]) -> Drawing | None:
         axes.set_ylabel(label(record["target"], 30))
         figure.legend(loc="outside upper center", ncols=2)
     caption = (
-        f"The best {record['target']} so far. Each mark is a trial that had the whole budget; the worst may lie outside the"
-        " frame. Baseline: squares; recipes: circles."
+        f"The best {record['target']} so far. Each mark is a trial with the whole budget. The worst trials may lie outside the"
+        " frame. Squares are the baseline, circles are recipes."
     )
     return Drawing("history", caption, f"Best so far over the search: {'; '.join(told)}.", figure)
 
 
 def bests(values: Sequence[float], mode: str) -> list[float]:
-    """The best of all up to each."""
+    """Return the best value up to each place."""
     choose = min if mode == "min" else max
     found: list[float] = []
     for value in values:
@@ -90,7 +90,7 @@ def bests(values: Sequence[float], mode: str) -> list[float]:
 
 
 def _frame(axes: "Axes", values: Sequence[float], mode: str) -> None:
-    """Show the better three quarters of the values, with some room."""
+    """Limit the axis to the better three quarters of the values, with a margin."""
     ordered = sorted(values, reverse=mode == "max")
     first, last = ordered[0], ordered[max(0, (3 * len(ordered)) // 4 - 1)]
     if len(ordered) > 3 and first != last:
@@ -99,12 +99,12 @@ def _frame(axes: "Axes", values: Sequence[float], mode: str) -> None:
 
 
 def tries(record: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Of each technique that was tried: in how many trials it had the whole budget, was left earlier, or failed."""
+    """Return for each technique how many of its trials had the whole budget, were stopped early, or failed."""
     found: dict[str, list[int]] = {}
     for trial in record["trials"]:
         if trial["free"]:
             continue
-        left = (trial["why"] or "").startswith(LEFT)
+        left = trial["state"] == "running" or (trial["why"] or "").startswith(LEFT)
         end = 0 if trial["value"] is not None else 1 if left else 2
         for name in trial["choices"]["techniques"]:
             found.setdefault(name, [0, 0, 0])[end] += 1
@@ -112,7 +112,7 @@ def tries(record: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def tried(record: Mapping[str, Any]) -> Drawing | None:
-    """In how many trials each technique was, and how far they came."""
+    """Return a picture of the trials per technique, and how far they came."""
     from matplotlib.ticker import MaxNLocator
 
     found = tries(record)
@@ -135,12 +135,12 @@ def tried(record: Mapping[str, Any]) -> Drawing | None:
         axes.set_xlabel("trials")
         figure.legend(bars, [name for name, _ in ENDS], loc="outside lower center", ncols=2)
     told = "; ".join(f"{name} {sum(counts)} ({counts[0]} whole)" for name, counts in found.items())
-    caption = "In how many trials each technique was, and how far these came."
+    caption = "The trials of each technique, and how far they came."
     return Drawing("tried", caption, f"Trials of each technique: {told}.", figure)
 
 
 def memory(record: Mapping[str, Any]) -> Drawing | None:
-    """Target against peak memory of the trials that had the whole budget; those that none beats in both are filled."""
+    """Return a picture of target and peak memory of the trials with the whole budget. Undominated ones are filled."""
     found = [
         (trial["peak_bytes"], trial["value"], trial["kind"])
         for trial in record["trials"]
@@ -168,16 +168,17 @@ def memory(record: Mapping[str, Any]) -> Drawing | None:
     )
     limit = record.get("memory_bytes")
     caption = (
-        f"{record['target']} against peak memory of every trial that had the whole budget. Filled: no other is as good in both."
-        " Baseline: squares; recipes: circles." + (f" At most {words.amount(limit)} were allowed." if limit else "")
+        f"{record['target']} and peak memory of every trial with the whole budget. No other trial is as good in both as a"
+        " filled one. Squares are the baseline, circles are recipes."
+        + (f" At most {words.amount(limit)} were allowed." if limit else "")
     )
     return Drawing("trials_memory", caption, f"On the front of {record['target']} and memory: {told}.", figure)
 
 
 def _short(name: str, size: int) -> str:
-    """A technique's name; of a class path its last part."""
+    """Return a technique's name. It is the last part of a class path."""
     return label(name.rpartition(".")[2], size)
 
 
-#: All pictures of a search, in the report's order.
+#: All pictures of a search, in the order of the report.
 ALL = (contributions, history, tried, memory)

@@ -1,4 +1,4 @@
-"""What a search leaves behind: the recipe as a config, the tuned baseline beside it, the report and the record."""
+"""Writes the results of a search: the recipe and the tuned baseline as configs, the report and the record."""
 
 import json
 from collections.abc import Mapping
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff.bench.results import now, write_json
-from lightning_eff.tune.concluding import Found
+from lightning_eff.tune.concluding import Conclusion
 from lightning_eff.tune.config import Choices, Recipes, dumped
 from lightning_eff.tune.confirm import Contribution
-from lightning_eff.tune.inspection.profiling import told
+from lightning_eff.tune.inspection.profiling import describe
 from lightning_eff.tune.reports.page import page
 from lightning_eff.tune.reports.prose import report
 from lightning_eff.tune.search import Search
@@ -18,7 +18,7 @@ SCHEMA = "lightning_eff.tune/1"
 
 
 def recipe(recipes: Recipes, choices: Choices, steps: int, sentence: str) -> str:
-    """A config that ``lightning-eff fit`` runs as it is: the baseline's with the choices, for the budget's steps."""
+    """Return a config for ``lightning-eff fit``: the baseline with these choices, for the steps that the budget holds."""
     config = recipes.whole(choices, steps)
     trainer = dict(config.get("trainer") or {})
     trainer.pop("max_time", None)
@@ -26,7 +26,7 @@ def recipe(recipes: Recipes, choices: Choices, steps: int, sentence: str) -> str
     lines = [
         "Found by lightning-eff tune.",
         sentence,
-        f"max_steps: what the budget of training seconds held on {now()}.",
+        f"max_steps: the steps that the budget of training seconds held on {now()}.",
     ]
     return "".join(f"# {' '.join(line.split())}\n" for line in lines) + dumped({**config, "trainer": config["trainer"]})
 
@@ -35,7 +35,7 @@ def write(
     folder: Path,
     look: Any,
     search: Search,
-    found: Found,
+    found: Conclusion,
     cost: Mapping[str, Any],
     *,
     mode: str,
@@ -43,16 +43,16 @@ def write(
     budget: float,
     memory: int | None = None,
 ) -> dict[str, Any]:
-    """Write ``recipe.yaml`` (where there is one), ``baseline_tuned.yaml``, the report and ``results.json``.
+    """Write ``recipe.yaml`` (if a recipe won), ``baseline_tuned.yaml``, the report and ``results.json``.
 
-    The report is in words in ``report.md``, and with pictures in ``report.html``.
+    ``report.md`` has the report in words, and ``report.html`` has it with pictures.
 
     Returns:
         The record in ``results.json``.
     """
     tuned = recipe(look.recipes, found.baseline, found.baseline_steps, "The baseline with its own settings tuned.")
     (folder / "baseline_tuned.yaml").write_text(tuned)
-    (folder / "recipe.yaml").unlink(missing_ok=True)  # of a shorter search
+    (folder / "recipe.yaml").unlink(missing_ok=True)  # from a shorter search
     text = None
     if found.recipe is not None:
         text = recipe(look.recipes, found.recipe, found.steps, found.sentence)
@@ -68,7 +68,7 @@ def write(
         "baseline": found.baseline.record(),
         "sentence": found.sentence,
         "summary": dict(found.summary),
-        "contributions": [one.told() for one in found.contributions],
+        "contributions": [one.describe() for one in found.contributions],
         "contribution_figures": [_figures(one) for one in found.contributions],
         "benches": {name: dict(lines) for name, lines in found.summaries.items()},
         "left_out": dict(look.space.left_out),
@@ -78,7 +78,7 @@ def write(
         "cost": dict(cost),
     }
     write_json(folder / "results.json", record)
-    profile = told(look.found)
+    profile = describe(look.found)
     (folder / "report.md").write_text("\n".join(report(record, profile)) + "\n")
     files = {name: folder / name / "results.json" for name in record["benches"]}
     benches = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
