@@ -194,7 +194,7 @@ def test_many_arms_get_a_panel_each():
     for gains, panels in ((few, 1), (many, 7)):
         made = synthetic.results(gains)
         curves = next(drawing for drawing in draw(made, summarize(made)) if drawing.name == "seconds")
-        assert sum(axes.get_visible() for axes in curves.figure.axes) == panels
+        assert sum(axes.has_data() for axes in curves.figure.axes) == panels
 
 
 def test_a_forest_is_drawn_as_summarized(made):
