@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Count
-from lightning_eff.bench import several
+from lightning_eff.bench import dry_run, several
 from lightning_eff.bench.arms import Arm, lay_out, short
 from lightning_eff.bench.known import Known
 from lightning_eff.bench.pace import Budget, Incomparable, Pace, mode_of, warm_up_share
@@ -22,6 +22,7 @@ from lightning_eff.bench.rehearsing import Rehearsing
 from lightning_eff.bench.reports.export import log
 from lightning_eff.bench.reports.report import require_extra, write
 from lightning_eff.bench.reports.statistics import summarize
+from lightning_eff.bench.reports.words import plan_line
 from lightning_eff.bench.results import SCHEMA, now, save, write_json
 from lightning_eff.bench.running.jobs import Job, crashed
 from lightning_eff.bench.running.workers import InProcess, Place, Workers
@@ -225,6 +226,26 @@ class Benchmark:
             log({"": results}, self.logger)
         return results
 
+    def dry_run(self, width: int = 100) -> tuple[str, bool]:
+        """Check every arm with a few steps, without a run. Nothing is written.
+
+        Args:
+            width: the width of the text in characters; 80 to 160 are used.
+
+        Returns:
+            A text with the checks and the estimated time, and whether the bench can run.
+
+        Raises:
+            ValueError: if the baseline cannot be measured (:class:`Incomparable`).
+            RuntimeError: if the baseline crashes or diverges.
+        """
+        arms = [arm for arm in self.arms if arm.kind != "ladder"]
+        found = dry_run.Checks(self._pace, self.budget, self.seeds[0], self.threads, self.other_training_data).of(arms)
+        counts = {"seeds": len(self.seeds), "rounds": self.rounds, "jobs": self.jobs, "evaluations": self.evaluations}
+        seconds = sum(dry_run.estimate(found, self.arms, budget.seconds, **counts) for budget in self.budgets)
+        text = dry_run.text(found, seconds, plan_line({"plan": self._plan()}), width)
+        return text, all(one.status != "refused" for one in found)
+
     def _at(self, budget: Budget, out: Path, prices: Path | None) -> "Benchmark":
         """Return the same bench at one of several budgets."""
         own = {"reference": self._arguments["reference"] or prices, "logger": None}  # all budgets are logged as one
@@ -244,9 +265,9 @@ class Benchmark:
         bar.stage(stage, left)
         done = workers.each(left, bar.update) if folder == "runs" else workers.together(left, bar.update)
         for job, record in done if left else ():
-            bar.done(job, record)
             if record["status"] == "refused":
                 raise Incomparable(f"{job.arm.name}: {record['error']}")
+            bar.done(job, record)
             write_json(place / f"{job.name}.json", record)
             records[job.name] = record
             if folder == "runs":
@@ -281,7 +302,8 @@ class Benchmark:
         ) -> list[dict[str, Any]]:
             jobs = []
             for arm in arms:
-                pace = Pace(self.target, steps=steps[arm.name], sweep=sweep, inspect=inspect, **self._rates(arm))
+                more = {"inspect": inspect, "check_target": what == "first"}
+                pace = self._pace(arm, steps=steps[arm.name], sweep=sweep, **more)
                 jobs.append(Job(arm, self.seeds[0], pace, f"{self._slug(arm)}-{what}", self.threads))
             return self._do(workers, bar, jobs, "rehearsals", f"rehearsal, {what}")
 
@@ -299,15 +321,14 @@ class Benchmark:
         for seed, arm in runs:
             calibrated = self._calibration[self.arms[0].name if arm.kind == "ladder" else arm.name]
             failed = calibrated.get("failed")
-            pace = Pace(
-                self.target,
+            pace = self._pace(
+                arm,
                 budget=self.budget.seconds * arm.factor,
                 reference=self.budget.clock == "reference",
                 prices={price["kind"]: price["seconds"] for price in calibrated.get("prices", ())},
                 common=[price["kind"] for price in self._calibration[self.arms[0].name]["prices"]],
                 steps=max(1, round(calibrated.get("steps", 1) * arm.factor)),
                 evaluations=self.evaluations,
-                **self._rates(arm),
             )
             job = Job(arm, seed, pace, f"{self._slug(arm)}-seed{seed}", self.threads)
             file = self.out / "runs" / f"{job.name}.json"
@@ -318,11 +339,11 @@ class Benchmark:
             jobs.append(job)
         self._do(workers, bar, jobs, "runs", "runs")
 
-    def _rates(self, arm: Arm) -> dict[str, Any]:
-        """An arm's schedule, as a pace takes it."""
+    def _pace(self, arm: Arm, **more: Any) -> Pace:
+        """Return an arm's pace with its learning rate schedule."""
         seconds = self.budget.seconds * arm.factor
-        share = None if arm.warm_up is None else warm_up_share(arm.warm_up, seconds)
-        return {"schedule": self.schedule, "rate": arm.rate, "warm_up": share}
+        warm_up = None if arm.warm_up is None else warm_up_share(arm.warm_up, seconds)
+        return Pace(self.target, schedule=self.schedule, rate=arm.rate, warm_up=warm_up, **more)
 
     def _slug(self, arm: Arm) -> str:
         return f"{self.arms.index(arm):02d}-{re.sub(r'[^A-Za-z0-9]+', '-', arm.name).strip('-')[:60]}"

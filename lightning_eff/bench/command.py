@@ -97,8 +97,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="CLASS[,ARG=VALUE]",
         help="give curves and figures to this Lightning logger too, such as CSVLogger or my.module.Logger,name=x",
     )
-    add("--title", help="of the report")
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--title", help="the title of the report")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check every arm with a few steps, print the time that the bench takes, and stop",
+    )
+    add("--quiet", action="store_true", help="do not show a progress bar")
     return options
 
 
@@ -138,7 +143,7 @@ def _run(argv: Sequence[str]) -> None:
         if name in recipes or name == baseline_name:
             raise ValueError(f"Got two arms named {name!r}; expected a name for each: --recipe other={text}.")
         recipes[name] = paths
-    progress, out = not options.pop("quiet"), options["out"]
+    progress, dry, out = not options.pop("quiet"), options.pop("dry_run"), options["out"]
     seeds = _numbers("--seeds", options["seeds"], int)
     options["seeds"] = seeds if "," in options["seeds"] else seeds[0]
     options["controls"] = "auto" if options["controls"] == "auto" else None
@@ -148,7 +153,13 @@ def _run(argv: Sequence[str]) -> None:
     options["tuned"] = _names(options["tuned"])
     options["logger"] = _logger(options["logger"], out) if options["logger"] else None
     benchmark = Benchmark(baseline, recipes, baseline_name=baseline_name, **options)
-    _tell(benchmark.run(progress=progress), out)
+    if dry:
+        text, possible = benchmark.dry_run(_width())
+        print(text)
+        if not possible:
+            raise SystemExit(2)
+        return
+    _print(benchmark.run(progress=progress), out)
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
@@ -247,21 +258,21 @@ def _report(argv: Sequence[str]) -> None:
         write(results, place / name)
     if every:
         several.draw(every, place)
-    _tell(alone or every, place)
+    _print(alone or every, place)
 
 
 def _width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-def _tell(results: dict[str, Any], folder: Path) -> None:
+def _print(results: dict[str, Any], folder: Path) -> None:
     """The table, and where the rest is; of one bench, or of one at each of several budgets."""
     from lightning_eff.bench.reports import overview
     from lightning_eff.bench.reports.report import fitting, grid, table
 
     if "plan" not in results:
         for budget, one in results.items():
-            _tell(one, folder / budget)
+            _print(one, folder / budget)
             print()
         print(grid(*overview.columns_and_rows(results), fitting(_width())))
         print(f"\nover all budgets: {folder / 'report.html'}")

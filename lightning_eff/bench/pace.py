@@ -62,7 +62,8 @@ class Pace:
         rate: the learning rate at the schedule's peak, of the parameter group with the largest; None leaves the module's.
         warm_up: the share of the budget at which the peak is reached; None leaves the schedule's.
         sweep: in place of the budget, so many optimizer steps that pass through the whole schedule (a rehearsal).
-        inspect: look at the data, and validate at the end of a sweep.
+        inspect: whether to inspect the data, and to validate at the end of a sweep.
+        check_target: whether to validate one batch at the end of a sweep, to see whether it logs the target.
         watch: hold the samples that it trains on against those of validation, and its weights before a validation against
             those after it.
         blind: let validation have one sample alone, so that what a run takes from validation data shows.
@@ -82,6 +83,7 @@ class Pace:
     warm_up: float | None = None
     sweep: int | None = None
     inspect: bool = False
+    check_target: bool = False
     watch: bool = False
     blind: bool = False
     keep: str | None = None

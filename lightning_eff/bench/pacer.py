@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -145,6 +145,8 @@ class Pacer(Clock):
         self._patches.set(epoch_loop, "update_lr_schedulers", lambda interval, update_plateau_schedulers: None)
         self._patches.set(epoch_loop.val_loop, "run", self._validating(trainer, epoch_loop.val_loop.run))
         self._patches.set(pl_module, "training_step", self._recording(trainer, pl_module.training_step))
+        if self.pace.check_target and trainer.limit_val_batches:
+            self._patches.set(trainer, "limit_val_batches", 1)
         if self.pace.watch:
             watch(trainer, pl_module, self.watched, self._patches)
         if self.pace.blind:
@@ -193,6 +195,9 @@ class Pacer(Clock):
             before, start = cost.seconds, time.perf_counter()
             if self.pace.keep or self.pace.take:
                 draw_alike()  # before the loader does
+            if self.pace.check_target:
+                self._check_target(trainer, original)
+                raise Rehearsed
             outputs = original()
             _synchronize(trainer)
             seconds = time.perf_counter() - start
@@ -207,23 +212,38 @@ class Pacer(Clock):
             self._outside += seconds - extra  # the passes that a technique made are training
             self.validation_seconds += seconds - extra
             self.seconds += extra * self._speed() if self.pace.reference else 0.0
-            self._take(trainer, {name for output in outputs for name in output})
+            self._read_metrics(trainer, outputs)
             if self.pace.sweep is not None:
                 raise Rehearsed
             return outputs
 
         return run
 
-    def _take(self, trainer: Trainer, logged: set[str]) -> None:
+    def _check_target(self, trainer: Trainer, validate: Callable[[], Any]) -> None:
+        """Validate one batch, and refuse a target that is not among the logged metrics.
+
+        Some modules need more than one batch. A validation that raises or logs nothing is therefore no reason to refuse.
+        """
+        try:
+            self._read_metrics(trainer, validate())
+        except Incomparable:
+            if self.metrics:
+                raise
+        except Exception:
+            return
+
+    def _read_metrics(self, trainer: Trainer, outputs: Sequence[Mapping[str, Any]]) -> None:
+        """Take the target from the metrics that a validation has logged."""
         self._due = False
+        logged = {name for output in outputs for name in output}
         known = trainer.callback_metrics
         self.metrics = {name: float(known[name]) for name in known if name in logged or _over_epoch(name) in logged}
         target = self.pace.target
         if target not in self.metrics:
-            elsewhere = " (training does, or each step by itself)" if target in known else ""
+            elsewhere = " (training logs it, or each step separately)" if target in known else ""
             raise Incomparable(
                 f"Got target {target!r}, which validation does not log{elsewhere}; expected"
-                f" one of {sorted(self.metrics) or 'nothing: it logs no metric at all'}. Name one by --target, or"
+                f" one of {sorted(self.metrics) or 'its metrics, but it logs none'}. Set --target to one of them, or"
                 " log it in validation_step, in every validation."
             )
         self.points.append(
@@ -309,8 +329,8 @@ class Pacer(Clock):
             self._evaluated = max(self._evaluated, math.floor(u * self.pace.evaluations + 1e-9))
         else:
             over = self.steps >= self.pace.sweep
-            self._due = over and self.pace.inspect
-        if over and self.pace.sweep is not None and not self.pace.inspect:
+            self._due = over and (self.pace.inspect or self.pace.check_target)
+        if over and self.pace.sweep is not None and not self._due:
             raise Rehearsed
         if over:
             trainer.should_stop = True

@@ -40,7 +40,7 @@ class PlanBar:
         with self._lock:
             before = self._shares.get(job.name, 0.0)
             self._shares[job.name] = share
-            self._bar.set_postfix_str(f", {job.arm.name}, seed {job.seed}", refresh=False)
+            self._bar.set_postfix_str(f"{job.arm.name}, seed {job.seed}", refresh=False)  # tqdm adds the comma
             self._bar.update((share - before) * self._seconds(job))
 
     def skip(self, job: Job) -> None:

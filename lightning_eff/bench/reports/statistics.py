@@ -160,10 +160,11 @@ def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, d
     gap = findings.price_gap(list(pairs.values()))
     verdict = _verdict(runs, own, compared, same, speedup, difference, _sign(mode))
     needed = None
-    if verdict == "no measurable difference" or (verdict == "undecided" and not _both_exclude(speedup, difference)):
+    open_question = verdict in ("undecided", "no measurable difference") and not same
+    if open_question and not _both_exclude(speedup, difference):
         by_metric = findings.seeds_needed([_final(a) - _final(b) for b, a in distinct], slope * error)
         by_speed = findings.seeds_needed([math.log(gain) for gain in gains], error)
-        needed = None if same or by_metric is None or by_speed is None else max(by_metric, by_speed)
+        needed = None if by_metric is None or by_speed is None else max(by_metric, by_speed)
     return {
         "runs": len(runs),
         "repeated": len(pairs) - len(distinct),
