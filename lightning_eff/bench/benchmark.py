@@ -1,4 +1,4 @@
-"""Compares recipes with their baseline, after the protocol of Kaddour et al. 2023 (arXiv:2307.06440)."""
+"""Compare recipes with their baseline, with the protocol of Kaddour et al. 2023 (arXiv:2307.06440)."""
 
 import json
 import os
@@ -205,8 +205,8 @@ class Benchmark:
             if self.logger is not None:
                 log(every, self.logger)
             return every
-        self._take_up()
-        taken = self._take_over()
+        self._begin_or_continue()
+        taken = self._reuse_known()
         workers: Place = InProcess() if self._in_process else Workers(self.jobs, self.threads, self.out / "logs")
         runs = [(seed, arm) for seed in self.seeds for arm in self.arms]
         total = sum(arm.factor for _, arm in runs) * self.budget.seconds
@@ -247,7 +247,7 @@ class Benchmark:
         return text, all(one.status != "refused" for one in found)
 
     def _at(self, budget: Budget, out: Path, prices: Path | None) -> "Benchmark":
-        """Return the same bench at one of several budgets."""
+        """Return the same bench at another budget."""
         own = {"reference": self._arguments["reference"] or prices, "logger": None}  # all budgets are logged as one
         return Benchmark(**{**self._arguments, **own}, budget=budget, out=out)
 
@@ -276,10 +276,10 @@ class Benchmark:
 
     # -- rehearsals
 
-    def _take_over(self) -> dict[str, Any]:
-        """Copy the runs of arms that earlier benches know to disk, and return the calibrations of these arms.
+    def _reuse_known(self) -> dict[str, Any]:
+        """Copy the runs of arms that earlier benches contain, and return the calibrations of these arms.
 
-        This is decided when the bench begins. An arm that has rehearsed here keeps its own step costs.
+        This happens when the bench starts. An arm that has already rehearsed here keeps its step costs.
         """
         file = self.out / "known.json"
         if file.is_file():
@@ -365,21 +365,23 @@ class Benchmark:
             "arms": [{**arm.record(), "configs": arm.texts()} for arm in self.arms],
         }
 
-    def _take_up(self) -> None:
-        """Begin in ``out``, or go on with the same bench."""
+    def _begin_or_continue(self) -> None:
+        """Begin a bench in ``out``, or continue the same bench there."""
         file = self.out / "plan.json"
         machine = fingerprint(self.threads)
         if not file.is_file():
             if any((self.out / name).exists() for name in ("runs", "results.json")):
-                raise ValueError(f"{self.out} holds other results; expected an empty folder. Name another one: --out.")
+                raise ValueError(
+                    f"Benchmark(out={str(self.out)!r}): the folder has other results. Set --out to an empty folder."
+                )
             write_json(file, {"created": now(), "machine": machine, "plan": self._plan()})
         begun = json.loads(file.read_text())
         differs = [key for key, value in self._plan().items() if begun["plan"].get(key) != value]
         differs += [key for key in ("cpu", "gpu", "torch", "lightning") if begun["machine"][key] != machine[key]]
         if differs:
             raise ValueError(
-                f"{self.out} holds a bench that differs in {', '.join(differs)}; expected the same plan on the same"
-                " machine, to go on with it. Name another folder (--out), or delete that one."
+                f"Benchmark(out={str(self.out)!r}): the folder has a bench that differs in {', '.join(differs)}, so this one"
+                " cannot continue it. Set --out to another folder, or delete this one."
             )
         self._created, self._machine = begun["created"], begun["machine"]
 

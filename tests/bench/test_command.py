@@ -110,7 +110,7 @@ def test_several_budgets_with_a_logger(
     assert costs[0] == costs[1], "the second bench reads the first one's prices"
     page = (out / "report.html").read_text()
     assert all(f'href="{name}/report.html"' in page for name in results) and (out / "budgets.png").is_file()
-    assert "over all budgets" in capsys.readouterr().out
+    assert "all budgets" in capsys.readouterr().out
     (metrics,) = out.glob("curves/version_*/metrics.csv")
     with metrics.open(newline="") as stream:
         rows = list(csv.DictReader(stream))

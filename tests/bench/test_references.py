@@ -71,13 +71,13 @@ def test_results_of_another_bench_are_read_and_left_alone(tmp_path: Path) -> Non
     for name in told:
         assert found[name] == [price("step 128", 0.03), price("new", pytest.approx(0.1))]
     assert json.loads(file.read_text()) == json.loads(json.dumps(made))
-    with pytest.raises(Incomparable, match="no price for any kind"):
+    with pytest.raises(Incomparable, match="no step cost for any of its kinds"):
         References(file).apply(baseline(), MACHINE, {"baseline": [price("other", 0.1)]})
 
 
 def test_says_what_is_no_reference(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"where there is nothing; expected the folder of a bench, or a file for prices"
+        ValueError, match=r"no such file or folder. Name the folder of a bench, or a .json file for step costs"
     ):
         References(tmp_path / "nowhere")
     (tmp_path / "bad.json").write_text("{")

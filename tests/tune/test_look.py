@@ -154,7 +154,7 @@ def test_a_technique_that_hangs_is_left_out_and_those_after_it_are_tried(
     look = hanging.look()
     assert set(look.space.techniques) == {"Lookahead"}
     assert re.fullmatch(
-        r"refused: it was ended after \d+ s, which is too long beside its budget",
+        r"refused: it was killed after \d+ s, which is too long for its budget",
         look.space.left_out["tests.tune.tasks.Hanging"],
     )
 

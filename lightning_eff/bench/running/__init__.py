@@ -1,1 +1,1 @@
-"""How arms are run: jobs in worker processes, placed, taking turns, and prices confirmed on a quiet stretch."""
+"""Run jobs: in worker processes, on idle cores, in turns; and check step costs while the machine is idle."""
