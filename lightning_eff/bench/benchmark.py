@@ -376,7 +376,8 @@ class Benchmark:
                 )
             write_json(file, {"created": now(), "machine": machine, "plan": self._plan()})
         begun = json.loads(file.read_text())
-        differs = [key for key, value in self._plan().items() if begun["plan"].get(key) != value]
+        plans = [_without_descriptions(plan) for plan in (begun["plan"], self._plan())]
+        differs = [key for key, value in plans[1].items() if plans[0].get(key) != value]
         differs += [key for key in ("cpu", "gpu", "torch", "lightning") if begun["machine"][key] != machine[key]]
         if differs:
             raise ValueError(
@@ -403,3 +404,9 @@ class Benchmark:
                     results["runs"].append(json.loads(file.read_text()))
         results["summary"] = summarize(results)
         return results
+
+
+def _without_descriptions(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan without the arms' descriptions, whose wording may change."""
+    arms = [{name: value for name, value in arm.items() if name != "description"} for arm in plan["arms"]]
+    return {**plan, "arms": arms}

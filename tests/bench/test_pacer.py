@@ -236,7 +236,7 @@ def test_what_is_validated_is_the_average() -> None:
     ("function", "target", "message"),
     [
         (arm(), "val_f1", r"\['val_acc', 'val_loss'\]"),
-        (arm(), "train_loss", "training does"),
+        (arm(), "train_loss", "training logs it"),
         (arm(limit_val_batches=0), "val_loss", "without validation"),
         (arm(fast_dev_run=True), "val_loss", "a Trainer with fast_dev_run=True; .* Remove fast_dev_run"),
         (arm(barebones=True), "val_loss", "a Trainer with barebones=True"),

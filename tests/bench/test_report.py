@@ -207,6 +207,32 @@ def test_a_forest_is_drawn_as_summarized(made):
     assert drawn == [pytest.approx((interval["low"], interval["high"])) for interval in shown]
 
 
+def test_labels_cover_no_lines(made):
+    """The lines at the ticks are drawn only behind the intervals, and the bars' axes have no grid behind their labels."""
+    drawn = {one.name: one.figure.axes[0] for one in draw(made, summarize(made))}
+    forest = drawn["speedups"]
+    lines = [path.vertices[:, 1] for collection in forest.collections for path in collection.get_paths()]
+    assert len(lines) > 5 and len(forest.texts) == 10
+    for text in forest.texts:
+        assert not any(min(line) <= text.get_position()[1] <= max(line) for line in lines)
+    for axes in (forest, drawn["phases"]):
+        assert not any(line.get_visible() for line in axes.get_xgridlines())
+
+
+def test_details_are_folded(text):
+    for heading in ("How to read this page", "Seconds per run", "Plan and machine"):
+        assert f"<details>\n<summary>{heading}</summary>" in text
+    assert text.index("<h2>What to do</h2>") < text.index("<h2>Verdicts</h2>") < text.index("<details>")
+
+
+def test_no_cell_of_small_multiples_is_empty():
+    """Seven panels leave a cell free, which holds the legend; the last diagram of its column has labels."""
+    made = synthetic.results({"baseline": 1.0} | {f"recipe {k}": 1 + k / 10 for k in range(7)})
+    figure = next(drawing for drawing in draw(made, summarize(made)) if drawing.name == "seconds").figure
+    assert figure.axes[7].get_legend() is not None and not figure.legends
+    assert figure.axes[5].xaxis.get_tick_params()["labelbottom"]
+
+
 def test_strange_names_are_text():
     gains = {"baseline": 1.0, "_$x_1$ <b>&": 1.3, "a" * 90: 1.0}
     made = synthetic.results(gains)
