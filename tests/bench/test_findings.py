@@ -47,6 +47,8 @@ def test_the_advice_follows_from_the_verdicts() -> None:
     arms = [synthetic.arm("baseline", "baseline"), synthetic.arm("a"), synthetic.arm("c", "control", of="a")]
     good = synthetic.results({"baseline": 1.0, "a": 1.8, "c": 1.1}, arms=arms)
     assert findings.advice(good, summarize(good))[0].startswith("Use a: it is faster")
+    same = synthetic.results({"baseline": 1.0, "b": 1.0}, seeds=[1, 2])
+    assert findings.advice(same, summarize(same))[0].startswith("Run at least 3 seeds of b: it makes no measurable")
     one = synthetic.results({"baseline": 1.0, "a": 1.8}, seeds=[1])
     assert findings.advice(one, summarize(one))[0].startswith("Run at least 3 seeds of a")
 
@@ -77,6 +79,9 @@ def test_an_undecided_verdict_names_the_interval_and_the_seeds(
         monkeypatch.setattr("lightning_eff.bench.reports.findings.seeds_needed", lambda *_, needed=needed: needed)
         own = summarize(synthetic.results({"baseline": 1.0, "a": 1.0}, clock="wall"))["a"]
         assert own["verdict"] == "undecided" and own["seeds_needed"] == needed
+        made = synthetic.results({"baseline": 1.0, "a": 1.0}, clock="wall")
+        begins = "Leave a out: it is undecided" if needed is None else "Run 6 seeds of a to decide: it is undecided"
+        assert findings.advice(made, summarize(made))[0].startswith(begins)
         assert (
             f"a is undecided: the {why}{end} It reaches {speedup[0]:.2f} times the baseline's speed" in own["sentence"]
         )

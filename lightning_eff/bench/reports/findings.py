@@ -47,8 +47,12 @@ def _advice(name: str, results: dict[str, Any], summary: dict[str, dict[str, Any
         said = "is undecided" if verdict == "undecided" else "makes no measurable difference"
         if own["failed"] and needed is not None and needed <= seeds:
             return f"Fix the failed runs of {name}: it {said} with the other seeds."
+        if needed is None and seeds < 3:
+            return f"Run at least 3 seeds of {name}: it {said} with {seeds}."
         if needed is None:
             return f"Leave {name} out: it {said}, and more seeds would hardly change that."
+        if verdict == "undecided" and own["speedup"]["estimate"] > 1:
+            return f"Run {needed} seeds of {name} to decide: it {said} ({speed})."
         return f"Leave {name} out, or run {needed} seeds to decide: it {said}."
     sign = -1 if results["plan"]["mode"] == "min" else 1
     for control, found in own["better_than_control"].items():
