@@ -21,8 +21,8 @@ def _listed() -> dict[str, str]:
         stub = pkgutil.get_data("lightning_eff", "__init__.pyi")
     except OSError as error:
         raise ImportError(
-            "lightning_eff/__init__.pyi cannot be read, but it lists the public names. Include .pyi files when you bundle the"
-            " package."
+            "lightning_eff/__init__.pyi cannot be read; expected it beside __init__.py, because it lists the public names."
+            " Include .pyi files when you bundle the package."
         ) from error
     return imports((stub or b"").decode())
 

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Count
-from lightning_eff.bench import dry_run, several
+from lightning_eff.bench import several
 from lightning_eff.bench.arms import Arm, lay_out, short
 from lightning_eff.bench.known import Known
 from lightning_eff.bench.pace import Budget, Incomparable, Pace, mode_of, warm_up_share
@@ -24,6 +24,7 @@ from lightning_eff.bench.reports.report import require_extra, write
 from lightning_eff.bench.reports.statistics import summarize
 from lightning_eff.bench.reports.words import plan_line
 from lightning_eff.bench.results import SCHEMA, now, save, write_json
+from lightning_eff.bench.running import dry_run
 from lightning_eff.bench.running.jobs import Job, crashed
 from lightning_eff.bench.running.workers import InProcess, Place, Workers
 from lightning_eff.monitor.machine import fingerprint

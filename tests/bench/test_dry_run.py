@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Callback
 
-from lightning_eff.bench import dry_run
 from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.benchmark import Benchmark
-from lightning_eff.bench.dry_run import Checked, estimate
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.progress import PlanBar
+from lightning_eff.bench.running import dry_run
+from lightning_eff.bench.running.dry_run import Checked, estimate
 from lightning_eff.bench.running.jobs import Job, work
 from tests.bench.tasks import Constant, Fail, Small, arm, dataset
 from tests.bench.test_pacer import reference

@@ -1,1 +1,1 @@
-"""Run jobs: in worker processes, on idle cores, in turns; and check step costs while the machine is idle."""
+"""Run jobs in worker processes, on idle cores and in turns; check arms and step costs."""
