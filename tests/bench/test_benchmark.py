@@ -1,4 +1,4 @@
-"""The bench as a whole, over functions: verdicts, refusals, failures, controls, and taking up where it was."""
+"""The whole bench on functions: verdicts, refusals, failures, controls, and continuation."""
 
 import copy
 import json
@@ -79,7 +79,7 @@ def test_two_copies_train_alike(several: dict[str, Any]) -> None:
 
 
 def test_a_slower_arm_makes_fewer_steps_in_the_same_budget(several: dict[str, Any]) -> None:
-    """A delay of several times a step is found on any machine."""
+    """The delay is several times as long as a step, so it shows on any machine."""
     results = several["results"]
     steps = {name: found["steps"] for name, found in results["calibration"].items()}
     assert steps["slow"] * 3 < steps["baseline"]
@@ -168,7 +168,7 @@ def test_a_baseline_that_crashes_ends_the_bench(tmp_path: Path) -> None:
 
 
 def test_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
-    """Interrupted in the third run: what was done stays as it was, and the rest is done."""
+    """An interruption in the third run keeps the finished runs, and the others follow."""
     built = [0]
 
     def recipe():
@@ -201,7 +201,7 @@ def test_another_plan_does_not_go_on_in_the_same_folder(several: dict[str, Any],
 
 
 def test_prices_of_another_machine_count(several: dict[str, Any], tmp_path: Path) -> None:
-    """At ten times the price a budget holds a tenth of the steps."""
+    """At ten times the step cost, a budget has a tenth of the steps."""
     first = copy.deepcopy(several["results"])
     for calibration in first["calibration"].values():
         for cost in calibration["prices"]:
@@ -215,7 +215,7 @@ def test_prices_of_another_machine_count(several: dict[str, Any], tmp_path: Path
 
 
 def test_a_reference_second_is_as_many_steps_in_every_bench(tmp_path: Path) -> None:
-    """The second bench, of another recipe and on a busier machine, has the baseline make the steps of the first."""
+    """The baseline makes as many steps in a second bench, with another recipe."""
     file = tmp_path / "prices.json"
     more = {"seeds": 1, "reference": file, "budget": "1.5rs"}
     baseline = arm(callbacks=lambda: [Delay(0.02)])  # the longest part of a step, on a busy machine too

@@ -1,4 +1,4 @@
-"""From rehearsals to prices and verdicts on speed, on synthetic machines whose noise is known."""
+"""Step costs and speed verdicts from rehearsals, on synthetic machines with known noise."""
 
 import random
 import statistics

@@ -1,4 +1,4 @@
-"""``lightning-eff bench`` as a user runs it: over configs, killed, taken up, drawn again and compared."""
+"""``lightning-eff bench`` on configs: killed, continued, drawn again and compared."""
 
 import csv
 import json
@@ -99,7 +99,7 @@ def test_killed_and_taken_up(configs: dict[str, str], tmp_path: Path, capsys: py
 def test_several_budgets_with_a_logger(
     configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole way: a bench at each budget at the same prices, a page over both, and curves of both in one logger."""
+    """A bench at each budget with the same step costs, a page over both, and curves of both in one logger."""
     monkeypatch.chdir(ROOT)
     out = tmp_path / "out"
     main(options(configs, out, "--budget", "1rs,2rs", "--logger", "CSVLogger,name=curves"))

@@ -1,4 +1,4 @@
-"""Two results side by side: what cannot be compared is refused, and what can in part is told."""
+"""Two results side by side: refusals, and warnings about figures that cannot be compared."""
 
 import pytest
 

@@ -61,8 +61,10 @@ def test_what_a_bench_would_refuse_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_time_is_that_of_runs_and_rehearsals() -> None:
-    """By hand: two arms of 100 s and a ladder of 50 s, with 2 s of start and 4 validations of 3 s, for 2 seeds; and rehearsals
-    of 96 steps of 0.01 s and 2 s of start, 4 times for each arm, with a validation each."""
+    """By hand: runs of 100, 100 and 50 s, each with 2 s of start and 4 validations of 3 s, for 2 seeds.
+
+    Each of two arms rehearses 4 times, with 96 steps of 0.01 s and 2 s of start, and one validation.
+    """
     arms = [Arm("baseline", "baseline", ()), Arm("a", "recipe", ()), Arm("ladder", "ladder", (), factor=0.5)]
     found = [Checked(one, "ok", "", 0.01, 2.0, 3.0) for one in arms[:2]]
     counts = {"seeds": 2, "rounds": 3, "jobs": 1, "evaluations": 4}

@@ -1,4 +1,4 @@
-"""What is said of a bench as a whole, against figures made by hand; results as CSV, to a logger, and over several budgets."""
+"""Findings about a whole bench, compared with figures by hand; results as CSV, in a logger, and over several budgets."""
 
 import csv
 import math

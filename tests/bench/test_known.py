@@ -1,4 +1,4 @@
-"""What another bench has trained: taken over where it is the very same, and refused where it would not be."""
+"""Runs of another bench: reused if they would be the same, and refused otherwise."""
 
 import json
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(folder: Path, rates: dict[str, float], out: str, **more: Any) -> Benchmark:
-    """A bench of one baseline and of recipes that are rates of it."""
+    """Create a bench of a baseline, and of recipes with other learning rates."""
     recipes = {}
     for name, rate in rates.items():
         file = folder / f"rate-{rate}.yaml"
@@ -82,7 +82,7 @@ def test_what_is_known_is_neither_rehearsed_nor_trained_again(first: Path, tmp_p
 
 
 def test_what_is_taken_over_is_what_training_again_comes_to(first: Path, tmp_path: Path) -> None:
-    """An independent bench that trains everything, in the same prices."""
+    """An independent bench with the same step costs that trains everything."""
     again = bench(first, {"leading": 0.01}, str(tmp_path / "again"), reference=first / "first")
     results = again.run(progress=False, report=False)
     before = json.loads((first / "first" / "results.json").read_text())

@@ -1,4 +1,4 @@
-"""A recipe's own rate and warm-up: where they stand over the budget, that the schedule keeps its shape, and who has them."""
+"""A recipe's own learning rate and warm-up: their course over the budget, the schedule's shape, and the arms that have them."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.bench.test_pacer import KIND, reference, run
 
 
 class Cosine(Small):
-    """A recursive scheduler, which reads the rate that the group has."""
+    """A recursive scheduler, which reads the group's learning rate."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)

@@ -1,4 +1,4 @@
-"""The clock of a run: what it charges, where the rate stands, when it validates and stops, and that it leaves no trace."""
+"""The clock of a run: charges, learning rates, validation, stopping, and the undoing of patches."""
 
 import contextlib
 import math

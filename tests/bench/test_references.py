@@ -1,4 +1,4 @@
-"""Reference prices: whose they are, what follows from them, and which files are none."""
+"""Reference step costs: their keys, the scaling of other arms, and files that are refused."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ def baseline(**settings: float) -> Arm:
 
 
 def test_the_first_bench_writes_and_the_next_reads(tmp_path: Path) -> None:
-    """Twice as slow a machine as in the reference: its prices are halved, the recipe's too."""
+    """On a machine that is half as fast as the reference, all step costs are halved."""
     file = tmp_path / "deep" / "prices.json"
     told = {"baseline": [price("a", 0.1, 0.5), price("b", 0.3, 0.5)], "recipe": [price("c", 0.4)]}
     assert References(file).apply(baseline(), MACHINE, told) == told

@@ -33,7 +33,7 @@ VOID = {"meta", "link", "br", "hr", "img", "input", "source"}
 
 
 class Page(HTMLParser):
-    """Collects what a page refers to, its ids and its text; an end tag that does not fit is an error."""
+    """Collect a page's references, ids and text; an end tag that does not fit is an error."""
 
     def __init__(self, text):
         super().__init__()
@@ -166,7 +166,7 @@ def contrast(one: list[float], other: list[float]) -> float:
 
 
 def test_figures_can_be_seen_on_light_and_dark_ground():
-    """What is drawn on white is turned round by the page's filter; white itself becomes the dark page's ground, nearly."""
+    """The page's filter inverts figures on white; white itself becomes nearly the dark page's background."""
     share = float(re.search(r"invert\(([.0-9]+)\) hue-rotate\(180deg\)", report_html.STYLE)[1])
     light, dark = re.findall(r"--paper: (#\w+)", report_html.STYLE)
     assert turned(channels(light), share) == pytest.approx(channels(dark), abs=0.03)

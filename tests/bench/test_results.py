@@ -1,4 +1,4 @@
-"""results.json: what is written comes back, nothing half-written stays, and what is wrong is named."""
+"""results.json: round trips, atomic writing, and messages about errors."""
 
 import copy
 import json

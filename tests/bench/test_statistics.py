@@ -282,7 +282,7 @@ def in_reference_time(*, rates: list[list[float]], gain: float = 1.1, same: bool
 
 
 def test_uncertain_prices_widen_what_seeds_agree_on() -> None:
-    """The seeds agree, but the arm's price is known to within a fifth only: then so is what its budget bought."""
+    """The seeds agree, but the arm's step cost is uncertain by a fifth, so its result is uncertain too."""
     sure = statistics.summarize(in_reference_time(rates=[[100.0, 100.0 + i / 10] for i in range(8)]))["recipe"]
     vague = statistics.summarize(in_reference_time(rates=[[100.0, 80.0 + 5 * i] for i in range(8)]))["recipe"]
     for name in ("speedup", "difference"):
