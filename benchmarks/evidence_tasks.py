@@ -13,7 +13,10 @@ from benchmarks.evidence_arms import CHANGES, CLAIMS, COMPUTE, EXACT, GOAL, LEAS
 from lightning_eff.bench.reports import findings, words
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = {"no difference shown": "undecided"}  #: verdicts of the bench, in a word for a table
+WORDS = {
+    "no difference shown": "undecided",
+    "no measurable difference": "undecided",
+}  #: verdicts of the bench, in a word for a table
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The catalogue: what the two surveys of efficient training name, and what does it here."""
+"""The catalogue: the techniques of two surveys of efficient training, and the classes that implement them."""

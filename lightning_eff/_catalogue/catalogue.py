@@ -1,4 +1,4 @@
-"""The catalogue's entries: each technique that the surveys name, and the techniques that they do not name."""
+"""The catalogue's entries: the techniques of the surveys, and this package's other techniques."""
 
 import json
 import textwrap
@@ -8,7 +8,7 @@ from functools import cache
 
 from lightning_eff._catalogue import data_rows, model_rows, optim_rows
 from lightning_eff._catalogue.facts import facts
-from lightning_eff._catalogue.row import GROUPS, ROOMS, Row
+from lightning_eff._catalogue.row import FOLDERS, GROUPS, Row
 from lightning_eff._catalogue.strategies import trains_under
 from lightning_eff._exports import public
 from lightning_eff._exports.techniques import technique_classes
@@ -27,20 +27,20 @@ class Entry:
     """One line of the catalogue.
 
     Attributes:
-        group: of :data:`GROUPS`.
-        name: what the surveys call it; of what stands beside them, the class.
-        source: who described it.
+        group: a key of :data:`GROUPS`.
+        name: the name in the surveys, or the class if they do not name it.
+        source: the authors who described it.
         status: "built", "in PyTorch or Lightning", "not built yet" or "left out".
-        by: the public classes that do it.
-        how: the setting that does it, or what of PyTorch and Lightning does it.
-        why: why it is left out.
-        kind: "callback", "precision", "strategy" or "optimizer", of the first class.
-        saves: what that class saves.
+        by: the public classes that implement it.
+        how: the setting to use, or the part of PyTorch or Lightning that implements it.
+        why: the reason why it is left out.
+        kind: the kind of the first class: "callback", "precision", "strategy" or "optimizer".
+        saves: the saving of that class.
         paper: its sources.
-        constraints: where it does not work.
-        surveys: the sections of the surveys that it answers to.
-        tests: the file of its tests, in the repository.
-        measured: what was found of it here, by task; empty where nothing was.
+        constraints: its limits.
+        surveys: the sections of the surveys that describe it.
+        tests: the path of its tests in the repository.
+        measured: the measured speed-ups and verdicts by task.
     """
 
     group: str
@@ -59,20 +59,20 @@ class Entry:
     measured: dict[str, str] = field(default_factory=dict)
 
     def matches(self, word: str) -> bool:
-        """Whether a text stands anywhere in it, in upper or lower case."""
+        """Return whether any field contains a text, regardless of case."""
         return word.casefold() in json.dumps([*asdict(self).values()], ensure_ascii=False).casefold()
 
 
 def tests_of(name: str) -> str:
-    """The file of a class's tests, in the repository."""
-    *room, last = public.HOMES[name].split(".")[1:]
-    return facts()["tests"].get(name) or "/".join(["tests", *room, f"test_{last}.py"])
+    """Return the path of a class's tests in the repository."""
+    *folders, last = public.HOMES[name].split(".")[1:]
+    return facts()["tests"].get(name) or "/".join(["tests", *folders, f"test_{last}.py"])
 
 
 def _attached(row: Row, extra: Iterable[str]) -> tuple[str, ...]:
-    """The classes that do what a row names: those that it names, and those that say so in their ``survey``."""
-    told = [name for name in extra if row.name.casefold() in _survey(name).casefold()]
-    return tuple(dict.fromkeys([*(name for name in row.by if name in public.HOMES), *told]))
+    """Return the classes that implement a row: those that it names, and those whose ``survey`` names the row."""
+    others = [name for name in extra if row.name.casefold() in _survey(name).casefold()]
+    return tuple(dict.fromkeys([*(name for name in row.by if name in public.HOMES), *others]))
 
 
 def _survey(name: str) -> str:
@@ -101,17 +101,17 @@ def _entry(group: str, name: str, source: str, by: tuple[str, ...], how: str = "
     )
 
 
-def _room(name: str) -> str:
-    """The group of a technique that no row names."""
+def _group(name: str) -> str:
+    """Return the group of a technique that no row names."""
     if not _survey(name):
         return "beside"
     home = public.HOMES[name].removeprefix("lightning_eff.")
-    return next(group for room, group in ROOMS.items() if home.startswith(f"{room}."))
+    return next(group for folder, group in FOLDERS.items() if home.startswith(f"{folder}."))
 
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """The whole catalogue: in the surveys' order first, then the techniques that they do not name."""
+    """Return the whole catalogue: in the surveys' order, then the techniques that they do not name."""
     exported = [cls.__name__ for cls in technique_classes()]
     optimizers = [name for name in public.HOMES if public.HOMES[name].startswith("lightning_eff.optim.optimizers.")]
     named = {name for rows in ROWS.values() for row in rows for name in row.by}
@@ -122,7 +122,7 @@ def entries() -> tuple[Entry, ...]:
         for row in rows:
             by = _attached(row, loose)
             seen |= {*by}
-            # a row that names classes, none of which is there, is not built: `how` is then how it will be
+            # a row whose classes do not exist yet is not built, and its `how` describes the future
             how = "" if row.by and not by else row.how
             found[group].append(_entry(group, row.name, row.source, by, how, row.absent))
     for name in loose:
@@ -130,30 +130,30 @@ def entries() -> tuple[Entry, ...]:
             cls = public.found(name)
             survey = getattr(cls, "survey", None)
             paper = getattr(cls, "paper", "")
-            found[_room(name)].append(_entry(_room(name), survey.row if survey else name, paper, (name,)))
+            found[_group(name)].append(_entry(_group(name), survey.row if survey else name, paper, (name,)))
     return tuple(entry for every in found.values() for entry in every)
 
 
 def chosen(word: str = "", group: str = "") -> tuple[Entry, ...]:
-    """Those entries of a group in which a word stands."""
+    """Return the entries of a group that contain a word."""
     return tuple(e for e in entries() if e.matches(word) and group in ("", e.group))
 
 
 def as_json(found: Iterable[Entry]) -> str:
-    """Entries as a list of objects."""
+    """Return entries as a JSON list of objects."""
     return json.dumps([asdict(entry) for entry in found], indent=1, ensure_ascii=False)
 
 
 def verdict(entry: Entry) -> str:
-    """The results of an entry in a few words."""
-    return "; ".join(f"{task}: {told}" for task, told in entry.measured.items()) or (
+    """Return the results of an entry in a few words."""
+    return "; ".join(f"{task}: {result}" for task, result in entry.measured.items()) or (
         "not measured" if entry.by else "–"
     )
 
 
 def table(found: Iterable[Entry], width: int) -> str:
-    """Entries as a table of ``width`` columns (at least about 120), by group."""
-    head = ("name in the surveys", "in this package", "what it saves, and its limits", "measured here")
+    """Format entries as a table by group, ``width`` characters wide (at least about 120)."""
+    head = ("name in the surveys", "in this package", "savings and limits", "measured here")
     by_group: dict[str, list[tuple[str, ...]]] = {}
     for entry in found:
         by_group.setdefault(entry.group, []).extend(_lines(entry))

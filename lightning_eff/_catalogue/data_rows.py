@@ -1,4 +1,4 @@
-"""What the surveys name of the data: augmentation, selection, curricula, tokens."""
+"""The surveys' techniques for data: augmentation, selection, curricula, tokens."""
 
 from lightning_eff._catalogue.row import Row
 
@@ -22,7 +22,7 @@ AUGMENTATION = (
     Row(
         "back-translation, ChatAug",
         "Sennrich et al. 2016; Dai et al. 2023",
-        absent="texts are made before training, by another model: nothing of it is in the training run",
+        absent="another model creates the texts before training, so nothing happens during training",
     ),
     Row("DiffAugment", "Zhao et al. 2020", ("DiffAugment",)),
 )
@@ -38,12 +38,12 @@ SELECTION = (
     Row("prototype pruning", "Sorscher et al. 2022", ("DataPruning",), "score='prototypes'"),
     Row("DSIR", "Xie et al. 2023", ("SampleSubset",)),
     Row("RHO-LOSS", "Mindermann et al. 2022", ("RHOLoss",)),
-    Row("MG-ViT", "Chen et al. 2022", ("MaskGuidedTokens",), "its active choice of samples is not built"),
+    Row("MG-ViT", "Chen et al. 2022", ("MaskGuidedTokens",), "its active choice of samples is not implemented"),
     Row("AutoAssist", "Zhang et al. 2019", ("AutoAssist",)),
     Row(
         "ReLo",
         "Sujit et al. 2022",
-        absent="it orders the replay buffer of reinforcement learning, which a LightningModule keeps for itself",
+        absent="it orders the replay buffer of reinforcement learning, which belongs to the LightningModule",
     ),
     Row("non-blocking minibatches", "He & Dube 2022", ("DropSlowest",)),
 )
@@ -64,7 +64,7 @@ CURRICULUM = (
         "accelerated self-supervised learning",
         "Koçyiğit et al. 2023",
         ("ProgressiveResizing", "LearningRateSchedule"),
-        "put together; its choice of the hardest augmentation is not built",
+        "combined; its choice of the hardest augmentation is not implemented",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""What the surveys name of the network: growth, layers, initialisation, sparsity, adapters."""
+"""The surveys' techniques for the network: growth, layers, initialisation, sparsity, adapters."""
 
 from lightning_eff._catalogue.row import Row
 
@@ -21,13 +21,13 @@ LAYERS = (
     Row(
         "Winograd's and Strassen's convolutions",
         "Lavin & Gray 2016",
-        absent="kernels of cuDNN and oneDNN, which choose them by themselves; exact, so that a module sees no difference",
+        absent="cuDNN and oneDNN choose these kernels themselves. Results are the same",
     ),
     Row("approximate random dropout", "Song et al. 2018", ("ApproximateRandomDropout",)),
     Row(
         "FlashAttention",
         "Dao et al. 2022",
-        how="torch's own scaled_dot_product_attention takes it where the machine has it; MemoryEfficientAttention says so",
+        how="torch's scaled_dot_product_attention uses it where available; MemoryEfficientAttention reports whether it does",
     ),
     Row("self-attention in less than O(n²) memory", "Rabe & Staats 2021", ("MemoryEfficientAttention",)),
     Row("Linformer", "Wang et al. 2020", ("Linformer",)),
@@ -44,7 +44,7 @@ LAYERS = (
     Row(
         "collaborative normalisation (CoN)",
         "Xia & Ding 2022",
-        absent="made for domain adaptation alone: it saves nothing in ordinary training",
+        absent="for domain adaptation only; it saves nothing in ordinary training",
     ),
     Row("ELU, SELU, GELU, ISRLU, SwiGLU", "Clevert et al. 2015; Shazeer 2020", ("SwapActivation",)),
     Row("attention without biases (Cramming)", "Geiping & Goldstein 2022", ("RemoveQKVBias",)),
@@ -62,7 +62,7 @@ INITIALIZATION = (
     Row(
         "variances by activation (Kumar)",
         "Kumar 2017",
-        absent="a formula for each activation; LSUV measures on a batch the variance that it supposes",
+        absent="a formula per activation for a variance that LSUV measures on a batch",
     ),
     Row("MetaInit", "Dauphin & Schoenholz 2019", ("MetaInit",)),
     Row("ZerO", "Zhao et al. 2021", ("ZerO",)),
@@ -85,7 +85,7 @@ SPARSITY = (
     Row(
         "decoupled backpropagation (DDG)",
         "Huo et al. 2018",
-        absent="gradients that are some steps old; a pipeline here has exact ones, with torch's schedules",
+        absent="its gradients are some steps old. Pipelines here have exact gradients, with torch's schedules",
     ),
     Row("RepOptimizer", "Ding et al. 2022", ("RepOptimizer",)),
 )
@@ -97,5 +97,5 @@ ADAPTERS = (
     Row("prompt tuning, prefix tuning", "Lester et al. 2021; Li & Liang 2021", ("PromptTuning",)),
     Row("visual prompt tuning", "Jia et al. 2022", ("VisualPromptTuning",)),
     Row("BitFit", "Ben Zaken et al. 2021", ("BitFit",)),
-    Row("QLoRA", "Dettmers et al. 2023", ("QuantizedBase",), "beside LoRA"),
+    Row("QLoRA", "Dettmers et al. 2023", ("QuantizedBase",), "together with LoRA"),
 )

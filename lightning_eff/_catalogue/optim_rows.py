@@ -1,4 +1,4 @@
-"""What the surveys name of steps and budgets, of communication, memory, precision and systems."""
+"""The surveys' techniques for optimizers, budgets, communication, memory, precision and systems."""
 
 from lightning_eff._catalogue.row import Row
 
@@ -28,17 +28,17 @@ OPTIMIZERS = (
     Row(
         "supervised contrastive learning (SupCon)",
         "Khosla et al. 2020",
-        absent="a loss and two stages of the module's own; a callback on an unchanged module cannot choose its loss",
+        absent="it needs its own loss and two training stages, which a callback on an unchanged module cannot choose",
     ),
     Row(
         "MeZO",
         "Malladi et al. 2023",
-        absent="training without a backward pass: for fine-tuning where memory is all that counts, and far slower",
+        absent="it trains without a backward pass, for fine-tuning with very little memory, and is far slower",
     ),
     Row(
         "forward-forward, GIM, SigProp",
         "Hinton 2022; Löwe et al. 2019; Kohan et al. 2022",
-        absent="training without an end-to-end loss, which an unchanged training_step has; they do not reach its results",
+        absent="they train without the end-to-end loss of an unchanged training_step, and do not reach its results",
     ),
 )
 
@@ -83,7 +83,7 @@ COMMUNICATION = (
     Row(
         "elastic averaging (EASGD)",
         "Zhang et al. 2015",
-        absent="asynchronous workers around a server, which no strategy of Lightning has; LocalSGD is its kin",
+        absent="it needs asynchronous workers and a server, which no Lightning strategy has. LocalSGD is similar",
     ),
 )
 
@@ -133,13 +133,13 @@ PARALLELISM = (
     Row(
         "asynchronous pipelines (PipeDream)",
         "Narayanan et al. 2019",
-        absent="weights some steps old: another optimization than the module's own; 1F1B has the same bubble to fill, exactly",
+        absent="its weights are some steps old, which changes training. 1F1B fills the pipeline with exact gradients",
     ),
     Row("automatic parallelism (FlexFlow, Alpa)", "Jia et al. 2019; Zheng et al. 2022", how="`lightning-eff plan`"),
     Row("DeepSpeed, ZeRO-Infinity", "Rajbhandari et al. 2021", ("DeepSpeedEffStrategy",)),
     Row(
         "Colossal-AI, FairScale, BMTrain, Mesh-TensorFlow",
         "various",
-        absent="frameworks of their own; what they are for is done on torch's engines, by the rows above",
+        absent="separate frameworks; the rows above do the same with torch's engines",
     ),
 )

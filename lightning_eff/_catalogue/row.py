@@ -21,8 +21,8 @@ GROUPS = {
     "adapters": "Parameter-efficient tuning",
     "beside": "Not in the surveys",
 }
-#: Where a technique stands that no row names: the first part of its module's path that fits, the longest first.
-ROOMS = {
+#: The group of techniques that no row names, by folder. The first folder that contains the technique counts.
+FOLDERS = {
     "data.augmentation": "augmentation",
     "data.selection": "selection",
     "data.curriculum": "curriculum",
@@ -44,14 +44,14 @@ ROOMS = {
 
 @dataclass(frozen=True)
 class Row:
-    """What the surveys name.
+    """A technique of the surveys.
 
     Attributes:
-        name: what they call it.
-        source: who described it, and when.
-        by: the public classes that do it here, or will; it is built as soon as one of them is exported.
-        how: the setting that does it, where a class alone does not say it, or what of PyTorch and Lightning does it.
-        absent: why it is left out for good; empty where it is not.
+        name: its name in the surveys.
+        source: the authors who described it, and the year.
+        by: the public classes that implement it. It counts as built as soon as one of them is exported.
+        how: the setting to use, or the part of PyTorch or Lightning that implements it.
+        absent: the reason why it is left out for good, or an empty text.
     """
 
     name: str

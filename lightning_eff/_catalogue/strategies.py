@@ -1,11 +1,11 @@
-"""Under which strategies each technique trains, as its declarations say."""
+"""Find the strategies under which each technique trains, from its declarations."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_eff._core._needs.needs import Part, refused
 
-#: How strategies divide a run, by the names of a table's columns.
+#: How strategies divide a run, by the headings of a table.
 LAYOUTS: Mapping[str, tuple[Part, ...]] = {
     "DDP": (),
     "FSDP2": (Part.SHARD, Part.ITSELF),
@@ -17,7 +17,7 @@ LAYOUTS: Mapping[str, tuple[Part, ...]] = {
 
 
 def reasons(cls: Any) -> dict[str, str]:
-    """Why a technique does not train under each of :data:`LAYOUTS`; "" where it does. Nothing for other classes."""
+    """Return why a technique does not train under each of :data:`LAYOUTS`, or ""; empty for other classes."""
     if not hasattr(cls, "needs"):
         return {}
     found = {layout: refused(cls.needs, cls.refuses, parts) for layout, parts in LAYOUTS.items()}
@@ -28,6 +28,6 @@ def reasons(cls: Any) -> dict[str, str]:
 
 
 def trains_under(cls: Any) -> str:
-    """The strategies that a technique trains under, in words; "" for other classes."""
+    """Describe the strategies under which a technique trains; "" for other classes."""
     found = [layout for layout, why in reasons(cls).items() if not why]
     return f"trains under {', '.join(found)}" if found else ""

@@ -1,1 +1,1 @@
-"""The public names, and when they are imported."""
+"""The public names, which are imported when first used."""

@@ -1,4 +1,4 @@
-"""``lightning_eff.apply``: without a Trainer, what a run does to a module's architecture before it trains."""
+"""``lightning_eff.apply``: change a module's architecture like a run does, without a Trainer."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,37 +16,36 @@ from lightning_eff._core._run.checks import check_pairs
 from lightning_eff._exports import public
 
 M = TypeVar("M", bound=nn.Module)
-_CONFIGURED: "WeakSet[nn.Module]" = WeakSet()  # whose configure_model runs, which may itself call apply
+_CONFIGURED: "WeakSet[nn.Module]" = WeakSet()  # modules inside configure_model, which may itself call apply
 
 
 def apply(module: M, *techniques: Architecture, batch: Any = None) -> M:
-    """Change ``module`` in place as a Trainer with these callbacks does before it trains, and return it.
+    """Change ``module`` in place like a Trainer with these callbacks does before training, and return it.
 
-    Names, shapes and, after the same ``seed_everything``, values are those of the Trainer's module, so that a checkpoint of
-    such a run loads strictly into ``apply(plain)``::
+    Names and shapes equal those in the Trainer, and so do values after the same ``seed_everything``. A checkpoint of such a
+    run therefore loads strictly into ``apply(plain)``::
 
         module = lightning_eff.apply(Plain(), technique)
         module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
 
-    ``Plain.load_from_checkpoint`` builds the plain module, and so cannot take it. The checkpoint names the techniques and
+    ``Plain.load_from_checkpoint`` cannot load it, because it builds the plain module. The checkpoint lists the techniques with
     their settings under ``["lightning_eff"]["architecture"]``.
 
-    Several techniques act in their own order, whatever order they are given in. One that was applied already with the same
-    settings is passed over; one whose settings are neutral does nothing. What ``configure_model`` builds is built before;
-    layers that ``setup`` builds must be there.
+    The order of the techniques does not matter. A technique that was already applied with the same settings is skipped, and
+    neutral settings do nothing. ``configure_model`` is called first. Layers that ``setup`` builds must already exist.
 
     Args:
-        module: a LightningModule or any other module; the ordinary module that it was, with other submodules.
-        techniques: whose purpose is other parameters.
-        batch: of the module's data, for techniques that must see it run (which say so) and cannot make an input up.
+        module: a LightningModule or any other module.
+        techniques: techniques that change the architecture.
+        batch: a batch of the module's data, for the few techniques that must see the module run. They say so.
 
     Raises:
-        TypeError: if ``module`` is no module, or something else than such techniques is given.
-        ValueError: if a technique finds nothing to act on, was applied with other settings or contradicts another; the
-            module is then as it was.
+        TypeError: if ``module`` is not a module, or another kind of technique is given.
+        ValueError: if a technique finds nothing to change, was applied with other settings, or conflicts with another one. The
+            module stays unchanged.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"lightning_eff.apply: got {_kind(module)}; expected a module, and then techniques.")
+        raise TypeError(f"lightning_eff.apply: got {_kind(module)}; expected a module, then techniques.")
     if not techniques:
         raise TypeError(
             "lightning_eff.apply: got a module and no technique; expected one or more that change the architecture:"
@@ -57,7 +56,7 @@ def apply(module: M, *techniques: Architecture, batch: Any = None) -> M:
             continue
         raise TypeError(
             f"lightning_eff.apply: got {_kind(technique)}; expected an instance of a technique that changes the architecture:"
-            f" {_known()}. Others change how a module is trained, and not what it is: put them into the Trainer's callbacks."
+            f" {_known()}. Other techniques belong in the Trainer's callbacks."
         )
     working = [t for t in techniques if not t.neutral]
     check_pairs(working)
@@ -79,14 +78,11 @@ def _kind(value: Any) -> str:
 
 
 def _known() -> str:
-    """The techniques that have this way in: the package's, and others that are imported."""
+    """List the techniques that change the architecture: those of the package, and other imported ones."""
     exported = [public.found(name) for name in public.HOMES]
     found = [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Architecture)]
     names = Counter(cls.__name__ for cls in [*found, *_subclasses(Architecture)] if not cls.__name__.startswith("_"))
-    return (
-        ", ".join(sorted(names))
-        or "none is there yet but subclasses of lightning_eff._core._architecture.technique.Architecture"
-    )
+    return ", ".join(sorted(names)) or "a subclass of lightning_eff._core._architecture.technique.Architecture"
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -1,6 +1,6 @@
-"""What ``import lightning_eff`` puts off: classes until they are asked for, strategy strings until Lightning is there.
+"""Delay the work of ``import lightning_eff``: import classes when first used, and add strategy strings after Lightning.
 
-Nothing heavy is imported here: ``lightning-eff plan`` looks at its arguments before torch is loaded.
+This module imports nothing heavy, because ``lightning-eff plan`` checks its arguments before it loads torch.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from lightning_eff.strategies._names import NAMES, StrategyName, meant, sized, w
 
 
 class StrategyByName:
-    """Stands in the registry for a strategy class that is imported when a Trainer takes it."""
+    """A registry entry that imports its strategy class when a Trainer uses it."""
 
     def __init__(self, name: StrategyName) -> None:
         self._of = name
@@ -26,9 +26,10 @@ class StrategyByName:
 
 
 class _Strings(list[str]):
-    """Strategy strings, which a Trainer looks a string up in before it asks the registry for the strategy.
+    """The strategy strings, in which a Trainer looks before it asks the registry.
 
-    Those of any sizes are in it. So are misspelt ones of this package, of which the registry then says what is right.
+    They include strings of any size. They also include misspelt strings of this package, for which the registry then raises
+    an error with the right spelling.
     """
 
     @override
@@ -37,7 +38,7 @@ class _Strings(list[str]):
 
 
 def register_strategies(package: str) -> None:
-    """Make every strategy string of the package known to the Trainer of ``package``, one of Lightning's two names."""
+    """Register this package's strategy strings with Lightning's ``package``, which is one of its two names."""
     registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
     get, available = registry.get, registry.available_strategies
 
@@ -55,9 +56,9 @@ def register_strategies(package: str) -> None:
 
 
 def explain_folders(fabric: str) -> None:
-    """Let Lightning's reader of checkpoint files, in ``fabric``, say what to do with a folder of pieces.
+    """Let Lightning's checkpoint reader in ``fabric`` explain what to do with a sharded checkpoint, which is a folder.
 
-    A Trainer without a strategy that writes such folders would say that the path is a directory.
+    Other strategies would only say that the path is a directory.
     """
     reader = importlib.import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO
     load = reader.load_checkpoint
@@ -67,9 +68,9 @@ def explain_folders(fabric: str) -> None:
         folder = Path(path) if isinstance(path, str | os.PathLike) else Path()
         if (folder / "meta.pt").is_file() and (folder / ".metadata").is_file():
             raise IsADirectoryError(
-                f"Trainer(ckpt_path={str(path)!r}): this is a folder of pieces of a model, and this Trainer's strategy reads"
-                " files. Resume with the strategy that wrote it, such as strategy='hybrid', or make a file with the model's"
-                f" weights of it: python -m {fabric}.utilities.consolidate_checkpoint {path}"
+                f"Trainer(ckpt_path={str(path)!r}): this is a folder of pieces of a model, but this Trainer's strategy reads"
+                " files. Resume with the strategy that wrote it, such as strategy='hybrid', or convert it to a file of weights:"
+                f" python -m {fabric}.utilities.consolidate_checkpoint {path}"
             )
         return load(self, path, *args, **kwargs)
 

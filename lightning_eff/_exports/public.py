@@ -1,6 +1,6 @@
-"""The public names and where they are, as ``__init__.pyi`` lists them: the one list, which type checkers read too.
+"""The public names and their modules, from ``__init__.pyi``, which is the only list and serves type checkers too.
 
-Modules of the package that need a name by its text ask here, since none of them may import the package as a whole.
+Modules of the package look up names here, because they may not import the package as a whole.
 """
 
 import ast
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def imports(stub: str) -> dict[str, str]:
-    """The names that a stub's lines ``from home import name as name`` give, each with its home."""
+    """Return the names and modules of a stub's lines ``from module import name as name``."""
     found = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in found for alias in node.names}
 
@@ -21,24 +21,24 @@ def _listed() -> dict[str, str]:
         stub = pkgutil.get_data("lightning_eff", "__init__.pyi")
     except OSError as error:
         raise ImportError(
-            "lightning_eff/__init__.pyi cannot be read; expected it beside __init__.py, since it lists the public names."
-            " Whatever packs the package into a file of its own must take .pyi files along."
+            "lightning_eff/__init__.pyi cannot be read; expected it beside __init__.py, because it lists the public names."
+            " Include .pyi files when you bundle the package."
         ) from error
     return imports((stub or b"").decode())
 
 
 _LISTED = _listed()
-#: Where each public name is.
+#: The module of each public name.
 HOMES: dict[str, str] = {name: home for name, home in _LISTED.items() if home != "lightning_eff"}
-#: The package's folders that are attributes of it without having been imported.
+#: The package's folders that are its attributes before they are imported.
 FOLDERS = frozenset(_LISTED) - frozenset(HOMES)
 
 
 def found(name: str) -> Any:
-    """What a name of the list stands for; its module is imported if it has not been.
+    """Return the object of a public name, and import its module if needed.
 
     Raises:
-        AttributeError: for a name that is not listed.
+        AttributeError: for any other name.
     """
     if name in HOMES:
         return getattr(import_module(HOMES[name]), name)
@@ -48,20 +48,20 @@ def found(name: str) -> Any:
 
 
 def version() -> str:
-    """The version of the installed distribution."""
-    from importlib import metadata  # 20 ms, which few imports need
+    """Return the version of the installed distribution."""
+    from importlib import metadata  # takes 20 ms
 
     return metadata.version("lightning-eff")
 
 
 def check_imported(name: str, asking: FrameType) -> None:
-    """Raise the ``ImportError`` of ``from lightning_eff import name`` with the name that was meant.
+    """Raise an ``ImportError`` with a suggestion for ``from lightning_eff import name`` if there is no such name.
 
-    Python replaces what a module's ``__getattr__`` says by a message of its own, except for an ``ImportError``.
+    Python replaces other exceptions of a module's ``__getattr__`` with its own message.
 
     Args:
-        name: the name that is asked for.
-        asking: the frame that asks for it. Other statements than an import are left to their ``AttributeError``.
+        name: the requested name.
+        asking: the frame that requests it. Only imports are checked.
     """
     import dis
 

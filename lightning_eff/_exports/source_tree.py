@@ -1,7 +1,7 @@
-"""A source tree that is not installed: ``lightning_eff.kernels`` is then the folder beside the package.
+"""Make ``lightning_eff.kernels`` importable from a source tree that is not installed.
 
-In the tree the kernels stand at the top, and in an installation, editable or not, inside of the package. Where this file is
-part of a tree on ``sys.path`` and nothing else has them, a finder gives them; in an installation nothing is done.
+In the tree, the kernels are a folder next to the package. In an installation, editable or not, they are inside it, and
+nothing is done.
 """
 
 import importlib.machinery
@@ -15,7 +15,7 @@ NAME = "lightning_eff.kernels"
 
 
 class KernelsBesideThePackage:
-    """An entry of ``sys.meta_path`` that knows one package, asked last, so that an installation's own comes first."""
+    """A finder for the kernels package, last in ``sys.meta_path``, so that an installation takes precedence."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -23,7 +23,7 @@ class KernelsBesideThePackage:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The package's spec, or None for every other name. Its modules are then found in its folder, as usual."""
+        """Return the spec of the kernels package, or None for other names."""
         if fullname != NAME:
             return None
         return importlib.util.spec_from_file_location(
@@ -35,8 +35,8 @@ def map_kernels(package: Path) -> None:
     """Make ``lightning_eff.kernels`` importable from a tree.
 
     Args:
-        package: the folder of ``lightning_eff``. A folder ``kernels`` beside it counts only in a tree, which has a
-            ``pyproject.toml``: in site-packages another package has that name.
+        package: the folder of ``lightning_eff``. A folder ``kernels`` next to it only counts together with a
+            ``pyproject.toml``, because in site-packages it belongs to another package.
     """
     folder = package.parent / "kernels"
     there = any(isinstance(finder, KernelsBesideThePackage) for finder in sys.meta_path)

@@ -1,4 +1,4 @@
-"""What is exported that changes how a module trains."""
+"""List the exported techniques."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from lightning_eff._exports import public
 
 
 def technique_classes() -> list[Any]:
-    """Every exported technique, by name: the classes of callbacks, precision plugins and strategies."""
+    """Return the classes of all exported techniques, sorted by name: callbacks, precision plugins and strategies."""
     from lightning.pytorch.strategies import Strategy
 
     from lightning_eff._core._lightning.names import is_subclass

@@ -1,4 +1,4 @@
-"""The honest comparison of a recipe with its baseline."""
+"""Compare recipes with their baseline at equal training time."""
 
 from lightning_eff.bench.benchmark import Benchmark
 from lightning_eff.bench.pace import Budget, Incomparable

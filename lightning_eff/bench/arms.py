@@ -1,4 +1,4 @@
-"""The arms of a benchmark: the baseline, its recipes, their controls, and the baseline at other budgets."""
+"""Build the arms of a benchmark: the baseline, recipes, their controls, and the baseline at other budgets."""
 
 import contextlib
 import inspect
@@ -29,7 +29,7 @@ from lightning_eff.bench.pacer import Pacer
 from lightning_eff.monitor.efficiency_monitor import EfficiencyMonitor
 from lightning_eff.monitor.training_report import TrainingReport
 
-#: What a bench leaves out of every arm: it paces, reports and saves by itself, and every arm uses up its budget.
+#: The callbacks that a bench removes from every arm, because it paces, logs and saves the runs itself.
 LEFT_OUT = (
     Checkpoint,
     DeviceStatsMonitor,
@@ -44,7 +44,7 @@ LEFT_OUT = (
 
 
 class Built(NamedTuple):
-    """One run, ready for ``trainer.fit(module, **data)``."""
+    """The parts of a run, for ``trainer.fit(module, **data)``."""
 
     trainer: Trainer
     module: LightningModule
@@ -56,16 +56,16 @@ class Arm:
     """One arm of the comparison.
 
     Attributes:
-        name: unique in the bench.
+        name: a name that is unique in the bench.
         kind: "baseline", "recipe", "control" (of a recipe) or "ladder" (the baseline at another budget).
-        of: the recipe that a control belongs to.
-        factor: of the budget.
-        description: one line for people.
-        configs: the texts of its configs, for the record.
-        source: the paths of its configs, or the function that builds it.
-        rate: its own learning rate at the peak, in the module's place.
-        warm_up: its own warm-up, in seconds or as a share of the budget.
-        replaced: for a control, the place of a technique among the recipe's callbacks, and the name of its stand-in.
+        of: the recipe of a control.
+        factor: the budget as a factor of the bench's budget.
+        description: a line for the report.
+        configs: the texts of the configs.
+        source: the paths of the configs, or the function that builds the arm.
+        rate: the arm's own peak learning rate, instead of the module's.
+        warm_up: the arm's own warm-up, in seconds or as a fraction of the budget.
+        replaced: for a control, the index of a technique among the recipe's callbacks, and the name of its replacement.
     """
 
     name: str
@@ -80,10 +80,10 @@ class Arm:
     warm_up: str | float | None = None
 
     def build(self, seed: int) -> Built:
-        """A fresh trainer and module under ``seed``.
+        """Build a new Trainer and module with ``seed``.
 
         Raises:
-            Incomparable: if the function returns something else than a trainer and a module.
+            Incomparable: if the function does not return a Trainer and a module.
         """
         seed_everything(seed, workers=True, verbose=False)
         built = _from_function(self.name, self.source) if callable(self.source) else _from_configs(self.source, seed)
@@ -94,7 +94,7 @@ class Arm:
         return built
 
     def texts(self) -> list[str]:
-        """Its configs' texts, or its function's source where there is one."""
+        """Return the texts of the configs, or the function's source if it is available."""
         if not callable(self.source):
             return list(self.configs)
         try:
@@ -103,19 +103,19 @@ class Arm:
             return []
 
     def record(self) -> dict[str, Any]:
-        """The arm in ``results.json``."""
+        """Return the arm's entry in ``results.json``."""
         names = ("name", "kind", "of", "factor", "description")
         own = {name: getattr(self, name) for name in ("rate", "warm_up") if getattr(self, name) is not None}
         return {**{name: getattr(self, name) for name in names}, **own, "configs": list(self.configs)}
 
 
 def stand_ins(technique: Technique) -> Mapping[str, Any]:
-    """What takes a technique's place in its control arms, by name."""
+    """Return the callbacks that replace a technique in its control arms, by name."""
     return technique.control.arms(technique)
 
 
 def ready(built: Built, pacer: Pacer) -> None:
-    """Hand the trainer over to the bench: its own callbacks for pacing, logging and saving are left out."""
+    """Prepare the Trainer for the bench: remove its own callbacks for pacing, logging and saving."""
     trainer = built.trainer
     callbacks = [c for c in trainer.callbacks if not is_a(c, *LEFT_OUT)]  # pyright: ignore[reportAttributeAccessIssue]
     trainer.callbacks = [pacer, *callbacks]  # pyright: ignore[reportAttributeAccessIssue]
@@ -128,20 +128,20 @@ def ready(built: Built, pacer: Pacer) -> None:
 def _from_function(name: str, function: Callable[..., Any]) -> Built:
     built = function()
     expected = (
-        "a new Trainer and a new LightningModule, and a LightningDataModule or fit's arguments in a dict if needed"
+        "a new Trainer and a new LightningModule, then a LightningDataModule or a dict of fit's arguments if needed"
     )
     if not isinstance(built, tuple) or len(built) not in (2, 3) or not is_a(built[0], Trainer):
-        raise Incomparable(f"{name}: its function returned {type(built).__name__}; expected a tuple of {expected}.")
+        raise Incomparable(f"{name}: its function returned {type(built).__name__}. Return a tuple of {expected}.")
     trainer, module = built[:2]
     if not is_a(getattr(module, "_orig_mod", module), LightningModule):  # torch.compile wraps it
-        raise Incomparable(f"{name}: its function returned a {type(module).__name__} as module; expected {expected}.")
+        raise Incomparable(f"{name}: its function returned a {type(module).__name__} as module. Return {expected}.")
     if package_of(trainer) != (package := package_of(getattr(module, "_orig_mod", module))):
         raise Incomparable(
             f"{name}: its function returned a {package_of(trainer)} Trainer and a {package} module, which Lightning cannot"
             f" train together. Make the Trainer with `from {package} import Trainer`."
         )
     if trainer.fit_loop.epoch_loop.total_batch_idx > 0 or any(isinstance(c, Pacer) for c in _callbacks(trainer)):
-        raise Incomparable(f"{name}: its function returned a Trainer that has run before; expected {expected}.")
+        raise Incomparable(f"{name}: its function returned a Trainer that has already run. Return {expected}.")
     data = built[2] if len(built) == 3 else {}
     if isinstance(data, Mapping):
         return Built(trainer, module, dict(data))
@@ -149,7 +149,7 @@ def _from_function(name: str, function: Callable[..., Any]) -> Built:
 
 
 def _from_configs(paths: Sequence[str], seed: int) -> Built:
-    """What ``lightning-eff fit`` would run with these configs."""
+    """Build the parts of the run that ``lightning-eff fit`` would start with these configs."""
     from lightning_eff._cli.config import ConfigCLI
 
     class Unrun(ConfigCLI):
@@ -167,18 +167,18 @@ def _callbacks(trainer: Trainer) -> list[Any]:
 
 
 def named(text: str) -> tuple[str, tuple[str, ...]]:
-    """``"a.yaml,b.yaml"`` or ``"name=a.yaml,b.yaml"`` as a name (the last file's stem) and the paths.
+    """Split ``"name=a.yaml,b.yaml"`` into the name and the paths. The default name is the last file's stem.
 
     Raises:
-        FileNotFoundError: naming the first of them that is not there.
+        FileNotFoundError: if a file does not exist.
     """
     name, equals, rest = text.partition("=")
     paths = tuple((rest if equals else text).split(","))
     for path in paths:
         if not Path(path).is_file():
             raise FileNotFoundError(
-                f"Got {text!r}, and there is no file {path!r}; expected configs of LightningCLI, several for one arm"
-                " joined by commas, with a name if wanted: name=base.yaml,more.yaml."
+                f"{text!r}: there is no file {path!r}. Give the configs of an arm as name=base.yaml,more.yaml; the name is"
+                " optional."
             )
     return (name if equals else Path(paths[-1]).stem), paths
 
@@ -192,29 +192,31 @@ def lay_out(
     rates: Mapping[str, float] | None = None,
     warm_ups: Mapping[str, str | float] | None = None,
 ) -> list[Arm]:
-    """Every arm, the baseline first, each recipe followed by its controls, the ladder last.
+    """Return all arms: the baseline, each recipe followed by its controls, then the ladder.
 
     Args:
-        baseline: its name, and its configs' paths or the function that builds it.
-        recipes: the same, by name.
-        controls: add the arms that each technique of a recipe names as its control.
-        ladder: factors of the budget at which the baseline runs too.
-        rates: an arm's own learning rate at the peak, by name; a recipe's controls have it too.
-        warm_ups: an arm's own warm-up, likewise.
+        baseline: its name, and the paths of its configs or the function that builds it.
+        recipes: the same for each recipe, by name.
+        controls: whether to add the controls that each technique of a recipe names.
+        ladder: further budgets of the baseline, as factors of the budget.
+        rates: the peak learning rate of arms that have their own, by name. A recipe's controls use it too.
+        warm_ups: the warm-up of arms that have their own, by name.
 
     Raises:
-        ValueError: if two arms have one name, or a rate or a warm-up is of none.
+        ValueError: if two arms have the same name, or a learning rate or warm-up belongs to no arm.
     """
     own = {"rate": dict(rates or {}), "warm_up": dict(warm_ups or {})}
     for what, values in own.items():
         if strangers := sorted(values.keys() - {baseline[0], *recipes}):
-            raise ValueError(f"Got a {what} for {strangers}; expected names of arms: {[baseline[0], *recipes]}.")
+            raise ValueError(
+                f"Benchmark({what}s={strangers}): there are no such arms. Use names from {[baseline[0], *recipes]}."
+            )
 
     def settings(name: str) -> dict[str, Any]:
         return {what: values.get(name) for what, values in own.items()}
 
-    why = "what the recipes are held against"
-    arms = [_arm(baseline[0], "baseline", baseline[1], description=why, **settings(baseline[0]))]
+    first = "the recipes are compared with it"
+    arms = [_arm(baseline[0], "baseline", baseline[1], description=first, **settings(baseline[0]))]
     for name, source in recipes.items():
         recipe = _arm(name, "recipe", source, **settings(name))
         with undisturbed():
@@ -230,7 +232,7 @@ def lay_out(
                         kind="control",
                         of=name,
                         replaced=(at, other),
-                        description=f"{other} in place of {type(technique).__name__}: {technique.control.text}",
+                        description=f"{other} instead of {type(technique).__name__}: {technique.control.text}",
                     )
                 )
     for factor in ladder:
@@ -239,7 +241,7 @@ def lay_out(
     names = [arm.name for arm in arms]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"Got several arms named {twice}; expected each to have its own name: name=config.yaml.")
+        raise ValueError(f"Several arms are named {twice}. Give each its own name: name=config.yaml.")
     return arms
 
 
@@ -252,14 +254,14 @@ def _arm(name: str, kind: str, source: Any, **more: Any) -> Arm:
 
 
 def short(path: str | os.PathLike[str]) -> str:
-    """A path below the current folder as it is from there, another as it was given."""
+    """Return a path relative to the current folder if it is below it, and unchanged otherwise."""
     short = os.path.relpath(path)
     return os.fspath(path) if short.startswith(os.pardir) else short
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Without Lightning's chatter; random state and the seed in the environment are afterwards as they were."""
+    """Silence Lightning, and restore the random state and the seed in the environment afterwards."""
     import warnings
 
     loggers = [logging.getLogger(name) for names in NAMES.items() for name in names]

@@ -1,4 +1,4 @@
-"""Compares recipes with their baseline, after the protocol of Kaddour et al. 2023 (arXiv:2307.06440)."""
+"""Compare recipes with their baseline, with the protocol of Kaddour et al. 2023 (arXiv:2307.06440)."""
 
 import json
 import os
@@ -22,7 +22,9 @@ from lightning_eff.bench.rehearsing import Rehearsing
 from lightning_eff.bench.reports.export import log
 from lightning_eff.bench.reports.report import require_extra, write
 from lightning_eff.bench.reports.statistics import summarize
+from lightning_eff.bench.reports.words import plan_line
 from lightning_eff.bench.results import SCHEMA, now, save, write_json
+from lightning_eff.bench.running import dry_run
 from lightning_eff.bench.running.jobs import Job, crashed
 from lightning_eff.bench.running.workers import InProcess, Place, Workers
 from lightning_eff.monitor.machine import fingerprint
@@ -204,8 +206,8 @@ class Benchmark:
             if self.logger is not None:
                 log(every, self.logger)
             return every
-        self._take_up()
-        taken = self._take_over()
+        self._begin_or_continue()
+        taken = self._reuse_known()
         workers: Place = InProcess() if self._in_process else Workers(self.jobs, self.threads, self.out / "logs")
         runs = [(seed, arm) for seed in self.seeds for arm in self.arms]
         total = sum(arm.factor for _, arm in runs) * self.budget.seconds
@@ -225,8 +227,28 @@ class Benchmark:
             log({"": results}, self.logger)
         return results
 
+    def dry_run(self, width: int = 100) -> tuple[str, bool]:
+        """Check every arm with a few steps, without a run. Nothing is written.
+
+        Args:
+            width: the width of the text in characters; 80 to 160 are used.
+
+        Returns:
+            A text with the checks and the estimated time, and whether the bench can run.
+
+        Raises:
+            ValueError: if the baseline cannot be measured (:class:`Incomparable`).
+            RuntimeError: if the baseline crashes or diverges.
+        """
+        arms = [arm for arm in self.arms if arm.kind != "ladder"]
+        found = dry_run.Checks(self._pace, self.budget, self.seeds[0], self.threads, self.other_training_data).of(arms)
+        counts = {"seeds": len(self.seeds), "rounds": self.rounds, "jobs": self.jobs, "evaluations": self.evaluations}
+        seconds = sum(dry_run.estimate(found, self.arms, budget.seconds, **counts) for budget in self.budgets)
+        text = dry_run.text(found, seconds, plan_line({"plan": self._plan()}), width)
+        return text, all(one.status != "refused" for one in found)
+
     def _at(self, budget: Budget, out: Path, prices: Path | None) -> "Benchmark":
-        """Return the same bench at one of several budgets."""
+        """Return the same bench at another budget."""
         own = {"reference": self._arguments["reference"] or prices, "logger": None}  # all budgets are logged as one
         return Benchmark(**{**self._arguments, **own}, budget=budget, out=out)
 
@@ -244,9 +266,9 @@ class Benchmark:
         bar.stage(stage, left)
         done = workers.each(left, bar.update) if folder == "runs" else workers.together(left, bar.update)
         for job, record in done if left else ():
-            bar.done(job, record)
             if record["status"] == "refused":
                 raise Incomparable(f"{job.arm.name}: {record['error']}")
+            bar.done(job, record)
             write_json(place / f"{job.name}.json", record)
             records[job.name] = record
             if folder == "runs":
@@ -255,10 +277,10 @@ class Benchmark:
 
     # -- rehearsals
 
-    def _take_over(self) -> dict[str, Any]:
-        """Copy the runs of arms that earlier benches know to disk, and return the calibrations of these arms.
+    def _reuse_known(self) -> dict[str, Any]:
+        """Copy the runs of arms that earlier benches contain, and return the calibrations of these arms.
 
-        This is decided when the bench begins. An arm that has rehearsed here keeps its own step costs.
+        This happens when the bench starts. An arm that has already rehearsed here keeps its step costs.
         """
         file = self.out / "known.json"
         if file.is_file():
@@ -281,7 +303,8 @@ class Benchmark:
         ) -> list[dict[str, Any]]:
             jobs = []
             for arm in arms:
-                pace = Pace(self.target, steps=steps[arm.name], sweep=sweep, inspect=inspect, **self._rates(arm))
+                more = {"inspect": inspect, "check_target": what == "first"}
+                pace = self._pace(arm, steps=steps[arm.name], sweep=sweep, **more)
                 jobs.append(Job(arm, self.seeds[0], pace, f"{self._slug(arm)}-{what}", self.threads))
             return self._do(workers, bar, jobs, "rehearsals", f"rehearsal, {what}")
 
@@ -299,15 +322,14 @@ class Benchmark:
         for seed, arm in runs:
             calibrated = self._calibration[self.arms[0].name if arm.kind == "ladder" else arm.name]
             failed = calibrated.get("failed")
-            pace = Pace(
-                self.target,
+            pace = self._pace(
+                arm,
                 budget=self.budget.seconds * arm.factor,
                 reference=self.budget.clock == "reference",
                 prices={price["kind"]: price["seconds"] for price in calibrated.get("prices", ())},
                 common=[price["kind"] for price in self._calibration[self.arms[0].name]["prices"]],
                 steps=max(1, round(calibrated.get("steps", 1) * arm.factor)),
                 evaluations=self.evaluations,
-                **self._rates(arm),
             )
             job = Job(arm, seed, pace, f"{self._slug(arm)}-seed{seed}", self.threads)
             file = self.out / "runs" / f"{job.name}.json"
@@ -318,11 +340,11 @@ class Benchmark:
             jobs.append(job)
         self._do(workers, bar, jobs, "runs", "runs")
 
-    def _rates(self, arm: Arm) -> dict[str, Any]:
-        """An arm's schedule, as a pace takes it."""
+    def _pace(self, arm: Arm, **more: Any) -> Pace:
+        """Return an arm's pace with its learning rate schedule."""
         seconds = self.budget.seconds * arm.factor
-        share = None if arm.warm_up is None else warm_up_share(arm.warm_up, seconds)
-        return {"schedule": self.schedule, "rate": arm.rate, "warm_up": share}
+        warm_up = None if arm.warm_up is None else warm_up_share(arm.warm_up, seconds)
+        return Pace(self.target, schedule=self.schedule, rate=arm.rate, warm_up=warm_up, **more)
 
     def _slug(self, arm: Arm) -> str:
         return f"{self.arms.index(arm):02d}-{re.sub(r'[^A-Za-z0-9]+', '-', arm.name).strip('-')[:60]}"
@@ -344,21 +366,24 @@ class Benchmark:
             "arms": [{**arm.record(), "configs": arm.texts()} for arm in self.arms],
         }
 
-    def _take_up(self) -> None:
-        """Begin in ``out``, or go on with the same bench."""
+    def _begin_or_continue(self) -> None:
+        """Begin a bench in ``out``, or continue the same bench there."""
         file = self.out / "plan.json"
         machine = fingerprint(self.threads)
         if not file.is_file():
             if any((self.out / name).exists() for name in ("runs", "results.json")):
-                raise ValueError(f"{self.out} holds other results; expected an empty folder. Name another one: --out.")
+                raise ValueError(
+                    f"Benchmark(out={str(self.out)!r}): the folder has other results. Set --out to an empty folder."
+                )
             write_json(file, {"created": now(), "machine": machine, "plan": self._plan()})
         begun = json.loads(file.read_text())
-        differs = [key for key, value in self._plan().items() if begun["plan"].get(key) != value]
+        plans = [_without_descriptions(plan) for plan in (begun["plan"], self._plan())]
+        differs = [key for key, value in plans[1].items() if plans[0].get(key) != value]
         differs += [key for key in ("cpu", "gpu", "torch", "lightning") if begun["machine"][key] != machine[key]]
         if differs:
             raise ValueError(
-                f"{self.out} holds a bench that differs in {', '.join(differs)}; expected the same plan on the same"
-                " machine, to go on with it. Name another folder (--out), or delete that one."
+                f"Benchmark(out={str(self.out)!r}): the folder has a bench that differs in {', '.join(differs)}, so this one"
+                " cannot continue it. Set --out to another folder, or delete this one."
             )
         self._created, self._machine = begun["created"], begun["machine"]
 
@@ -380,3 +405,9 @@ class Benchmark:
                     results["runs"].append(json.loads(file.read_text()))
         results["summary"] = summarize(results)
         return results
+
+
+def _without_descriptions(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan without the arms' descriptions, whose wording may change."""
+    arms = [{name: value for name, value in arm.items() if name != "description"} for arm in plan["arms"]]
+    return {**plan, "arms": arms}

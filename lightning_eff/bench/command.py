@@ -1,4 +1,4 @@
-"""``lightning-eff bench``: run a benchmark over configs, draw its report again, or set two beside each other."""
+"""``lightning-eff bench``: run a benchmark over configs, draw its report again, or compare two benches."""
 
 import argparse
 import shutil
@@ -11,103 +11,120 @@ from lightning_eff._cli.errors import Arguments, told
 from lightning_eff._core._lightning.names import is_subclass
 
 _DESCRIPTION = """\
-Does a recipe pay, by how much, and how sure is that? Trains a baseline and recipes in turns over the same budget of
-training seconds, with the learning rate decayed wholly over it, on the same data order for each seed.
+Measures whether a recipe is faster than its baseline, by how much, and how certain that is. All arms train in turns for the
+same number of training seconds, with a learning rate that decays to zero, and with the same data order for each seed.
 
   lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
   lightning-eff bench report DIR        draw the report of a bench again
-  lightning-eff bench compare A B       set two benches side by side
+  lightning-eff bench compare A B       compare two benches
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of a run; but for ``baseline``, ``recipe`` and ``quiet`` they have the names of Benchmark's arguments."""
+    """Return the parser of a run. Most options have the names of Benchmark's arguments."""
     options = Arguments(
         "lightning-eff bench", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = options.add_argument
-    configs = "[name=]config.yaml[,more.yaml]; several are merged from left to right, as LightningCLI merges them"
+    configs = "[name=]config.yaml[,more.yaml]; several configs are merged from left to right, as by LightningCLI"
     add("--baseline", required=True, metavar="CONFIGS", help=configs)
-    add("--recipe", action="append", default=[], metavar="CONFIGS", help="the same; repeat it for more recipes")
-    add("--target", required=True, metavar="METRIC", help="what validation_step logs, such as val_loss")
-    add("--mode", choices=("min", "max"), help="whether less or more of it is better; told by its name otherwise")
+    add(
+        "--recipe",
+        action="append",
+        default=[],
+        metavar="CONFIGS",
+        help="the same for a recipe; repeat it for more recipes",
+    )
+    add("--target", required=True, metavar="METRIC", help="a metric that validation_step logs, such as val_loss")
+    add("--mode", choices=("min", "max"), help="whether a lower or a higher target is better (default: by its name)")
     add(
         "--budget",
         required=True,
-        help="training seconds of each run: 120s, 2m or 1h of wall-clock; 120rs in reference-system time, where each"
-        " step costs the calibrated time of its kind, so that a busy machine does not matter; several with commas"
-        " between them, 20rs,60rs, for a bench at each",
+        help="training time of each run: 120s, 2m or 1h of wall-clock time, or 120rs of reference-system time, in which each"
+        " step costs the calibrated time of its kind, so that a busy machine does not matter. 20rs,60rs runs a bench at each",
     )
-    add("--seeds", default="3", help="how many, or which: 3, or 5,6,7, or 7, for that one alone (default: 3)")
+    add(
+        "--seeds",
+        default="3",
+        help="the number of seeds, or a list of them with a comma: 3, or 5,6,7, or 7, for seed 7 alone (default: 3)",
+    )
     add(
         "--out",
         type=Path,
         default=Path("lightning_logs/bench"),
-        help="folder for the results; an interrupted bench goes on there (default: lightning_logs/bench)",
+        help="folder for the results; an interrupted bench continues there (default: lightning_logs/bench)",
     )
-    add("--controls", choices=("auto", "none"), default="auto", help="add the control that each technique names")
+    add(
+        "--controls",
+        choices=("auto", "none"),
+        default="auto",
+        help="whether to add the controls that each technique names (default: auto)",
+    )
     add(
         "--ladder",
         default="",
         metavar="F,F",
-        help="run the baseline also at these factors of the budget, e.g. 0.67,1.5",
+        help="also run the baseline at these factors of the budget, such as 0.67,1.5",
     )
-    add("--threads", type=int, default=0, help="torch's threads in every arm (default: torch's own choice)")
-    add("--jobs", type=int, default=1, help="runs at once; reference-system time only (default: 1)")
-    add("--evaluations", type=int, default=10, help="validations in each run (default: 10)")
+    add("--threads", type=int, default=0, help="torch threads per run (default: torch's choice)")
+    add("--jobs", type=int, default=1, help="parallel runs, in reference-system time only (default: 1)")
+    add("--evaluations", type=int, default=10, help="validations per run (default: 10)")
     add(
         "--schedule",
         choices=("own", "linear", "cosine"),
         default="own",
-        help="the module's own schedule, stretched over the budget, or the bench's, decayed to zero, in its place",
+        help="the module's own learning rate schedule, stretched over the budget, or one that decays to zero (default: own)",
     )
-    add("--rounds", type=int, default=8, help="rehearsals of each arm, which its speed is told from (default: 8)")
+    add("--rounds", type=int, default=8, help="rehearsals per arm, which measure its speed (default: 8)")
     add(
         "--reference",
         type=Path,
         metavar="FILE",
-        help="the baseline's prices of steps from this file, so that a reference second is the same in every bench of one"
-        " machine; the first writes them there. Or take the prices from this bench (a folder), of another machine",
+        help="a file with the baseline's step costs, so that a reference second is the same in every bench on one machine. The"
+        " first bench writes it. Or the folder of a bench, on any machine, whose step costs count",
     )
     add(
         "--allow-other-training-data",
         action="store_true",
         dest="other_training_data",
-        help="for recipes that choose the training data",
+        help="allow recipes to train on other data than the baseline",
     )
-    own = "of an arm that brings its own, in the place of its module's; repeat it for more arms"
-    add(
-        "--rate", dest="rates", action="append", default=[], metavar="NAME=RATE", help=f"the learning rate's peak {own}"
-    )
+    own = "of an arm that needs its own; repeat it for more arms"
+    add("--rate", dest="rates", action="append", default=[], metavar="NAME=RATE", help=f"the peak learning rate {own}")
     add(
         "--warm-up",
         dest="warm_ups",
         action="append",
         default=[],
         metavar="NAME=TIME",
-        help=f"the warm-up, in seconds or as a share of the budget (5s, 5%%), {own}",
+        help=f"the warm-up, in seconds or as a fraction of the budget (5s, 5%%), {own}",
     )
     add(
         "--tuned",
         metavar="NAME,NAME",
-        help="arms whose settings were tuned for this budget, none for none: the report says which were and which were not",
+        help="the arms whose settings were tuned for this budget, or none; the report names them",
     )
     add(
         "--logger",
         metavar="CLASS[,ARG=VALUE]",
-        help="give curves and figures to this Lightning logger too, such as CSVLogger or my.module.Logger,name=x",
+        help="also log curves and figures to this Lightning logger, such as CSVLogger or my.module.Logger,name=x",
     )
-    add("--title", help="of the report")
-    add("--quiet", action="store_true", help="no progress bar")
+    add("--title", help="the title of the report")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check every arm with a few steps, print the time that the bench takes, and stop",
+    )
+    add("--quiet", action="store_true", help="do not show a progress bar")
     return options
 
 
 def main(argv: Sequence[str], *, debug: bool = False) -> None:
-    """``argv`` after ``bench``; with ``debug`` every error is raised as it came.
+    """Run the command with the arguments after ``bench``. With ``debug``, errors keep their traceback.
 
     Raises:
-        SystemExit: with status 2 where arms cannot be compared or arguments cannot be used, 1 where the bench failed, 130
-            if it was interrupted.
+        SystemExit: with status 2 for unusable arguments or arms that cannot be compared, 1 if the bench failed, and 130 if it
+            was interrupted.
     """
     try:
         with told("lightning-eff bench", debug=debug):
@@ -118,9 +135,7 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
             else:
                 _run(argv)
     except KeyboardInterrupt:
-        print(
-            "\nInterrupted; the same command goes on where it was. Nothing that was finished is lost.", file=sys.stderr
-        )
+        print("\nInterrupted. The same command continues the bench; finished runs are kept.", file=sys.stderr)
         raise SystemExit(130) from None
 
 
@@ -136,9 +151,9 @@ def _run(argv: Sequence[str]) -> None:
     for text in options.pop("recipe"):
         name, paths = named(text)
         if name in recipes or name == baseline_name:
-            raise ValueError(f"Got two arms named {name!r}; expected a name for each: --recipe other={text}.")
+            raise ValueError(f"Got two arms named {name!r}. Give this one another name: --recipe other={text}.")
         recipes[name] = paths
-    progress, out = not options.pop("quiet"), options["out"]
+    progress, dry, out = not options.pop("quiet"), options.pop("dry_run"), options["out"]
     seeds = _numbers("--seeds", options["seeds"], int)
     options["seeds"] = seeds if "," in options["seeds"] else seeds[0]
     options["controls"] = "auto" if options["controls"] == "auto" else None
@@ -148,14 +163,20 @@ def _run(argv: Sequence[str]) -> None:
     options["tuned"] = _names(options["tuned"])
     options["logger"] = _logger(options["logger"], out) if options["logger"] else None
     benchmark = Benchmark(baseline, recipes, baseline_name=baseline_name, **options)
-    _tell(benchmark.run(progress=progress), out)
+    if dry:
+        text, possible = benchmark.dry_run(_width())
+        print(text)
+        if not possible:
+            raise SystemExit(2)
+        return
+    _print(benchmark.run(progress=progress), out)
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    """Numbers with commas between them.
+    """Parse numbers with commas between them.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: for any other text.
     """
     try:
         numbers = [kind(part) for part in text.split(",") if part.strip()]
@@ -168,10 +189,10 @@ def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
 
 
 def _pairs(option: str, texts: Sequence[str], kind: Callable[[str], Any]) -> dict[str, Any]:
-    """``NAME=VALUE``, several.
+    """Parse several ``NAME=VALUE``.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: for any other text, or a name that occurs twice.
     """
     pairs: dict[str, Any] = {}
     for text in texts:
@@ -194,10 +215,10 @@ def _names(text: str | None) -> list[str] | None:
 
 
 def _logger(text: str, out: Path) -> Any:
-    """A Lightning logger by the name of its class; it saves into the bench's folder where it is not told otherwise.
+    """Create a Lightning logger by the name of its class. By default it saves to the bench's folder.
 
     Raises:
-        ValueError: there is no such class, it is no logger, or it does not take these arguments.
+        ValueError: if there is no such class, it is not a logger, or it does not take these arguments.
     """
     import importlib
     import inspect
@@ -226,7 +247,7 @@ def _logger(text: str, out: Path) -> Any:
     try:
         return found(**arguments)
     except (TypeError, ModuleNotFoundError) as error:
-        raise ValueError(f"Got --logger {text!r}, which cannot be made: {error}.") from None
+        raise ValueError(f"Got --logger {text!r}, which cannot be created: {error}.") from None
 
 
 def _report(argv: Sequence[str]) -> None:
@@ -247,24 +268,24 @@ def _report(argv: Sequence[str]) -> None:
         write(results, place / name)
     if every:
         several.draw(every, place)
-    _tell(alone or every, place)
+    _print(alone or every, place)
 
 
 def _width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-def _tell(results: dict[str, Any], folder: Path) -> None:
-    """The table, and where the rest is; of one bench, or of one at each of several budgets."""
+def _print(results: dict[str, Any], folder: Path) -> None:
+    """Print the table and the paths of the files, of one bench or of several budgets."""
     from lightning_eff.bench.reports import overview
     from lightning_eff.bench.reports.report import fitting, grid, table
 
     if "plan" not in results:
         for budget, one in results.items():
-            _tell(one, folder / budget)
+            _print(one, folder / budget)
             print()
         print(grid(*overview.columns_and_rows(results), fitting(_width())))
-        print(f"\nover all budgets: {folder / 'report.html'}")
+        print(f"\nall budgets: {folder / 'report.html'}")
         return
     print(table(results, _width()))
     print(f"\nresults: {folder / 'results.json'}\nreport:  {folder / 'report.html'}\nfigures: {folder / 'figures'}")
@@ -274,7 +295,7 @@ def _compare(argv: Sequence[str]) -> None:
     from lightning_eff.bench.reports.compare import compare
     from lightning_eff.bench.results import load
 
-    options = Arguments("lightning-eff bench compare", description="Set two benches side by side.")
+    options = Arguments("lightning-eff bench compare", description="Compare two benches.")
     options.add_argument("first", type=Path, metavar="A")
     options.add_argument("second", type=Path, metavar="B")
     chosen = options.parse_args(argv)

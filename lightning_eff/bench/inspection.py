@@ -1,4 +1,4 @@
-"""What an arm is made of, looked at in its first rehearsal: its model, its optimizer, its techniques, its data."""
+"""Inspect an arm's model, optimizer, techniques and data in its first rehearsal."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from lightning_eff._core.technique import techniques_of
 
 
 def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """What may set an arm apart from the baseline, as JSON, by the words that the report has for it."""
+    """Return properties in which an arm may differ from the baseline, as JSON values, by their names in the report."""
     plain: Any = getattr(module, "_orig_mod", module)
     found: dict[str, Any] = {
         "model": type(plain).__name__,
@@ -35,13 +35,13 @@ def facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def acting(trainer: Trainer) -> list[str]:
-    """The techniques that act, with their settings, as words to compare."""
+    """Return the active techniques with their settings, as texts to compare."""
     found = [one for one in techniques_of(trainer) if not one.neutral]
     return [f"{type(c).__name__}({ {k: v for k, v in vars(c).items() if not k.startswith('_')} })" for c in found]
 
 
 def training_data(trainer: Trainer) -> dict[str, Any] | None:
-    """The length of a map-style training set and a hash of three of its items; None where it cannot be told."""
+    """Return the length of a map-style training set and a hash of three of its items; None for other data sets."""
     dataset = getattr(trainer.train_dataloader, "dataset", None)
     try:
         length = len(dataset)  # pyright: ignore[reportArgumentType]
@@ -50,13 +50,13 @@ def training_data(trainer: Trainer) -> dict[str, Any] | None:
     digest = hashlib.sha1()
     with rng.fork():
         for index in (0, length // 2, length - 1):
-            torch.manual_seed(index)  # random augmentation draws alike
+            torch.manual_seed(index)  # for random augmentation
             for _, tensor in tensors(dataset[index]):  # pyright: ignore[reportOptionalSubscript]
                 digest.update(raw(tensor))
     return {"length": length, "items": digest.hexdigest()}
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """A tensor's bytes, for a hash."""
+    """Return a tensor's bytes, for a hash."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -1,4 +1,4 @@
-"""What other benches of the same code have found already, so that it need not be trained again."""
+"""Reuse runs of earlier benches of the same code."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,26 +11,33 @@ from lightning_eff.bench.results import load
 
 Record = dict[str, Any]
 
-SETTINGS = ("target", "mode", "budget", "threads", "evaluations", "schedule")  # of a plan, which make a run what it is
+SETTINGS = (
+    "target",
+    "mode",
+    "budget",
+    "threads",
+    "evaluations",
+    "schedule",
+)  # the settings of a plan that affect a run
 MACHINE = ("cpu", "gpu", "torch", "lightning")
 
 
 class Known:
-    """Calibrations and runs of benches that are over, by what an arm is.
+    """Find calibrations and runs of finished benches for arms with the same configs.
 
-    On the reference clock a run is wholly told by its arm's configs, its seed, the prices and the bench's settings: trained
-    again, it would be the same. A baseline and its recipes are taken over; controls and ladders are not.
+    In reference-system time, configs, seed, step costs and settings determine a run completely. Runs of the baseline and of
+    recipes are reused. Those of controls and ladders are not.
 
     Args:
-        folders: of the benches; where several have an arm, the first one counts.
-        plan: of the bench that asks, as in its ``results.json``.
-        machine: its fingerprint.
-        baseline: its baseline.
-        reference: the prices that it counts in.
+        folders: the folders of the benches. If several have an arm, the first one counts.
+        plan: the new bench's plan, as in its ``results.json``.
+        machine: the machine's fingerprint.
+        baseline: the new bench's baseline.
+        reference: the new bench's step costs.
 
     Raises:
-        FileNotFoundError: if a folder holds no results.
-        ValueError: if one holds a bench of another kind or in other prices, whose runs would be others.
+        FileNotFoundError: if a folder has no results.
+        ValueError: if a bench has another baseline, other settings or other step costs.
     """
 
     def __init__(
@@ -46,28 +53,25 @@ class Known:
             theirs = results["plan"]["arms"][0]
             differs = [name for name in SETTINGS if results["plan"][name] != plan[name]]
             differs += [name for name in MACHINE if results["machine"][name] != machine[name]]
-            if _what(theirs) != _what(baseline.record()):
+            if _identity(theirs) != _identity(baseline.record()):
                 differs.append("the baseline's configs")
             elif prices := results["calibration"].get(theirs["name"], {}).get("prices"):
                 differs += (
-                    [] if reference.known(baseline, machine, prices) == prices else ["the prices of the reference"]
+                    [] if reference.known(baseline, machine, prices) == prices else ["the step costs of the reference"]
                 )
             if differs:
                 raise ValueError(
-                    f"Got the bench in {folder} as known, which differs in {', '.join(differs)}; expected one of the same"
-                    " baseline with the same settings and reference on the same machine. Leave it out to train every run."
+                    f"Benchmark(known={folder!r}): this bench differs in {', '.join(differs)}, so its runs cannot be reused."
+                    " Leave it out to train every run."
                 )
 
     def calibrations(self, arms: Sequence[Arm]) -> dict[str, Record]:
-        """The steps, prices and rates of those arms that a bench knows, by their names here."""
+        """Return the calibrations of the arms that an earlier bench has, by their names here."""
         found = {arm.name: self._of(arm) for arm in arms}
         return {name: known[1]["calibration"][known[2]] for name, known in found.items() if known is not None}
 
     def run(self, arm: Arm, seed: int) -> Record | None:
-        """The record of an arm's finished run under a seed, by the arm's name here; None where there is none.
-
-        A note in it says where it was trained.
-        """
+        """Return the record of an arm's finished run with a seed, or None. A note in it names the bench that trained it."""
         known = self._of(arm)
         if known is None:
             return None
@@ -82,19 +86,19 @@ class Known:
         return None
 
     def _of(self, arm: Arm) -> tuple[str, Record, str] | None:
-        """The first bench that has the arm calibrated: its folder, its results and the arm's name there."""
-        own = _what(arm.record())
+        """Return the first bench that has calibrated the arm: its folder, its results and the arm's name there."""
+        own = _identity(arm.record())
         for folder, results in self._benches:
             for other in results["plan"]["arms"] if own is not None else ():
-                if _what(other) == own and other["name"] in results["calibration"]:
+                if _identity(other) == own and other["name"] in results["calibration"]:
                     return folder, results, other["name"]
         return None
 
 
-def _what(arm: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What makes an arm train as it does: its configs without the line that tells where they lie, and its own rates.
+def _identity(arm: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Return what determines an arm's training: its configs without their paths, its learning rate and its warm-up.
 
-    None for an arm that is none of configs, or whose configs are not all of it.
+    The result is None for arms without configs, controls and ladders.
     """
     if arm["kind"] not in ("baseline", "recipe") or not arm["configs"]:
         return None

@@ -1,4 +1,4 @@
-"""The learning rate of an arm over its budget: the module's own schedule, stretched, or the bench's in its place."""
+"""Set the learning rates of an arm over its budget, with the module's own schedule or the bench's."""
 
 import copy
 import warnings
@@ -14,11 +14,11 @@ from lightning_eff.bench.pace import WARM_UP, Incomparable, Pace, decay
 
 
 class Rates:
-    """Rates that the bench leaves alone: those of a technique that sets them, or of a module that steps its own.
+    """Learning rates that the bench does not change, because a technique or the module itself sets them.
 
     Args:
-        trainer: at the start of training.
-        pace: how the arm is paced.
+        trainer: the Trainer at the start of training.
+        pace: the pace of the arm.
     """
 
     def __init__(self, trainer: Trainer, pace: Pace) -> None:
@@ -28,19 +28,19 @@ class Rates:
         self._pace = pace
 
     def follow(self, u: float) -> float:
-        """Set the rates to where they stand at the share ``u`` of the budget; returns the largest."""
+        """Set the learning rates at the fraction ``u`` of the budget, and return the largest."""
         self._set(u)
         return self.largest()
 
     def largest(self) -> float:
-        """The largest of the rates as they stand."""
+        """Return the largest learning rate now."""
         return max(float(group["lr"]) for group in self._groups)
 
     def _set(self, u: float) -> None:
         pass
 
     def _scale(self, factor: float) -> None:
-        """Every group's base rate times ``factor``, and times the arm's own peak by the module's if it brings one."""
+        """Scale each group's base learning rate by ``factor``, and by the ratio of the arm's own peak to the module's."""
         largest = max(self._bases, default=0.0)
         if self._pace.rate is not None and largest > 0:
             factor *= self._pace.rate / largest
@@ -49,25 +49,24 @@ class Rates:
         self._settle()
 
     def _settle(self) -> None:
-        """What was set here, nobody has written by hand."""
+        """Record that these values do not come from user code."""
         for optimizer in self._optimizers:
             settle(optimizer)
 
 
 class Replaced(Rates):
-    """The bench's schedule in the place of the module's."""
+    """The bench's schedule instead of the module's."""
 
     def _set(self, u: float) -> None:
         self._scale(decay(self._pace.schedule, u, WARM_UP if self._pace.warm_up is None else self._pace.warm_up))
 
 
 class Stretched(Rates):
-    """The module's own schedule, laid out over the budget: at ``u`` each scheduler stands where ``u`` of its steps lead.
+    """The module's own schedule, stretched over the budget: at ``u``, each scheduler has made the fraction ``u`` of its steps.
 
-    With a rate or a warm-up of the arm's own, the schedule is scaled to another peak, and the peak is moved to another share
-    of the budget. The schedule is stepped through once, and put back, to find its peak. Its two parts keep their shapes: what
-    rises up to the peak is stretched over the warm-up, and what falls after it over the rest. A schedule that begins at its
-    peak is given a linear warm-up.
+    An arm's own learning rate scales the schedule, and its own warm-up moves the peak. To find the peak, the schedule is
+    stepped through once and restored. The part before the peak is stretched over the warm-up, and the part after it over the
+    rest. A schedule that begins at its peak gets a linear warm-up.
     """
 
     def __init__(self, trainer: Trainer, pace: Pace) -> None:
@@ -88,7 +87,7 @@ class Stretched(Rates):
 
     def _set(self, u: float) -> None:
         w = self._pace.warm_up
-        if self._own:  # the schedule's own rates again, from which it steps on
+        if self._own:  # recursive schedulers continue from their own learning rates
             self._put(self._plain)
         along = u if w is None else u / w * self._at if u < w else self._at + (u - w) / (1 - w) * (1 - self._at)
         for index, (scheduler, length) in enumerate(self._schedulers):
@@ -108,33 +107,33 @@ class Stretched(Rates):
 
 
 def rates_of(trainer: Trainer, pace: Pace) -> Rates:
-    """How the learning rates of an arm are led.
+    """Return the object that sets the learning rates of an arm.
 
     Raises:
-        Incomparable: where a scheduler follows the metric, or where a rate or a warm-up of the arm's own has nothing to act
-            on: under manual optimization, and for a warm-up where a technique of the recipe sets the rate.
+        Incomparable: if a scheduler follows the metric, or if the arm's own learning rate or warm-up cannot be applied: with
+            manual optimization, and for a warm-up if a technique sets the learning rate.
     """
     sets_rates = any(technique.sets_rates for technique in techniques_of(trainer))
     for config in trainer.lr_scheduler_configs if pace.schedule == "own" and not sets_rates else ():
         if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau):
             raise Incomparable(
-                "Got ReduceLROnPlateau, whose rate follows the metric; expected one that decays with the run, so that it is"
-                " decayed wholly over every budget. Use another scheduler, or --schedule linear."
+                "Got ReduceLROnPlateau, which follows the metric; expected a schedule over the run, which decays fully in every"
+                " budget. Use another scheduler, or --schedule linear."
             )
     automatic = trainer.lightning_module.automatic_optimization
     if pace.schedule == "own" and not automatic and (pace.rate is not None or pace.warm_up is not None):
         raise Incomparable(
-            "Got a rate or a warm-up for a module with manual optimization, which steps its schedulers by itself; expected"
-            " automatic optimization. Set the rate in the module, or use --schedule linear."
+            "Got a learning rate or a warm-up for a module with manual optimization, which steps its schedulers itself;"
+            " expected automatic optimization. Set the learning rate in the module, or use --schedule linear."
         )
     if sets_rates:
         if pace.warm_up is not None:
             raise Incomparable(
-                "Got a warm-up of its own for an arm whose recipe sets the learning rate by a technique; expected the warm-up"
-                " among that technique's settings. Give it there."
+                "Got --warm-up for an arm in which a technique sets the learning rate. Set the warm-up in that technique's"
+                " settings."
             )
         rates = Rates(trainer, pace)
-        rates._scale(1.0)  # what the technique multiplies is the arm's own rate
+        rates._scale(1.0)  # the technique multiplies the arm's own learning rate
         return rates
     if pace.schedule != "own":
         return Replaced(trainer, pace)
@@ -142,19 +141,19 @@ def rates_of(trainer: Trainer, pace: Pace) -> Rates:
 
 
 def _length(trainer: Trainer, pace: Pace, config: LRSchedulerConfig) -> int:
-    """How many steps of its own a scheduler makes in the budget."""
+    """Return the number of steps that a scheduler makes in the budget."""
     whole = pace.steps if config.interval == "step" else int(trainer.max_epochs or 1)
     return max(whole // config.frequency, 1)
 
 
 def positions(scheduler: Any, length: int) -> list[float]:
-    """The largest rate at each of ``length`` positions of a scheduler, which is afterwards as it was, with its optimizer."""
+    """Return the largest learning rate at each of ``length`` steps of a scheduler; it and its optimizer are restored."""
     groups = scheduler.optimizer.param_groups
     kept = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     kept, state = copy.deepcopy(kept), copy.deepcopy(scheduler.state_dict())
     rates = [max(float(group["lr"]) for group in groups)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no optimizer has stepped before
+        warnings.simplefilter("ignore")  # about a scheduler that steps before its optimizer
         for _ in range(length - 1):
             scheduler.step()
             rates.append(max(float(group["lr"]) for group in groups))

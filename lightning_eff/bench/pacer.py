@@ -1,4 +1,4 @@
-"""The clock of a benchmark run: it spends the budget, decays the rate over it, evaluates, stops, and takes the figures."""
+"""The clock of a benchmark run: it counts the budget, sets the learning rate, validates, stops and records the run."""
 
 import functools
 import hashlib
@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -31,18 +31,19 @@ from lightning_eff.monitor.machine import memory_in_use
 
 
 class Pacer(Clock):
-    """Runs one arm of a benchmark within its budget, whatever the trainer's own limits are.
+    """Run one arm of a benchmark within its budget, regardless of the Trainer's own limits.
 
-    It must be the first of the trainer's callbacks. Schedulers are stepped by the share ``u`` of the budget that is
-    used, not by counting steps: at ``u`` each stands where it would after ``u * steps`` steps of its own, so that every
-    arm decays wholly over the budget, however many steps it makes. Validation is at fixed shares too. Training seconds
-    run from one batch's end to the next one's and so hold all that a recipe does: loading, scoring, growth, hooks.
-    Validation is apart, but not the passes over training data that a technique makes there.
+    It must be the Trainer's first callback. Schedulers follow the fraction ``u`` of the budget that is used: at ``u``, each has
+    made ``u * steps`` of its steps. So every arm decays fully over the budget, whatever its number of steps. Validation is at
+    fixed fractions too.
+
+    Training seconds run from the end of one batch to the end of the next. They include all work of a recipe: loading,
+    scoring, growth, hooks. Validation does not count, except for passes over training data that a technique makes there.
 
     Args:
-        pace: what is to be kept.
-        progress: called with the share of the budget after each step.
-        pass_on: called after every few batches of a rehearsal, to let others have their turn.
+        pace: the pace of the run.
+        progress: a function that is called with the used fraction of the budget after each step.
+        pass_on: a function that is called every few batches of a rehearsal, to give other arms their turn.
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class Pacer(Clock):
         self._rates: Rates
         self._losses: list[tuple[float, float]] = []
         self._began = time.perf_counter()
-        # what the run's record is made of
+        # the figures of the run's record
         self.seconds = self.wall_seconds = self.setup_seconds = self.warmup_seconds = self.caused_seconds = 0.0
         self.validation_seconds = self.extra_seconds = self.uncalibrated = 0.0
         self.steps = self.samples = self.tokens = self.forward_passes = 0
         self.quiet = Quiet()
-        self.kinds: list[str] = []  # of each batch, and
-        self.times: list[float] = []  # its wall-clock seconds
+        self.kinds: list[str] = []  # of each batch
+        self.times: list[float] = []  # wall-clock seconds of each batch
         self.losses: list[float] = []  # of each batch
         self.rates: list[tuple[float, float]] = []  # (u, learning rate) of each optimizer step
         self.points: list[dict[str, float]] = []
@@ -80,7 +81,7 @@ class Pacer(Clock):
         self.validation_data: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         self.watched = Samples()
-        self.ahead: int | None = None  # samples that were trained on before the first step
+        self.ahead: int | None = None  # samples that reached the module with gradients before the first step
 
     # -- the clock
 
@@ -91,7 +92,7 @@ class Pacer(Clock):
         return min(self.seconds / self.pace.budget, 1.0)
 
     def _charge(self, wall: float, kind: str) -> float:
-        """What a batch of this kind that took ``wall`` seconds costs on the budget's clock."""
+        """Return the budget seconds of a batch of this kind that took ``wall`` seconds."""
         price = self.pace.prices.get(kind)
         first = kind not in self._known
         self._known.add(kind)
@@ -109,7 +110,7 @@ class Pacer(Clock):
         if not excess and self.pace.reference:
             self.quiet.step(wall, price)
         charge = price if self.pace.reference else wall - excess
-        if self.steps == 0 or kind in self.pace.common:  # compilation, allocation, caches, which the baseline pays too
+        if self.steps == 0 or kind in self.pace.common:  # compilation and allocation, which the baseline has too
             self.warmup_seconds += excess
             return charge
         cost = excess * speed if self.pace.reference else excess
@@ -117,7 +118,7 @@ class Pacer(Clock):
         return charge + cost
 
     def _speed(self) -> float:
-        """The machine's present one, as the prices see it."""
+        """Return the machine's present speed relative to the step costs."""
         return median(self._factors) if self._factors else 1.0
 
     # -- Lightning's hooks
@@ -126,14 +127,14 @@ class Pacer(Clock):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size != 1:
             raise Incomparable(
-                f"Got a Trainer over {trainer.world_size} devices; expected one, since the bench paces one process."
-                " Set devices=1."
+                f"Got a Trainer with {trainer.world_size} devices; expected one, because the bench paces one process. Set"
+                " devices=1."
             )
         for name in ("fast_dev_run", "barebones"):
             if getattr(trainer, name, False):
                 raise Incomparable(
                     f"Got a Trainer with {name}={getattr(trainer, name)}; expected one that trains and validates on all of its"
-                    f" data, and logs what validation finds. Take {name} out."
+                    f" data, and logs metrics. Remove {name}."
                 )
         loop = trainer.fit_loop
         epoch_loop = loop.epoch_loop
@@ -145,6 +146,8 @@ class Pacer(Clock):
         self._patches.set(epoch_loop, "update_lr_schedulers", lambda interval, update_plateau_schedulers: None)
         self._patches.set(epoch_loop.val_loop, "run", self._validating(trainer, epoch_loop.val_loop.run))
         self._patches.set(pl_module, "training_step", self._recording(trainer, pl_module.training_step))
+        if self.pace.check_target and trainer.limit_val_batches:
+            self._patches.set(trainer, "limit_val_batches", 1)
         if self.pace.watch:
             watch(trainer, pl_module, self.watched, self._patches)
         if self.pace.blind:
@@ -166,7 +169,7 @@ class Pacer(Clock):
         return training_step
 
     def _laid_out(self, module: LightningModule) -> int:
-        """The steps that the module lays its schedule out over: of one that it steps itself, all that a rehearsal makes."""
+        """Return the length of the module's schedule. A rehearsal shortens it if the module steps it itself."""
         return self.pace.steps if module.automatic_optimization or self.pace.sweep is None else self.pace.sweep
 
     def _laying_out(self, trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,42 +191,60 @@ class Pacer(Clock):
     def _validating(self, trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
         def run() -> Any:
             _synchronize(trainer)
-            held = weights(trainer.lightning_module) if self.pace.watch else None
+            before_it = weights(trainer.lightning_module) if self.pace.watch else None
             cost = _cost(trainer)
             before, start = cost.seconds, time.perf_counter()
             if self.pace.keep or self.pace.take:
                 draw_alike()  # before the loader does
+            if self.pace.check_target:
+                self._check_target(trainer, original)
+                raise Rehearsed
             outputs = original()
             _synchronize(trainer)
             seconds = time.perf_counter() - start
-            if held is not None and held != (now := weights(trainer.lightning_module)):
-                if not all(map(math.isfinite, held + now)):  # which is never the same as itself
+            if before_it is not None and before_it != (now := weights(trainer.lightning_module)):
+                if not all(map(math.isfinite, before_it + now)):  # nan differs from itself
                     raise Diverged(f"weights are not finite at step {self.steps}.")
                 raise Incomparable(
-                    "Got a module whose weights were others after a validation than before it; expected the same, since the"
-                    " clock stands while a run is validated. Train in training steps."
+                    "Got a module whose weights change during validation; expected them to stay the same, because validation"
+                    " does not count against the budget. Train in training_step."
                 )
             extra = cost.seconds - before
-            self._outside += seconds - extra  # the passes that a technique made are training
+            self._outside += seconds - extra  # passes of a technique count as training
             self.validation_seconds += seconds - extra
             self.seconds += extra * self._speed() if self.pace.reference else 0.0
-            self._take(trainer, {name for output in outputs for name in output})
+            self._read_metrics(trainer, outputs)
             if self.pace.sweep is not None:
                 raise Rehearsed
             return outputs
 
         return run
 
-    def _take(self, trainer: Trainer, logged: set[str]) -> None:
+    def _check_target(self, trainer: Trainer, validate: Callable[[], Any]) -> None:
+        """Validate one batch, and refuse a target that is not among the logged metrics.
+
+        Some modules need more than one batch. A validation that raises or logs nothing is therefore no reason to refuse.
+        """
+        try:
+            self._read_metrics(trainer, validate())
+        except Incomparable:
+            if self.metrics:
+                raise
+        except Exception:
+            return
+
+    def _read_metrics(self, trainer: Trainer, outputs: Sequence[Mapping[str, Any]]) -> None:
+        """Take the target from the metrics that a validation has logged."""
         self._due = False
+        logged = {name for output in outputs for name in output}
         known = trainer.callback_metrics
         self.metrics = {name: float(known[name]) for name in known if name in logged or _over_epoch(name) in logged}
         target = self.pace.target
         if target not in self.metrics:
-            elsewhere = " (training does, or each step by itself)" if target in known else ""
+            elsewhere = " (training logs it, or each step separately)" if target in known else ""
             raise Incomparable(
                 f"Got target {target!r}, which validation does not log{elsewhere}; expected"
-                f" one of {sorted(self.metrics) or 'nothing: it logs no metric at all'}. Name one by --target, or"
+                f" one of {sorted(self.metrics) or 'its metrics, but it logs none'}. Set --target to one of them, or"
                 " log it in validation_step, in every validation."
             )
         self.points.append(
@@ -244,8 +265,8 @@ class Pacer(Clock):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.enable_validation:
             raise Incomparable(
-                "Got a run without validation; expected validation_step and validation data, in which the target is"
-                " logged. Give them, or limit_val_batches > 0."
+                "Got a run without validation; expected a validation_step that logs the target, and validation data. Add them,"
+                " or set limit_val_batches > 0."
             )
         self._rates = rates_of(trainer, self.pace)
         self.last_rate = self._led = self._rates.follow(self.share())
@@ -290,27 +311,27 @@ class Pacer(Clock):
             self._step(trainer, charge)
         if self._pass_on is not None and len(self.times) % TURN == 0:
             self._pass_on()
-        self._mark = time.perf_counter()  # what the bench itself takes is nobody's
+        self._mark = time.perf_counter()  # the bench's own work does not count
 
     def _step(self, trainer: Trainer, charge: float) -> None:
-        """An optimizer step is done: where does the run stand?"""
+        """Update the run after an optimizer step."""
         used, led = self._rates.largest(), self._led
         self.rates.append((self.share(), used))
         self.steps += 1
         self._led = self._rates.follow(self.share())
-        self.last_rate = self._led if used == led else used  # a technique had set another one for this step
+        self.last_rate = self._led if used == led else used  # a technique may set another one
         cost = _cost(trainer)
         self.extra_seconds, self.forward_passes = cost.seconds, cost.forward_passes
         u = self.share()
         if self.pace.sweep is None:
             left = self.pace.budget - self.seconds
-            over = left <= charge / 2  # the nearest step's end to that of the budget
+            over = left <= charge / 2  # ends with the step whose end is nearest to the budget's
             self._due = over or u * self.pace.evaluations + 1e-9 >= self._evaluated + 1
             self._evaluated = max(self._evaluated, math.floor(u * self.pace.evaluations + 1e-9))
         else:
             over = self.steps >= self.pace.sweep
-            self._due = over and self.pace.inspect
-        if over and self.pace.sweep is not None and not self.pace.inspect:
+            self._due = over and (self.pace.inspect or self.pace.check_target)
+        if over and self.pace.sweep is not None and not self._due:
             raise Rehearsed
         if over:
             trainer.should_stop = True
@@ -318,7 +339,7 @@ class Pacer(Clock):
             self._progress(1.0 if over else u)
 
     def _watch(self, trainer: Trainer, outputs: Any) -> None:
-        """Keep the loss; on an accelerator that runs ahead, only now and then."""
+        """Record the loss; on an accelerator only every 20 batches, because reading it waits for the device."""
         loss = loss_of(outputs)
         waits = trainer.strategy.root_device.type != "cpu" and self.pace.sweep is None
         if not isinstance(loss, torch.Tensor) or (waits and len(self.times) % 20):
@@ -335,41 +356,41 @@ class Pacer(Clock):
     ) -> None:
         if batch_idx == dataloader_idx == 0 and (self.pace.keep or self.pace.take):
             exchange(pl_module, keep=self.pace.keep, take=self.pace.take)
-        if self.pace.watch and not self.points:  # the next ones are the same
+        if self.pace.watch and not self.points:  # later validations have the same data
             self.watched.validated(batch)
         if self.pace.inspect:
             for path, tensor in tensors(batch):
                 key = f"{dataloader_idx}{path} {tensor.dtype} {tuple(tensor.shape[1:])}"
-                digest = self.validation_data.setdefault(key, hashlib.sha1())  # however it is cut into batches
+                digest = self.validation_data.setdefault(key, hashlib.sha1())  # independent of the batch size
                 digest.update(raw(tensor))
 
     def release(self) -> None:
-        """Put back what was replaced; after the fit, since techniques put theirs back as it ends."""
+        """Undo all patches. Call it after the fit, because techniques undo theirs when it ends."""
         self._patches.restore()
 
-    # -- what it found
+    # -- results
 
     def rate(self) -> dict[str, float]:
-        """The learning rate's peak, the share of the budget at which it is there, and what is left of it at the end."""
+        """Return the peak of the learning rate, the fraction of the budget at which it is reached, and the last value."""
         peak = max((rate for _, rate in self.rates), default=0.0)
         at = next((u for u, rate in self.rates if rate == peak), 0.0)
         return {"peak": peak, "last": self.last_rate, "peak_at": at}
 
     def loss_curve(self, most: int = 200) -> list[tuple[float, float]]:
-        """The training loss over the budget, at most ``most`` points: the first batch's, then means of neighbours."""
+        """Return the training loss over the budget in at most ``most`` points: the first batch, then means of neighbours."""
         first, rest = self._losses[:1], self._losses[1:]
         size = math.ceil(len(rest) / (most - 1)) or 1
         chunks = [first, *(rest[i : i + size] for i in range(0, len(rest), size))] if first else []
         return [(chunk[-1][0], sum(loss for _, loss in chunk) / len(chunk)) for chunk in chunks]
 
     def data(self, trainer: Trainer) -> dict[str, Any]:
-        """Fingerprints of the validation data that was used, and of the training data set."""
+        """Return fingerprints of the validation data and of the training data set."""
         validation = {path: digest.hexdigest() for path, digest in sorted(self.validation_data.items())}
         return {"validation": validation, "training": training_data(trainer)}
 
 
 def _over_epoch(name: str) -> str:
-    """What else Lightning calls a metric's mean over a validation whose steps are logged, too."""
+    """Return Lightning's other name for a metric's mean over a validation whose steps are logged too."""
     head, separator, index = name.partition("/dataloader_idx_")
     return f"{head}_epoch{separator}{index}"
 
@@ -379,7 +400,7 @@ def _session(trainer: Trainer) -> Any:
 
 
 def _cost(trainer: Trainer) -> Any:
-    """What extra passes cost so far."""
+    """Return the cost of extra passes so far."""
     session = _session(trainer)
     return Cost() if session is None else session.chain.cost
 

@@ -1,4 +1,4 @@
-"""A progress bar over a bench's whole plan, with the time that is left."""
+"""A progress bar over a whole bench, with the time left."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from lightning_eff.bench.running.jobs import Job
 
 
 class PlanBar:
-    """Counts budget seconds: those of the runs, and a rehearsal as a twentieth of the budget.
+    """Count the budget seconds of runs, and a twentieth of the budget per rehearsal.
 
     Args:
-        total: the runs' seconds.
-        budget: seconds of one run.
-        rehearsals: how many there will be.
-        enabled: show it.
+        total: the seconds of all runs.
+        budget: the seconds of one run.
+        rehearsals: the number of rehearsals.
+        enabled: whether to show the bar.
     """
 
     def __init__(self, total: float, budget: float, rehearsals: int, *, enabled: bool) -> None:
@@ -32,32 +32,32 @@ class PlanBar:
         )
 
     def stage(self, name: str, jobs: Sequence[Job]) -> None:
-        """The next jobs."""
+        """Begin the next jobs."""
         self._bar.set_description_str(f"{name}: {len(jobs)} to do" if jobs else name)
 
     def update(self, job: Job, share: float) -> None:
-        """A job is done to this share."""
+        """Record that a job is done to this fraction."""
         with self._lock:
             before = self._shares.get(job.name, 0.0)
             self._shares[job.name] = share
-            self._bar.set_postfix_str(f", {job.arm.name}, seed {job.seed}", refresh=False)
+            self._bar.set_postfix_str(f"{job.arm.name}, seed {job.seed}", refresh=False)  # tqdm adds the comma
             self._bar.update((share - before) * self._seconds(job))
 
     def skip(self, job: Job) -> None:
-        """A job was done before: its seconds are not counted as speed."""
+        """Leave out a job that an earlier process did, so that it does not count as speed."""
         with self._lock:
             self._shares[job.name] = 1.0
             self._bar.total = max(self._bar.total - self._seconds(job), 1e-9)
             self._bar.refresh()
 
     def done(self, job: Job, record: Mapping[str, Any]) -> None:
-        """A job ended, well or not."""
+        """Record the end of a job, and print why it failed if it did."""
         self.update(job, 1.0)
         if record["status"] != "finished":
             self._bar.write(f"{job.arm.name}, seed {job.seed}: {record['status']}: {record['error']}")
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar."""
         self._bar.close()
 
     def _seconds(self, job: Job) -> float:

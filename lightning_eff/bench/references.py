@@ -1,4 +1,4 @@
-"""Reference prices: what a baseline's steps cost, kept by task and machine, so that a reference second stays the same."""
+"""Store a baseline's step costs by task and machine, so that a reference second stays the same."""
 
 import hashlib
 import inspect
@@ -20,17 +20,16 @@ Price = dict[str, Any]
 
 
 class References:
-    """Prices from a file that a bench reads, and writes where it has none for this baseline on this machine.
+    """Step costs in a file. A bench reads them, or writes its own if the file has none for this baseline and machine.
 
-    The prices of the baseline are kept; those of every other arm follow from them by the ratio of speeds that each bench
-    measures for itself. The results of another bench are taken too, and only read: then the prices of every arm count
-    that it has, whichever its machine.
+    The file has the baseline's step costs. Those of other arms follow from the speed ratio that each bench measures. The
+    path can also be the results of another bench, on any machine. These are only read, and their step costs of all arms count.
 
     Args:
-        path: the file, which need not be there yet, or the folder or file of a bench's results.
+        path: a file that may not exist yet, or the folder or file of a bench's results.
 
     Raises:
-        ValueError: if there is another kind of file.
+        ValueError: for any other file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -43,17 +42,17 @@ class References:
             self._results = load(self.path) if kept is None else None
         elif self.path.suffix != ".json":
             raise ValueError(
-                f"Got reference {str(path)!r}, where there is nothing; expected the folder of a bench, or a file for prices,"
-                " which is made if it is not there yet: its name ends in .json."
+                f"Benchmark(reference={str(path)!r}): there is no such file or folder. Name the folder of a bench, or a .json"
+                " file for step costs, which the bench creates."
             )
 
     def apply(self, arm: Arm, machine: Mapping[str, Any], prices: Mapping[str, list[Price]]) -> dict[str, list[Price]]:
-        """Every arm's prices, by the reference.
+        """Return every arm's step costs in units of the reference.
 
         Args:
             arm: the baseline.
             machine: the machine's fingerprint.
-            prices: what this bench measured, by arm, the baseline's first.
+            prices: the step costs that this bench measured, by arm, the baseline's first.
         """
         if self._results is not None:
             theirs = self._results["calibration"]
@@ -64,11 +63,11 @@ class References:
             self._keep(arm, machine, own)
             return dict(prices)
         scale = mean_cost(kept) / mean_cost(own)
-        scaled = {n: [{**p, "seconds": p["seconds"] * scale} for p in told] for n, told in prices.items()}
+        scaled = {n: [{**p, "seconds": p["seconds"] * scale} for p in costs] for n, costs in prices.items()}
         return {**scaled, arm.name: kept}
 
     def known(self, arm: Arm, machine: Mapping[str, Any], prices: Sequence[Price]) -> list[Price] | None:
-        """The baseline's prices, by the reference, or None where it has none; ``prices`` as this bench measured them."""
+        """Return the baseline's step costs by the reference, or None without any. ``prices`` are those that were measured."""
         if self._results is not None:
             return _theirs(arm.name, prices, self._results["calibration"].get(arm.name, {}).get("prices", []))
         entry = self._entry(arm, machine)
@@ -88,13 +87,15 @@ class References:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The file of prices; None where there is none, or where it holds something else."""
+    """Return the content of a file of step costs, or None if the file does not exist or contains something else."""
     if not path.is_file():
         return None
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); expected a file of reference prices.") from None
+        raise ValueError(
+            f"Benchmark(reference={str(path)!r}): the file is not JSON ({error}). Name another file."
+        ) from None
     return kept if isinstance(kept, dict) and kept.get("schema") == SCHEMA else None
 
 
@@ -103,13 +104,13 @@ def _key(arm: Arm, machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def task(arm: Arm) -> str:
-    """A hash of what a baseline is: the texts of its configs, or its function's source and the values that it closes over."""
+    """Return a hash that identifies a baseline: of its configs' texts, or of its function's source and closure."""
     parts = _identity(arm.source) if callable(arm.source) else [Path(path).read_text() for path in arm.source]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _identity(function: Callable[..., Any]) -> list[str]:
-    """The source of a function and what it closes over; functions that it closes over likewise."""
+    """Return the sources and values of a function and its closure, recursively."""
     parts: list[str] = []
     seen: set[int] = set()
     waiting: list[Any] = [function]
@@ -141,18 +142,18 @@ def _identity(function: Callable[..., Any]) -> list[str]:
 
 
 def _theirs(name: str, prices: Sequence[Price], kept: Sequence[Price]) -> list[Price]:
-    """The kept prices where there are some; the others scaled by what the known kinds differ by."""
+    """Return the stored step costs, and for other kinds the measured ones, scaled by the ratio of the common kinds."""
     theirs = {price["kind"]: price["seconds"] for price in kept}
     ratios = [theirs[price["kind"]] / price["seconds"] for price in prices if price["kind"] in theirs]
     if not ratios:
         raise Incomparable(
-            f"{name}: the reference has no price for any kind of its steps ({[p['kind'] for p in prices]}); expected"
-            " a bench of the same arms. Leave --reference out to use this machine's prices."
+            f"{name}: the reference has no step cost for any of its kinds of steps ({[p['kind'] for p in prices][:5]}). Name a"
+            " bench of the same arms, or leave --reference out to measure step costs here."
         )
     scale = median(ratios)
     return [{**price, "seconds": theirs.get(price["kind"], price["seconds"] * scale)} for price in prices]
 
 
 def mean_cost(prices: Sequence[Price]) -> float:
-    """Mean seconds of a batch."""
+    """Return the mean seconds per batch."""
     return sum(price["seconds"] * price["share"] for price in prices)

@@ -1,4 +1,4 @@
-"""Rehearsals: a few steps of every arm that pass through the whole schedule, in turns, and what follows for its runs."""
+"""Rehearse all arms: a few steps of each through its whole schedule, in turns, to calibrate its runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ Rehearse = Callable[[list[Arm], str, int, Mapping[str, int], bool], list[Record]
 
 @dataclass(frozen=True)
 class Rehearsing:
-    """What the rehearsals of a bench are made by.
+    """The rehearsals of a bench.
 
     Attributes:
-        rehearse: lets arms rehearse, in turns, and gives their records in the same order. It is given the arms, a word
-            for their files, how many steps each makes, the steps of the schedule that these pass through, by the arm's
-            name, and whether to look at the arm's model, data and rates as well.
-        budget: seconds of a run.
-        rounds: in which all arms take turns.
-        reference: the prices that the budget counts in; None for those of this machine, now.
-        machine: its fingerprint.
-        other_training_data: arms may train on other data than the baseline.
+        rehearse: a function that rehearses arms in turns and returns their records in the same order. Its arguments are the
+            arms, a word for their files, the number of steps, the length of each arm's schedule by name, and whether to
+            inspect model, data and learning rates.
+        budget: the seconds of a run.
+        rounds: the number of rounds in which all arms take turns.
+        reference: the reference step costs; None uses those measured now.
+        machine: the machine's fingerprint.
+        other_training_data: whether arms may train on other data than the baseline.
     """
 
     rehearse: Rehearse
@@ -36,26 +36,26 @@ class Rehearsing:
     other_training_data: bool
 
     def calibrated(self, baseline: Arm, others: Sequence[Arm]) -> dict[str, Record]:
-        """Of each arm its prices, steps, rates and facts; or, under "failed", the record of the rehearsal that failed.
+        """Return each arm's step costs, steps, speeds and facts, or under "failed" the record of its failed rehearsal.
 
         Raises:
             RuntimeError: if the baseline fails.
-            Incomparable: if the budget is too short, the baseline's rate is not decayed in it, or an arm has other data.
+            Incomparable: if the budget is too short, the baseline's learning rate does not decay, or an arm has other data.
         """
         arms = [baseline, *others]
         sweep = self._sweep(baseline)
         probes = self.rehearse(arms, "probe", sweep, {arm.name: sweep for arm in arms}, True)
         calibration.stop_if_failed(probes[0])
         found: dict[str, Record] = {}
-        told: dict[str, Record] = {}
+        finished: dict[str, Record] = {}
         for arm, probe in zip(arms, probes, strict=True):
             if probe["status"] != "finished":
                 found[arm.name] = {"failed": probe}
                 continue
             calibration.check_same(arm.name, probes[0], probe, other_training_data=self.other_training_data)
-            told[arm.name] = probe
+            finished[arm.name] = probe
         scale = self._scale(baseline, probes[0])
-        lengths = {name: self._steps(probe, calibration.prices([probe]), scale) for name, probe in told.items()}
+        lengths = {name: self._steps(probe, calibration.prices([probe]), scale) for name, probe in finished.items()}
         blocks = self._in_rounds(arms, sweep, lengths, found)
         own = blocks[baseline.name]
         rates = {name: calibration.rates(own, blocks[name]) for name in blocks}
@@ -63,7 +63,7 @@ class Rehearsing:
         if self.reference is not None:
             prices = self.reference.apply(baseline, self.machine, prices)
         for name in blocks:
-            steps, probe = self._steps(blocks[name][0], prices[name]), told[name]
+            steps, probe = self._steps(blocks[name][0], prices[name]), finished[name]
             found[name] = {
                 "steps": steps,
                 "step_seconds": self.budget / steps,
@@ -80,11 +80,11 @@ class Rehearsing:
         return found
 
     def _sweep(self, baseline: Arm) -> int:
-        """How many steps a rehearsal makes, from the time of the baseline's first ones."""
+        """Return the number of steps of a rehearsal, from the time of the baseline's first steps."""
         first = self.rehearse([baseline], "first", 8, {baseline.name: 8}, False)[0]
         calibration.stop_if_failed(first)
         batch = median(first["times"][2:])
-        if self.reference is not None:  # what a step costs, whatever it takes just now
+        if self.reference is not None:  # the present speed of the machine does not matter
             known = self.reference.known(baseline, self.machine, calibration.prices([first]))
             batch = mean_cost(known) if known else batch
         step = batch * len(first["times"]) / first["steps"]
@@ -92,10 +92,10 @@ class Rehearsing:
         return calibration.sweep_steps(self.budget, step)
 
     def _scale(self, baseline: Arm, probe: Record) -> float:
-        """The baseline's price by the reference, in times of what its step has just taken; 1 where there is no reference.
+        """Return the ratio of the baseline's reference step cost to the measured one; 1 without a reference.
 
-        A run has as many steps as the reference's prices say; on a machine that is busy now, or slower, a schedule that
-        was laid out by what steps take here would be shorter than the run's.
+        The reference determines the number of steps of a run. On a busy or slow machine, a schedule from measured times would
+        be shorter than the run.
         """
         if self.reference is None:
             return 1.0
@@ -104,19 +104,19 @@ class Rehearsing:
         return mean_cost(known) / mean_cost(now) if known else 1.0
 
     def _steps(self, record: Record, prices: Sequence[Mapping[str, Any]], scale: float = 1.0) -> int:
-        """How many steps the budget holds."""
+        """Return the number of steps in the budget."""
         return calibration.steps_in(self.budget, record, {price["kind"]: price["seconds"] * scale for price in prices})
 
     def _in_rounds(
         self, arms: Sequence[Arm], sweep: int, lengths: dict[str, int], found: dict[str, Record]
     ) -> dict[str, list[Record]]:
-        """The records of those arms that finish every round; those that do not go into ``found`` and out of ``lengths``."""
+        """Return the records of the arms that finish every round. Others move from ``lengths`` to ``found``."""
         baseline = arms[0]
         blocks: dict[str, list[Record]] = {name: [] for name in lengths}
         for number in range(1, self.rounds + 1):
             able = [arm for arm in arms if arm.name in lengths]
             first = number % len(able)
-            able = able[first:] + able[:first]  # another one is set up and begins first each time
+            able = able[first:] + able[:first]  # another arm begins each time
             records = self.rehearse(able, f"round{number}", sweep, lengths, False)
             for arm, record in zip(able, records, strict=True):
                 if record["status"] != "finished":

@@ -1,4 +1,4 @@
-"""The bench's file: ``results.json``, with its schema checked by hand on the way in and on the way out."""
+"""Read and write ``results.json``, and check its schema."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def _pair(value: Any, first: Callable[[Any], bool], second: Callable[[Any], bool
     return isinstance(value, list | tuple) and len(value) == 2 and first(value[0]) and second(value[1])
 
 
-#: What a field may hold: how it is called, and whether a value is one.
+#: The types of fields: a description, and a check of a value.
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("a text", lambda value: isinstance(value, str)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
@@ -47,8 +47,8 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-# A field holds what a name of _CHECKS says, with "?" where null is allowed too; one of the words of a tuple; a list of what
-# the one entry of a list says; or an object with the fields of a dict.
+# The type of a field is a name from _CHECKS, with "?" if null is allowed; a tuple of possible texts; a list with the type of
+# its entries; or a dict of an object's fields.
 _MACHINE = {"cpu": "text", "cores": "whole", "memory_bytes": "whole", "gpu": "text?", "driver": "text?", "os": "text"}
 _MACHINE |= {"python": "text", "torch": "text", "lightning": "text", "lightning_eff": "text", "threads": "whole"}
 _MACHINE |= {"git": "object?"}
@@ -78,18 +78,18 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         path: the folder that a bench wrote, or the ``results.json`` in it.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not JSON, of another schema, or of another structure than the schema's.
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is not JSON, or does not follow the schema.
     """
     file = Path(path)
     if file.is_dir():
         file = file / FILE_NAME
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; expected the folder of a bench, or its {FILE_NAME}.")
+        raise FileNotFoundError(f"{file}: no such file. Give the folder of a bench, or its {FILE_NAME}.")
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); expected the {FILE_NAME} of a bench.") from None
+        raise ValueError(f"{file} is not JSON ({error}). Give the {FILE_NAME} of a bench.") from None
     try:
         validate(results)
     except ValueError as error:
@@ -98,19 +98,19 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def save(results: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Check results and write them whole or not at all.
+    """Check results and write them atomically.
 
-    A number that is not finite, such as a diverged run's metric, is written as null, because JSON has no other word.
+    Numbers that are not finite, such as a diverged run's metric, are written as null.
 
     Args:
-        results: see the schema.
+        results: results of the schema.
         path: a folder, or a file name that ends in ``.json``.
 
     Returns:
-        The file that was written.
+        The file.
 
     Raises:
-        ValueError: the results have another structure than the schema's.
+        ValueError: if the results do not follow the schema.
     """
     plain = _finite(results)
     validate(plain)
@@ -123,7 +123,7 @@ def save(results: dict[str, Any], path: str | os.PathLike[str]) -> Path:
 
 
 def write_json(file: Path, record: Any) -> None:
-    """Write a record whole or not at all: to a temporary file beside, which then takes the name."""
+    """Write a record atomically, by renaming a temporary file."""
     temporary = file.with_suffix(f".{os.urandom(4).hex()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as stream:
@@ -138,12 +138,12 @@ def write_json(file: Path, record: Any) -> None:
 
 
 def now() -> str:
-    """The time, to the second, as text."""
+    """Return the present time as text, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _finite(value: Any) -> Any:
-    """The same structure with None for numbers that are not finite, as JSON will give it back."""
+    """Return the same structure with None for numbers that are not finite."""
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -154,17 +154,17 @@ def _finite(value: Any) -> Any:
 
 
 def validate(results: Any) -> None:
-    """Check the structure of results; fields that the schema does not know are left alone.
+    """Check that results follow the schema, and ignore further fields.
 
-    Metrics, losses and memory may be null or not finite (a diverged run has such); all other numbers are finite.
+    Metrics, losses and memory may be null or not finite, as in diverged runs. All other numbers must be finite.
 
     Raises:
-        ValueError: says where, what was got and what was expected.
+        ValueError: with the place, the value and the expected type.
     """
     if isinstance(results, dict) and results.get("schema") != SCHEMA:
         raise ValueError(
-            f"schema: got {results.get('schema')!r}; this version of lightning_eff reads {SCHEMA!r}. "
-            f"Open it with the version that wrote it, or run the bench again."
+            f"schema: got {results.get('schema')!r}, but this version of lightning_eff reads {SCHEMA!r}. "
+            f"Use the version that wrote it, or run the bench again."
         )
     _check(results, _RESULTS, "results")
     if results["machine"]["git"] is not None:
@@ -175,9 +175,7 @@ def validate(results: Any) -> None:
         _known(name, names, "calibration", "arm of the plan")
         _check(calibration, _CALIBRATION, f"calibration[{name!r}]")
         if calibration["same_training"] and not calibration["rates"]:
-            raise ValueError(
-                f"calibration[{name!r}].rates: got none; expected some where same_training is true: they decide its verdict."
-            )
+            raise ValueError(f"calibration[{name!r}].rates: got none; expected some, because same_training is true.")
     seen = set()
     for index, run in enumerate(results["runs"]):
         where = f"runs[{index}]"
@@ -185,7 +183,7 @@ def validate(results: Any) -> None:
         _known(run["seed"], seeds, f"{where}.seed", "seed of the plan")
         if (run["arm"], run["seed"]) in seen:
             raise ValueError(
-                f"{where}: arm {run['arm']!r} with seed {run['seed']} is there twice; expected one run each."
+                f"{where}: arm {run['arm']!r} with seed {run['seed']} occurs twice; expected one run each."
             )
         seen.add((run["arm"], run["seed"]))
         if run["status"] == "finished" and not run["points"]:
@@ -214,33 +212,33 @@ def _plan(plan: dict[str, Any]) -> None:
             )
         if arm["factor"] <= 0 or (arm["kind"] == "ladder") != (arm["factor"] != 1):
             raise ValueError(
-                f"{where}.factor: got {arm['factor']} for a {arm['kind']}; expected 1, or for a ladder arm what it "
-                f"multiplies the budget by: > 0 and not 1."
+                f"{where}.factor: got {arm['factor']} for a {arm['kind']}; expected 1, or for a ladder arm a factor of "
+                f"the budget: > 0 and not 1."
             )
         if arm["kind"] == "control":
             _known(arm["of"], recipes, f"plan.arms: 'of' of the control {arm['name']!r}", "recipe of the plan")
 
 
 def _check(value: Any, expected: Any, where: str) -> None:
-    """Raise ``ValueError`` unless ``value`` is what the schema expects there."""
+    """Raise ``ValueError`` unless ``value`` has the expected type."""
     if isinstance(expected, dict):
         if not isinstance(value, dict):
             raise ValueError(f"{where}: got {_short(value)}; expected an object with {', '.join(expected)}.")
         for name, inner in expected.items():
             if name not in value:
-                raise ValueError(f"{where}.{name}: missing; expected {_told(inner)}.")
+                raise ValueError(f"{where}.{name}: missing; expected {_described(inner)}.")
             _check(value[name], inner, f"{where}.{name}")
     elif isinstance(expected, list) and isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _check(item, expected[0], f"{where}[{index}]")
     elif isinstance(expected, list | tuple):
         if isinstance(expected, list) or value not in expected:
-            raise ValueError(f"{where}: got {_short(value)}; expected {_told(expected)}.")
+            raise ValueError(f"{where}: got {_short(value)}; expected {_described(expected)}.")
     elif not (expected[-1] == "?" and value is None) and not _CHECKS[expected.rstrip("?")][1](value):
-        raise ValueError(f"{where}: got {_short(value)}; expected {_told(expected)}.")
+        raise ValueError(f"{where}: got {_short(value)}; expected {_described(expected)}.")
 
 
-def _told(expected: Any) -> str:
+def _described(expected: Any) -> str:
     if isinstance(expected, tuple):
         return "one of " + ", ".join(map(repr, expected))
     if isinstance(expected, dict | list):

@@ -1,4 +1,4 @@
-"""A bench at several budgets: one after the other, at the same prices, and what they found side by side."""
+"""Run a bench at several budgets with the same step costs, and compare the results."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,24 +10,26 @@ from lightning_eff.bench.reports import overview
 from lightning_eff.bench.reports.drawing import png
 from lightning_eff.bench.results import FILE_NAME, load
 
-PRICES = "prices.json"  #: in the bench's folder, where no other reference is named
+PRICES = "prices.json"  #: the file of step costs in the bench's folder if there is no other reference
 
 
 def name(budget: Budget) -> str:
-    """A budget as a word and as a folder: "20s", "60rs"."""
+    """Return a budget's name, which is also its folder: "20s", "60rs"."""
     return f"{budget.seconds:g}{'rs' if budget.clock == 'reference' else 's'}"
 
 
 def parse(given: "str | float | Budget | Sequence[str | float | Budget]") -> list[Budget]:
-    """Budgets from one, from several, or from a text with commas between them, in order of their length.
+    """Return the budgets of one value, a list or a text with commas, sorted by length.
 
     Raises:
-        ValueError: if there is none, one twice, or some of one clock and some of the other.
+        ValueError: if there is none, one occurs twice, or the clocks differ.
     """
     parts = given.split(",") if isinstance(given, str) else given if isinstance(given, Sequence) else [given]
     budgets = sorted((Budget.parse(part) for part in parts), key=lambda budget: budget.seconds)
     if not budgets or len(set(budgets)) < len(budgets) or len({budget.clock for budget in budgets}) > 1:
-        raise ValueError(f"Got budgets {given!r}; expected one, or several different ones of one clock: '20rs,60rs'.")
+        raise ValueError(
+            f"Got budgets {given!r}; expected one, or several different ones with the same clock: '20rs,60rs'."
+        )
     return budgets
 
 
@@ -39,14 +41,14 @@ def run(
     progress: bool,
     report: bool,
 ) -> dict[str, dict[str, Any]]:
-    """The results of a bench at each budget, by its name; each in a folder of its own in ``out``, with a page over all.
+    """Run a bench at each budget in its own folder, write a page over all, and return the results by the budget's name.
 
     Args:
-        make: the bench of a budget, in a folder, with a reference for prices if none was named.
-        budgets: the shortest first.
+        make: a function from a budget, a folder and a file of step costs to a bench.
+        budgets: the budgets, the shortest first.
         out: the folder.
         progress: see :meth:`Benchmark.run`.
-        report: likewise.
+        report: see :meth:`Benchmark.run`.
     """
     prices = out / PRICES if budgets[0].clock == "reference" else None
     every = {name(b): make(b, out / name(b), prices).run(progress=progress, report=report) for b in budgets}
@@ -56,7 +58,7 @@ def run(
 
 
 def draw(every: Mapping[str, dict[str, Any]], out: Path) -> None:
-    """Write ``report.html`` and the figure over all budgets."""
+    """Write ``report.html`` and the figure of all budgets."""
     drawing = overview.drawn(every)
     (out / "report.html").write_text(overview.page(every, drawing), encoding="utf-8")
     if drawing is not None:
@@ -64,7 +66,7 @@ def draw(every: Mapping[str, dict[str, Any]], out: Path) -> None:
 
 
 def found(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """The results of every budget in a folder; empty where it is not one of several budgets."""
+    """Return the results of every budget in a folder, or an empty dict if it is the folder of a single bench."""
     place = Path(folder)
     if not place.is_dir() or (place / FILE_NAME).is_file():
         return {}

@@ -1,8 +1,8 @@
-"""What a run may not do in silence: train on validation data, or move its weights while the clock stands for validation.
+"""Detect runs that train on validation data, or change their weights during validation.
 
-Samples are told by marks, one number each, so that what a step was given can be held against what validation was given,
-whoever fed it. And a rehearsal may be blind: then validation has one sample only, again and again, and a run that takes
-nothing from validation data trains as before, bit for bit.
+Each sample gets a mark, which is one number, so that training samples can be compared with validation samples. In a blind
+rehearsal, validation gets only copies of one sample. A run that takes nothing from validation data then trains the same, bit
+for bit.
 """
 
 import random
@@ -21,13 +21,13 @@ from lightning_eff._core.batches import tensors
 from lightning_eff._core.patches import Patches
 from lightning_eff.bench.pace import Incomparable
 
-FEWEST = 4  # numbers of a sample, below which samples are alike by chance: labels, lengths
-MOST = 1024  # of a sample's numbers, spread over it by chance, are looked at
+FEWEST = 4  # smaller samples, such as labels and lengths, are often equal by chance
+MOST = 1024  # the most numbers of a sample that count, chosen at random
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def marks(batch: Tensor) -> Tensor:
-    """One number for each sample of ``batch``, shape (B, ...), that is the same for the same samples and no others.
+    """Return a number for each sample of ``batch``, shape (B, ...), which is equal for equal samples only.
 
     ``mark[b] = sum_i r_i bits(batch[b, i]) mod 2**64`` with odd random ``r_i`` that depend on the shape alone.
     """
@@ -44,18 +44,18 @@ def marks(batch: Tensor) -> Tensor:
 
 
 class Samples:
-    """Marks of the samples that a run has trained on, and of those that it was validated on."""
+    """The marks of a run's training and validation samples."""
 
     def __init__(self) -> None:
         self._trained: dict[str, list[Tensor]] = {}
         self._validated: dict[str, list[Tensor]] = {}
 
     def trained(self, batch: Any) -> None:
-        """A step was given ``batch``."""
+        """Record a training batch."""
         self._add(self._trained, batch)
 
     def validated(self, batch: Any) -> None:
-        """Validation was given ``batch``."""
+        """Record a validation batch."""
         self._add(self._validated, batch)
 
     def _add(self, to: dict[str, list[Tensor]], batch: Any) -> None:
@@ -65,11 +65,11 @@ class Samples:
 
     @property
     def count(self) -> int:
-        """How many samples were trained on so far."""
+        """The number of training samples so far."""
         return max((sum(len(part) for part in parts) for parts in self._trained.values()), default=0)
 
     def overlap(self) -> dict[str, list[int]]:
-        """By the samples' make: how many that were trained on are of the validation data, and how many there were."""
+        """Return, by dtype and shape, the number of training samples that are in the validation data, and of all."""
         found: dict[str, list[int]] = {}
         for make, parts in self._trained.items():
             ours = torch.cat([part.cpu() for part in parts])
@@ -80,7 +80,7 @@ class Samples:
 
 
 def watch(trainer: Trainer, module: LightningModule, samples: Samples, patches: Patches) -> None:
-    """Note what samples reach ``training_step`` or the module itself where gradients are taken."""
+    """Record the samples that reach ``training_step`` or the module while gradients are enabled."""
     step = module.training_step
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -102,48 +102,48 @@ def watch(trainer: Trainer, module: LightningModule, samples: Samples, patches: 
 
 
 def weights(module: LightningModule) -> list[float]:
-    """A number for each parameter, by which a change shows."""
+    """Return a number per parameter, which shows changes."""
     return [float(p.detach().double().sum()) for p in module.parameters() if p.numel()]
 
 
 def exchange(module: LightningModule, *, keep: str | None, take: str | None) -> None:
-    """Write the weights that are about to be validated into a file, or validate those of a file in their place.
+    """Write the weights that are about to be validated to a file, or validate the weights of a file instead.
 
-    What is drawn by chance from then on is the same either way; what the loader draws before, by :func:`draw_alike`. Parts that
-    are compiled go by their plain names, and what a file has beside the module's own is left out.
+    Random numbers are the same from then on; :func:`draw_alike` does this for the loader. Compiled parts have their plain
+    names in the file, and further entries of the file are ignored.
 
     Args:
-        module: that is validated.
-        keep: the file to write; None for none.
-        take: the file to read; None for none.
+        module: the module.
+        keep: the file to write, or None.
+        take: the file to read, or None.
 
     Raises:
-        Incomparable: if the weights of ``take`` are of another module.
+        Incomparable: if the file has the weights of another module.
     """
     state = module.state_dict()
     plain = {name.replace("_orig_mod.", ""): name for name in state}
     if keep is not None:
         torch.save({name: state[own] for name, own in plain.items()}, keep)
     if take is not None:
-        held = torch.load(take, map_location="cpu", weights_only=False)  # a file of ours
-        if missing := [name for name in plain if name not in held]:
+        saved = torch.load(take, map_location="cpu", weights_only=False)  # written by this function
+        if missing := [name for name in plain if name not in saved]:
             raise Incomparable(f"there is no {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}")
         try:
-            module.load_state_dict({own: held[name] for name, own in plain.items()})
+            module.load_state_dict({own: saved[name] for name, own in plain.items()})
         except RuntimeError as error:
             raise Incomparable(" ".join(str(error).split())) from None
     draw_alike()
 
 
 def draw_alike() -> None:
-    """Let Python, NumPy and torch draw the same from here on, whatever was drawn before: masks, noise, dropout."""
+    """Seed Python, NumPy and torch, so that masks, noise and dropout are the same from here on."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
 
 
 class _First(Dataset[Any]):
-    """A map-style data set all of whose items are its first."""
+    """A map-style data set that returns its first item for every index."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -155,13 +155,13 @@ class _First(Dataset[Any]):
         return self._data[0]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_data":  # of pickle and copy, which ask before there is anything
+        if name.startswith("__") or name == "_data":  # pickle and copy ask before _data exists
             raise AttributeError(name)
         return getattr(self._data, name)
 
 
 class _FirstOfStream(IterableDataset[Any]):
-    """A stream that gives its first item again and again, as often as it has items."""
+    """A stream that repeats its first item for each of its items."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -175,7 +175,7 @@ class _FirstOfStream(IterableDataset[Any]):
 
 
 def blind(trainer: Trainer, module: LightningModule, patches: Patches) -> None:
-    """Let validation loaders give their first sample alone, in place of each, for whoever asks for them."""
+    """Let validation loaders return their first sample instead of every sample."""
     for owner in (getattr(trainer, "datamodule", None), module):
         if owner is not None and is_overridden("val_dataloader", owner):
             patches.set(owner, "val_dataloader", _blinded(owner.val_dataloader))
@@ -195,6 +195,6 @@ def _each(loaders: Any) -> Any:
         return [_each(one) for one in loaders]
     if isinstance(loaders, DataLoader):
         stream = isinstance(loaders.dataset, IterableDataset)
-        held = _FirstOfStream(loaders.dataset) if stream else _First(loaders.dataset)
-        object.__setattr__(loaders, "dataset", held)  # its own __setattr__ allows no other data set
+        repeated = _FirstOfStream(loaders.dataset) if stream else _First(loaders.dataset)
+        object.__setattr__(loaders, "dataset", repeated)  # its own __setattr__ refuses another data set
     return loaders

@@ -1,4 +1,4 @@
-"""Compute what a run costs in money and CO2, from prices per device-hour and per kWh."""
+"""Compute the cost of a run in money and CO2, from prices per device-hour and per kWh."""
 
 import math
 from collections.abc import Sequence

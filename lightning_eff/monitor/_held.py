@@ -1,4 +1,4 @@
-"""Find what a graph holds for its backward pass by walking it, without hooks, so that nothing changes."""
+"""Find the tensors that a graph holds for its backward pass, by walking it without hooks, so that nothing changes."""
 
 import functools
 import types
@@ -38,7 +38,7 @@ _CLOSED = (
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the memory behind ``tensors``: bytes by address, each piece once. Of a sharded tensor, this rank's part."""
+    """Return the memory of ``tensors`` as bytes by address, each storage once. Sharded tensors count their local part."""
     found: dict[int, int] = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
@@ -55,8 +55,8 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 def held_bytes(roots: Iterable[Tensor], apart: Iterable[Tensor], device: torch.device) -> int:
     """Return the bytes on ``device`` that the graphs of ``roots`` hold, each storage once, without those of ``apart``.
 
-    If hooks for saved tensors replace a tensor (by codes, copies, or the inputs for recomputation), the replacement counts, if
-    it is a tensor or a Python object that holds tensors.
+    Hooks for saved tensors may replace a tensor with codes, copies, or the inputs for recomputation. The replacement then
+    counts, if it is a tensor or a Python object with tensors.
     """
     without = storages(apart)
     held = storages(t for t in held_tensors(roots) if t.device.type == device.type)
@@ -121,7 +121,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _saved(node: Node) -> list[Any]:
-    """Return what a graph node saved, both in autograd and as attributes of a custom function's context."""
+    """Return the objects that a graph node saved, in autograd or as attributes of a custom function's context."""
     found: list[Any] = list(getattr(node, "__dict__", {}).values())
     for name in _raw_names(type(node)):
         try:

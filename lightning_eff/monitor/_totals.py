@@ -1,4 +1,4 @@
-"""What is recorded of each batch, and its sums over a run."""
+"""The record of a batch, and sums over a run."""
 
 from dataclasses import dataclass, field, fields
 

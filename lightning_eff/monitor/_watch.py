@@ -85,7 +85,7 @@ class Watch:
             self.session.chain.add(Stage.REWEIGHT, self._link)  # inside all links that change the loss
 
     def remove(self) -> None:
-        """Restore what is still patched; other code may have removed its own patches, and these with them."""
+        """Undo the patches that are still in place. Other code may have removed some together with its own."""
         self.running = False
         self._patches.restore(ours_alone=True)
         if self.session is not None:

@@ -46,10 +46,10 @@ class EfficiencyMonitor(Callback):
       is defined by the shapes of the batch, the blocks that run and the parameters that take gradients.
       ``hardware_flops_per_second`` adds the extra passes of techniques and recomputed activations.
     - ``parameters_bytes``, ``gradients_bytes``, ``optimizer_bytes`` and ``activations_bytes`` on this device, each at its
-      largest. Tied tensors count once. Activations are what the graph holds when the backward pass begins, without
-      parameters, buffers and the batch. Compressed, offloaded or recomputed activations count as what is stored for them on
-      this device. ``peak_bytes`` is the peak of the CUDA allocator, or else of the process's resident memory. The peak is
-      reset when fit starts.
+      largest. Tied tensors count once. Activations are the tensors that the graph holds when the backward pass begins,
+      without parameters, buffers and the batch. Compressed, offloaded or recomputed activations count with the bytes that
+      they occupy on this device. ``peak_bytes`` is the peak of the CUDA allocator, or else of the process's resident memory.
+      The peak is reset when fit starts.
     - ``data_seconds``, ``forward_seconds``, ``backward_seconds`` (with DDP's communication), ``optimizer_seconds`` (with
       clipping), ``extra_seconds`` (extra passes), ``other_seconds`` (other callbacks and the loop) and
       ``validation_seconds``. On CUDA, they are measured with events on the device's stream, without synchronization.

@@ -62,7 +62,7 @@ def driver() -> str | None:
 
 
 def _output(*command: str, cwd: Path | None = None) -> str | None:
-    """Return what a command prints, or None if it fails or is missing."""
+    """Return the output of a command, or None if it fails or is missing."""
     try:
         return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):

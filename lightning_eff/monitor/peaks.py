@@ -83,7 +83,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak | None:
 def measured_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Peak:
     """Measure the best FLOP/s of large square matrix products of several sizes, in about ``seconds`` (> 0).
 
-    The result is what a program with this many threads gets, which is below the data sheet's peak. The factors are random,
+    The result is the rate of a program with this many threads, which is below the data sheet's peak. The factors are random,
     because a GPU needs less power for constant ones and then clocks higher than in training. The global random state is not
     used.
     """

@@ -1,4 +1,4 @@
-"""What a run did, printed as it ends: tokens, speed, validation, memory, and a line for each technique."""
+"""Print a closing report when a run ends: tokens, speed, validation, memory, and a line per technique."""
 
 import resource
 import sys
@@ -18,11 +18,10 @@ from lightning_eff._core.technique import techniques_of
 
 @of_both
 class TrainingReport(Callback):
-    """Prints a closing report on rank 0; the command line adds it to every fit.
+    """Print a closing report on rank 0. The command line adds it to every fit.
 
-    Tokens (or samples, where a batch holds no token ids) are those that the loader handed out on all ranks, in a resumed run
-    since its first step: checkpoints hold their number. Seconds are those of training since the run was started or resumed:
-    validation is taken out.
+    Tokens, or samples if a batch has no token ids, are those that the loader returned on all ranks. A resumed run continues
+    the count from its checkpoint. Seconds are the training time since the start or the resume, without validation.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class TrainingReport(Callback):
     def _begin(self, trainer: Trainer | None) -> None:
         self._trainer = trainer
         self._before = dict(self._counted)
-        self._latest: dict[str, int] = {}  # of the batch at hand
+        self._latest: dict[str, int] = {}  # the counts of the current batch
         self._first = 0 if trainer is None else trainer.global_step
         self._batches = 0
         self._began = self._paused = self._outside = 0.0
@@ -78,7 +77,7 @@ class TrainingReport(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._text:  # now that the progress bar, which comes before, writes no more
+        if self._text:  # after the progress bar, whose teardown comes first
             print(self._text, flush=True)
             self._text = ""
         self._trainer = None
@@ -93,7 +92,7 @@ class TrainingReport(Callback):
         self._counted, self._loaded = dict(state_dict), True
 
     def text(self, trainer: Trainer, pl_module: LightningModule) -> str:
-        """The report, a line for each thing."""
+        """Return the report."""
         unit = "tokens" if self._counted["tokens"] else "samples"
         amount, steps = self._counted[unit], f"{trainer.global_step:,} steps"
         if uncounted := self._counted["uncounted_steps"]:

@@ -1,4 +1,4 @@
-"""The bench as a whole, over functions: verdicts, refusals, failures, controls, and taking up where it was."""
+"""The whole bench on functions: verdicts, refusals, failures, controls, and continuation."""
 
 import copy
 import json
@@ -12,18 +12,33 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_eff import ProgressiveStacking, SelectiveBackprop
-from lightning_eff.bench.arms import lay_out, named
+from lightning_eff.bench.arms import Arm, lay_out, named
 from lightning_eff.bench.benchmark import Benchmark
 from lightning_eff.bench.pace import Budget, Incomparable
+from lightning_eff.bench.references import References
+from lightning_eff.monitor.machine import fingerprint
 from tests.bench.tasks import Constant, Delay, Fail, Small, arm, dataset
+from tests.bench.test_pacer import KIND
+from tests.bench.test_references import price
 from tests.conftest import Once
 from tests.models import TinyGPT, loader, module
 
-DEFAULTS = {"target": "val_loss", "budget": "0.4rs", "seeds": 2, "rounds": 2, "evaluations": 3}
+DEFAULTS = {"target": "val_loss", "budget": "4rs", "seeds": 2, "rounds": 2, "evaluations": 3, "threads": 1}
+STEP = 0.04  # the reference seconds of a step: a budget holds as many steps on a busy machine as on an idle one
 
 
 def bench(recipes: dict, folder: Path, baseline=None, **more) -> Benchmark:
-    return Benchmark(baseline or arm(), recipes, out=folder, **{**DEFAULTS, "threads": 1, **more})
+    baseline = baseline or arm()
+    if "reference" not in more:
+        more["reference"] = step_costs(baseline, folder.parent / f"{folder.name}-steps.json")
+    return Benchmark(baseline, recipes, out=folder, **{**DEFAULTS, **more})
+
+
+def step_costs(baseline: Any, file: Path) -> Path:
+    """Write the step costs of a baseline, so that nothing in a bench but the ratio of speeds is measured."""
+    if callable(baseline):
+        References(file).apply(Arm("baseline", "baseline", baseline), fingerprint(1), {"baseline": [price(KIND, STEP)]})
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +50,7 @@ def several(once: Once, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
         folder = tmp_path_factory.mktemp("several")
         recipes = {
             "copy": arm(),
-            "slow": arm(callbacks=lambda: [Delay(0.02)]),
+            "slow": arm(callbacks=lambda: [Delay(0.06)]),
             "faster": arm(lambda: Small(lr=0.2)),
         }
         results = bench(recipes, folder, ladder=[0.5, 2.0]).run(progress=False, report=False)
@@ -56,7 +71,7 @@ def test_two_copies_train_alike(several: dict[str, Any]) -> None:
     runs = {(run["arm"], run["seed"]): run for run in results["runs"] if run["arm"] in ("baseline", "copy")}
     assert len(runs) == 4 and all(run["status"] == "finished" for run in results["runs"])
     for run in runs.values():
-        assert run["seconds"] == pytest.approx(0.4, rel=0.1) and len(run["points"]) == 3
+        assert run["seconds"] == pytest.approx(4.0, rel=0.1) and len(run["points"]) == 3
         assert run["lr_last_share"] < 0.1 and run["samples"] == 8 * run["steps"] and run["peak_memory_bytes"] > 1e6
     assert runs["baseline", 1]["losses"][0] != runs["baseline", 2]["losses"][0], "seeds draw alike"
     assert runs["baseline", 1]["losses"][0][1] == runs["copy", 1]["losses"][0][1], "arms of one seed do not"
@@ -64,7 +79,7 @@ def test_two_copies_train_alike(several: dict[str, Any]) -> None:
 
 
 def test_a_slower_arm_makes_fewer_steps_in_the_same_budget(several: dict[str, Any]) -> None:
-    """A delay of several times a step is found on any machine."""
+    """The delay is several times as long as a step, so it shows on any machine."""
     results = several["results"]
     steps = {name: found["steps"] for name, found in results["calibration"].items()}
     assert steps["slow"] * 3 < steps["baseline"]
@@ -79,6 +94,7 @@ def test_another_rate_is_not_the_same_training(several: dict[str, Any]) -> None:
 def test_a_ladder_gives_the_baseline_other_budgets(several: dict[str, Any]) -> None:
     runs = several["results"]["runs"]
     steps = {run["arm"]: run["steps"] for run in runs if run["seed"] == 1}
+    assert steps["baseline"] == 4.0 / STEP
     assert steps["baseline × 0.5"] == pytest.approx(steps["baseline"] / 2, abs=1)
     assert steps["baseline × 2"] == pytest.approx(steps["baseline"] * 2, abs=1)
     assert all(run["lr_last_share"] < 0.15 for run in runs if run["arm"].startswith("baseline"))
@@ -126,11 +142,11 @@ def test_what_crashes_or_diverges_is_told_and_the_others_finish(tmp_path: Path) 
 
     recipes = {
         "at once": arm(callbacks=lambda: [Fail(1, RuntimeError("no such luck"))]),
-        "late": arm(callbacks=lambda: [Fail(150, RuntimeError("late bad luck"))]),
+        "late": arm(callbacks=lambda: [Fail(60, RuntimeError("late bad luck"))]),
         "explodes": arm(Explode),
         "good": arm(),
     }
-    results = bench(recipes, tmp_path, budget="1rs").run(progress=False, report=False)
+    results = bench(recipes, tmp_path).run(progress=False, report=False)
     status = {run["arm"]: run["status"] for run in results["runs"]}
     errors = {run["arm"]: run["error"] for run in results["runs"]}
     assert status == {
@@ -152,7 +168,7 @@ def test_a_baseline_that_crashes_ends_the_bench(tmp_path: Path) -> None:
 
 
 def test_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
-    """Interrupted in the third run: what was done stays as it was, and the rest is done."""
+    """An interruption in the third run keeps the finished runs, and the others follow."""
     built = [0]
 
     def recipe():
@@ -185,13 +201,13 @@ def test_another_plan_does_not_go_on_in_the_same_folder(several: dict[str, Any],
 
 
 def test_prices_of_another_machine_count(several: dict[str, Any], tmp_path: Path) -> None:
-    """At ten times the price a budget holds a tenth of the steps."""
+    """At ten times the step cost, a budget has a tenth of the steps."""
     first = copy.deepcopy(several["results"])
     for calibration in first["calibration"].values():
-        for price in calibration["prices"]:
-            price["seconds"] *= 10
+        for cost in calibration["prices"]:
+            cost["seconds"] *= 10
     (tmp_path / "b.json").write_text(json.dumps(first))
-    second = bench({"copy": arm()}, tmp_path / "c", budget="4rs", reference=tmp_path / "b.json").run(
+    second = bench({"copy": arm()}, tmp_path / "c", budget="40rs", reference=tmp_path / "b.json").run(
         progress=False, report=False
     )
     before, after = ({run["arm"]: run["steps"] for run in results["runs"]} for results in (first, second))
@@ -199,14 +215,15 @@ def test_prices_of_another_machine_count(several: dict[str, Any], tmp_path: Path
 
 
 def test_a_reference_second_is_as_many_steps_in_every_bench(tmp_path: Path) -> None:
-    """The second bench, of another recipe and on a busier machine, has the baseline make the steps of the first."""
+    """The baseline makes as many steps in a second bench, with another recipe."""
     file = tmp_path / "prices.json"
     more = {"seeds": 1, "reference": file, "budget": "1.5rs"}
-    first = bench({"copy": arm()}, tmp_path / "a", arm(), **more).run(progress=False, report=False)
+    baseline = arm(callbacks=lambda: [Delay(0.02)])  # the longest part of a step, on a busy machine too
+    first = bench({"copy": baseline}, tmp_path / "a", baseline, **more).run(progress=False, report=False)
     kept = json.loads(file.read_text())
     assert [entry["name"] for entry in kept["entries"]] == ["baseline"]
     slow = {"slow": arm(callbacks=lambda: [Delay(0.05)])}
-    second = bench(slow, tmp_path / "b", arm(), **more).run(progress=False, report=False)
+    second = bench(slow, tmp_path / "b", baseline, **more).run(progress=False, report=False)
     assert json.loads(file.read_text()) == kept, "a price that is known was written again"
     one, two = (results["calibration"]["baseline"] for results in (first, second))
     assert one["prices"] == two["prices"] == kept["entries"][0]["prices"] and one["steps"] == two["steps"]
@@ -255,7 +272,7 @@ def test_compares_recipes_on_hugging_face_models(tmp_path: Path, name: str) -> N
         return build
 
     grown = hf(lambda: ProgressiveStacking(stages=[(0.0, 2), (0.5, 4)]))
-    more = {"budget": "2rs", "schedule": "linear", "seeds": 1, "controls": "auto"}  # 20 steps on a busy machine, too
+    more = {"budget": "2rs", "schedule": "linear", "seeds": 1, "controls": "auto", "reference": None}
     results = bench({"grown": grown}, tmp_path, hf(), **more).run(progress=False, report=False)
     kinds = {price["kind"].split()[-1] for price in results["calibration"]["grown"]["prices"]}
     assert {kind.split(":")[1] for kind in kinds} == {"2/2", "4/4"}

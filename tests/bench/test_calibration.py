@@ -1,4 +1,4 @@
-"""From rehearsals to prices and verdicts on speed, on synthetic machines whose noise is known."""
+"""Step costs and speed verdicts from rehearsals, on synthetic machines with known noise."""
 
 import random
 import statistics
@@ -187,6 +187,6 @@ def test_other_training_data_are_no_option_where_nobody_can_allow_them() -> None
     arm = {"data": {"validation": {}, "training": {"length": 640, "items": "b" * 8}}}
     with pytest.raises(Incomparable, match=r"640 items .* Give every arm the same data\.$"):
         calibration.check_same("arm", baseline, arm, other_training_data=None)
-    with pytest.raises(Incomparable, match="say --allow-other-training-data"):
+    with pytest.raises(Incomparable, match="with --allow-other-training-data"):
         calibration.check_same("arm", baseline, arm, other_training_data=False)
     calibration.check_same("arm", baseline, arm, other_training_data=True)

@@ -1,4 +1,4 @@
-"""What the page of evidence counts and keeps: compiling beside the budget and within it, ladders joined to those before."""
+"""The evidence page: compilation inside and outside the budget, and ladders joined to earlier ones."""
 
 import json
 import sys

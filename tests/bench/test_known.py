@@ -1,4 +1,4 @@
-"""What another bench has trained: taken over where it is the very same, and refused where it would not be."""
+"""Runs of another bench: reused if they would be the same, and refused otherwise."""
 
 import json
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(folder: Path, rates: dict[str, float], out: str, **more: Any) -> Benchmark:
-    """A bench of one baseline and of recipes that are rates of it."""
+    """Create a bench of a baseline, and of recipes with other learning rates."""
     recipes = {}
     for name, rate in rates.items():
         file = folder / f"rate-{rate}.yaml"
@@ -82,7 +82,7 @@ def test_what_is_known_is_neither_rehearsed_nor_trained_again(first: Path, tmp_p
 
 
 def test_what_is_taken_over_is_what_training_again_comes_to(first: Path, tmp_path: Path) -> None:
-    """An independent bench that trains everything, in the same prices."""
+    """An independent bench with the same step costs that trains everything."""
     again = bench(first, {"leading": 0.01}, str(tmp_path / "again"), reference=first / "first")
     results = again.run(progress=False, report=False)
     before = json.loads((first / "first" / "results.json").read_text())
@@ -95,18 +95,18 @@ def test_what_has_rehearsed_stays_with_its_own_prices(first: Path, tmp_path: Pat
     begun = bench(first, {"recipe": 0.01}, str(tmp_path / "begun"))
     (tmp_path / "begun" / "rehearsals").mkdir(parents=True)
     (tmp_path / "fresh").mkdir()
-    begun._take_up()
-    assert begun._take_over() == {}
+    begun._begin_or_continue()
+    assert begun._reuse_known() == {}
     later = bench(first, {"recipe": 0.01}, str(tmp_path / "begun"), known=[first / "first"])
-    later._take_up()
-    assert later._take_over() == {}
+    later._begin_or_continue()
+    assert later._reuse_known() == {}
     fresh = bench(first, {"recipe": 0.01}, str(tmp_path / "fresh"), known=[first / "first"])
-    fresh._take_up()
-    taken = fresh._take_over()
+    fresh._begin_or_continue()
+    taken = fresh._reuse_known()
     assert set(taken) == {"baseline", "recipe"} and len(list((tmp_path / "fresh" / "runs").iterdir())) == 4
     goes_on = bench(first, {"recipe": 0.01}, str(tmp_path / "fresh"))
-    goes_on._take_up()
-    assert goes_on._take_over() == json.loads(json.dumps(taken)), "settled as it began"
+    goes_on._begin_or_continue()
+    assert goes_on._reuse_known() == json.loads(json.dumps(taken)), "settled as it began"
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_what_has_rehearsed_stays_with_its_own_prices(first: Path, tmp_path: Pat
     ],
 )
 def test_a_bench_of_another_kind_is_not_known(first: Path, tmp_path: Path, more: dict[str, Any], what: str) -> None:
-    with pytest.raises(ValueError, match=rf"as known, which differs in {what}; expected one of the same baseline"):
+    with pytest.raises(ValueError, match=rf"this bench differs in {what}, so its runs cannot be reused"):
         bench(first, {"new": 0.03}, str(tmp_path), known=[first / "first"], **more).run(progress=False, report=False)
 
 
 def test_another_baseline_is_not_known(first: Path, tmp_path: Path) -> None:
     config(tmp_path, "model: {class_path: tests.tune.tasks.Regression, init_args: {weight_decay: 0.1}}")
-    with pytest.raises(ValueError, match="which differs in the baseline's configs; expected"):
+    with pytest.raises(ValueError, match="differs in the baseline's configs, so"):
         bench(tmp_path, {"new": 0.03}, "out", known=[first / "first"]).run(progress=False, report=False)
 
 
@@ -152,5 +152,5 @@ def test_other_prices_are_told(first: Path, tmp_path: Path) -> None:
         other = bench(
             first, {"new": 0.03}, str(tmp_path / reference.stem), known=[first / "first"], reference=reference
         )
-        with pytest.raises(ValueError, match=r"as known, which differs in the prices of the reference; expected"):
+        with pytest.raises(ValueError, match=r"differs in the step costs of the reference, so"):
             other.run(progress=False, report=False)

@@ -1,4 +1,4 @@
-"""A recipe's own rate and warm-up: where they stand over the budget, that the schedule keeps its shape, and who has them."""
+"""A recipe's own learning rate and warm-up: their course over the budget, the schedule's shape, and the arms that have them."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.bench.test_pacer import KIND, reference, run
 
 
 class Cosine(Small):
-    """A recursive scheduler, which reads the rate that the group has."""
+    """A recursive scheduler, which reads the group's learning rate."""
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
@@ -138,7 +138,9 @@ def test_whose_they_are(tmp_path: Path) -> None:
     """A recipe's and its own alone; they stand in the plan, and the rehearsal meets them."""
     arms = lay_out(("base", arm()), {"a": arm(), "b": arm()}, controls=False, ladder=(2.0,), rates={"b": 0.2})
     assert [one.rate for one in arms] == [None, None, 0.2, None]
-    with pytest.raises(ValueError, match=r"Got a warm_up for \['c'\]; expected names of arms: \['base', 'a', 'b'\]"):
+    with pytest.raises(
+        ValueError, match=r"warm_ups=\['c'\]\): there are no such arms. Use names from \['base', 'a', 'b'\]"
+    ):
         lay_out(("base", arm()), {"a": arm(), "b": arm()}, controls=False, ladder=(), warm_ups={"c": "5s"})
     settings = {"target": "val_loss", "budget": "0.4rs", "seeds": 1, "rounds": 2, "evaluations": 2, "threads": 1}
     baseline, prices = arm(), tmp_path / "prices.json"
@@ -166,7 +168,7 @@ def test_a_recipe_that_sets_the_rate_by_a_technique_has_it(schedule: str, rate: 
     )
     assert module.rates == pytest.approx([(rate or 0.1) * rex(step / 40) for step in range(40)])
     assert pacer.last_rate == pytest.approx(module.rates[-1])
-    with pytest.raises(Incomparable, match="expected the warm-up among that technique's settings"):
+    with pytest.raises(Incomparable, match="Set the warm-up in that technique's settings"):
         run(reference(4.0, warm_up=0.3), arm(callbacks=lambda: [LearningRateSchedule()]))
 
 

@@ -1,4 +1,4 @@
-"""The clock of a run: what it charges, where the rate stands, when it validates and stops, and that it leaves no trace."""
+"""The clock of a run: charges, learning rates, validation, stopping, and the undoing of patches."""
 
 import contextlib
 import math
@@ -236,9 +236,9 @@ def test_what_is_validated_is_the_average() -> None:
     ("function", "target", "message"),
     [
         (arm(), "val_f1", r"\['val_acc', 'val_loss'\]"),
-        (arm(), "train_loss", "training does"),
+        (arm(), "train_loss", "training logs it"),
         (arm(limit_val_batches=0), "val_loss", "without validation"),
-        (arm(fast_dev_run=True), "val_loss", "a Trainer with fast_dev_run=True; .* Take fast_dev_run out"),
+        (arm(fast_dev_run=True), "val_loss", "a Trainer with fast_dev_run=True; .* Remove fast_dev_run"),
         (arm(barebones=True), "val_loss", "a Trainer with barebones=True"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Runs from another processor than the rest of their bench are told."""
+"""The page names runs from another processor than the rest of their bench."""
 
 import json
 from pathlib import Path

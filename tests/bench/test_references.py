@@ -1,4 +1,4 @@
-"""Reference prices: whose they are, what follows from them, and which files are none."""
+"""Reference step costs: their keys, the scaling of other arms, and files that are refused."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ def baseline(**settings: float) -> Arm:
 
 
 def test_the_first_bench_writes_and_the_next_reads(tmp_path: Path) -> None:
-    """Twice as slow a machine as in the reference: its prices are halved, the recipe's too."""
+    """On a machine that is half as fast as the reference, all step costs are halved."""
     file = tmp_path / "deep" / "prices.json"
     told = {"baseline": [price("a", 0.1, 0.5), price("b", 0.3, 0.5)], "recipe": [price("c", 0.4)]}
     assert References(file).apply(baseline(), MACHINE, told) == told
@@ -71,13 +71,13 @@ def test_results_of_another_bench_are_read_and_left_alone(tmp_path: Path) -> Non
     for name in told:
         assert found[name] == [price("step 128", 0.03), price("new", pytest.approx(0.1))]
     assert json.loads(file.read_text()) == json.loads(json.dumps(made))
-    with pytest.raises(Incomparable, match="no price for any kind"):
+    with pytest.raises(Incomparable, match="no step cost for any of its kinds"):
         References(file).apply(baseline(), MACHINE, {"baseline": [price("other", 0.1)]})
 
 
 def test_says_what_is_no_reference(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"where there is nothing; expected the folder of a bench, or a file for prices"
+        ValueError, match=r"no such file or folder. Name the folder of a bench, or a .json file for step costs"
     ):
         References(tmp_path / "nowhere")
     (tmp_path / "bad.json").write_text("{")

@@ -1,4 +1,4 @@
-"""Rehearsals in turns, on arms whose steps take a made-up time: how they are laid out, and what follows for the runs."""
+"""Rehearsals in turns, on arms with given step times: their order, and the runs that follow from them."""
 
 from collections.abc import Mapping
 from pathlib import Path

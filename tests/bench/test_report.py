@@ -33,7 +33,7 @@ VOID = {"meta", "link", "br", "hr", "img", "input", "source"}
 
 
 class Page(HTMLParser):
-    """Collects what a page refers to, its ids and its text; an end tag that does not fit is an error."""
+    """Collect a page's references, ids and text; an end tag that does not fit is an error."""
 
     def __init__(self, text):
         super().__init__()
@@ -166,7 +166,7 @@ def contrast(one: list[float], other: list[float]) -> float:
 
 
 def test_figures_can_be_seen_on_light_and_dark_ground():
-    """What is drawn on white is turned round by the page's filter; white itself becomes the dark page's ground, nearly."""
+    """The page's filter inverts figures on white; white itself becomes nearly the dark page's background."""
     share = float(re.search(r"invert\(([.0-9]+)\) hue-rotate\(180deg\)", report_html.STYLE)[1])
     light, dark = re.findall(r"--paper: (#\w+)", report_html.STYLE)
     assert turned(channels(light), share) == pytest.approx(channels(dark), abs=0.03)
@@ -194,7 +194,7 @@ def test_many_arms_get_a_panel_each():
     for gains, panels in ((few, 1), (many, 7)):
         made = synthetic.results(gains)
         curves = next(drawing for drawing in draw(made, summarize(made)) if drawing.name == "seconds")
-        assert sum(axes.get_visible() for axes in curves.figure.axes) == panels
+        assert sum(axes.has_data() for axes in curves.figure.axes) == panels
 
 
 def test_a_forest_is_drawn_as_summarized(made):
@@ -205,6 +205,32 @@ def test_a_forest_is_drawn_as_summarized(made):
     ]
     shown = [own["speedup"] for own in summary.values() if own["speedup"]]
     assert drawn == [pytest.approx((interval["low"], interval["high"])) for interval in shown]
+
+
+def test_labels_cover_no_lines(made):
+    """The lines at the ticks are drawn only behind the intervals, and the bars' axes have no grid behind their labels."""
+    drawn = {one.name: one.figure.axes[0] for one in draw(made, summarize(made))}
+    forest = drawn["speedups"]
+    lines = [path.vertices[:, 1] for collection in forest.collections for path in collection.get_paths()]
+    assert len(lines) > 5 and len(forest.texts) == 10
+    for text in forest.texts:
+        assert not any(min(line) <= text.get_position()[1] <= max(line) for line in lines)
+    for axes in (forest, drawn["phases"]):
+        assert not any(line.get_visible() for line in axes.get_xgridlines())
+
+
+def test_details_are_folded(text):
+    for heading in ("How to read this page", "Seconds per run", "Plan and machine"):
+        assert f"<details>\n<summary>{heading}</summary>" in text
+    assert text.index("<h2>What to do</h2>") < text.index("<h2>Verdicts</h2>") < text.index("<details>")
+
+
+def test_no_cell_of_small_multiples_is_empty():
+    """Seven panels leave a cell free, which holds the legend; the last diagram of its column has labels."""
+    made = synthetic.results({"baseline": 1.0} | {f"recipe {k}": 1 + k / 10 for k in range(7)})
+    figure = next(drawing for drawing in draw(made, summarize(made)) if drawing.name == "seconds").figure
+    assert figure.axes[7].get_legend() is not None and not figure.legends
+    assert figure.axes[5].xaxis.get_tick_params()["labelbottom"]
 
 
 def test_strange_names_are_text():

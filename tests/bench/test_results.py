@@ -1,4 +1,4 @@
-"""results.json: what is written comes back, nothing half-written stays, and what is wrong is named."""
+"""results.json: round trips, atomic writing, and messages about errors."""
 
 import copy
 import json
@@ -61,13 +61,13 @@ def test_wrong_results_are_not_written(tmp_path):
 
 
 def test_what_is_no_results_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"results\.json: no such file; expected the folder of a bench"):
+    with pytest.raises(FileNotFoundError, match=r"results\.json: no such file. Give the folder of a bench"):
         load(tmp_path)
     (tmp_path / "results.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         load(tmp_path)
     (tmp_path / "results.json").write_text(json.dumps({"schema": "lightning_eff.bench/9"}))
-    with pytest.raises(ValueError, match=r"got 'lightning_eff.bench/9'; this version of lightning_eff reads"):
+    with pytest.raises(ValueError, match=r"got 'lightning_eff.bench/9', but this version of lightning_eff reads"):
         load(tmp_path)
 
 
@@ -97,11 +97,11 @@ def test_fields_of_a_later_hand_are_left_alone(tmp_path):
         (
             ["calibration", "stacking"],
             {**synthetic.calibration(1.0, True), "rates": []},
-            "expected some where same_training",
+            "expected some, because same_training",
         ),
         (["runs", 1, "arm"], "nobody", r"runs\[1\].arm: got 'nobody'"),
         (["runs", 1, "seed"], 9, r"runs\[1\].seed: got 9; expected a seed of the plan: 1, 2, 3"),
-        (["runs", 8, "seed"], 1, "is there twice"),
+        (["runs", 8, "seed"], 1, "occurs twice"),
         (["runs", 1, "status"], "lost", "expected one of 'finished', 'crashed', 'diverged'"),
         (["runs", 1, "points"], [], "got none in a finished run"),
         (["runs", 1, "points", 1, "seconds"], 1.0, "got 1.0 after 6.0; expected a rise"),

@@ -1,4 +1,4 @@
-"""The study of sample selection: what is spoilt of its data, that every recipe can be built, and how it judges."""
+"""The study of sample selection: its corrupted data, its recipes and its verdicts."""
 
 import importlib
 import json

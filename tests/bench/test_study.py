@@ -1,4 +1,4 @@
-"""Small studies: they go on where they were killed, count what is missing once, and their page says what the runs say."""
+"""Small studies: continuation after a kill, missing runs, and their page."""
 
 import json
 from pathlib import Path

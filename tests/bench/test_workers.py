@@ -20,6 +20,7 @@ from lightning_eff.bench.running.worker import MARK
 from lightning_eff.bench.running.workers import Workers, environments
 
 ROOT = Path(__file__).parent.parent.parent
+AT_ONCE = 15.0  # seconds: also on a busy machine, and far less than the job of a minute takes
 CONFIG = """
 trainer:
   accelerator: cpu
@@ -90,22 +91,20 @@ def test_runs_at_once_have_a_device_each(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.mark.parametrize("kind", ["each", "places"])
 def test_a_job_that_takes_too_long_is_ended_and_the_next_is_done(kind: str, order: dict, tmp_path: Path) -> None:
-    """As a crash that says so, of that job alone; what comes after it has a process of its own."""
-    slow = replace(Job.of(order), limit=8.0)
-    quick = replace(Job.of({**order, "pace": asdict(Pace("val_loss", steps=300, sweep=2))}), name="quick", limit=60.0)
+    """It counts as a crash of that job alone, and the next job has a new process."""
+    slow = replace(Job.of({**order, "pace": asdict(Pace("val_loss", 1e6, steps=300))}), limit=8.0)
+    quick = replace(Job.of({**order, "pace": asdict(Pace("val_loss", steps=300, sweep=2))}), name="quick", limit=600.0)
     places = Places(1, 1, tmp_path / "logs") if kind == "places" else Workers(1, 1, tmp_path / "logs")
     try:
-        began = time.monotonic()
         if isinstance(places, Places):
             late, done = *places.do([slow]), *places.do([quick])
         else:
             (late,), (done,) = (
                 [record for _, record in getattr(places, kind)([job], lambda job, u: None)] for job in (slow, quick)
             )
-        assert time.monotonic() - began < 60.0
     finally:
         places.close()
-    assert late["status"] == "crashed" and late["error"].startswith("it was ended after 8 s, which is too long")
+    assert late["status"] == "crashed" and late["error"].startswith("it was killed after 8 s, which is too long")
     assert done["status"] == "finished" and done["error"] is None
 
 
@@ -137,7 +136,7 @@ def test_a_killed_bench_takes_its_worker_along(order: dict, tmp_path: Path) -> N
         workers = [int(pid) for children in listed for pid in children.read_text().split()]
     finally:
         os.kill(bench.pid, signal.SIGKILL)
-    assert len(workers) == 1 and gone(workers[0], 1.0)
+    assert len(workers) == 1 and gone(workers[0], AT_ONCE)
     bench.wait()
     bench.stdout.close()
 
@@ -161,5 +160,5 @@ def test_a_worker_whose_orders_end_in_the_middle_of_a_job_ends_at_once(order: di
             worker.stdin.flush()
             assert worker.stdout.readline().startswith(MARK)
         worker.stdin.close()
-        assert worker.wait(timeout=1.0 if job is not None else 60.0) == (1 if job is not None else 0)
+        assert worker.wait(timeout=AT_ONCE if job is not None else 60.0) == (1 if job is not None else 0)
         worker.stdout.close()

@@ -1,1 +1,1 @@
-"""From a bench's runs to intervals, verdicts, tables, figures and pages."""
+"""Turn a bench's runs into intervals, verdicts, tables, figures and pages."""

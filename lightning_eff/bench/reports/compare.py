@@ -1,4 +1,4 @@
-"""Two results of the bench side by side: what each found of the arms they share, and what sets them apart."""
+"""Compare two results of the bench: the figures of their common arms, and the differences between the benches."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from lightning_eff.monitor.machine import SAME_MACHINE
 
 
 def compare(a: dict[str, Any], b: dict[str, Any], width: int = 100) -> str:
-    """Two results side by side, for a terminal: warnings first, then the arms that both have, then what differs.
+    """Format two results side by side for a terminal: warnings, then the common arms, then the differences.
 
     Args:
         a: results of the bench's schema.
-        b: others, of the same target and mode.
-        width: columns of the terminal; 80 to 160 are used.
+        b: results with the same target and mode.
+        width: the terminal's width in characters; 80 to 160 are used.
 
     Raises:
-        ValueError: the two cannot be compared: an unknown schema, another target or another mode.
+        ValueError: if the schema is unknown, or the targets or modes differ.
     """
     both, width = {"A": a, "B": b}, fitting(width)
     for name, results in both.items():
@@ -38,55 +38,55 @@ def compare(a: dict[str, Any], b: dict[str, Any], width: int = 100) -> str:
     for name, own, other in (("A", _arms(a), _arms(b)), ("B", _arms(b), _arms(a))):
         if alone := ", ".join(arm for arm in own if arm not in other):
             parts.append(wrapped(f"Only in {name}: {alone}.", width))
-    told = differences(a, b)
-    parts += ["What differs"] if told else ["Plan, configs, machine and versions are the same."]
-    return "\n".join([*parts, *(wrapped(line, width, "- ") for line in told)]) + "\n"
+    found = differences(a, b)
+    parts += ["Differences"] if found else ["Plan, configs, machine and versions are the same."]
+    return "\n".join([*parts, *(wrapped(line, width, "- ") for line in found)]) + "\n"
 
 
 def warnings(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """What keeps figures of the two from being held against each other, worst first."""
+    """Return the reasons why figures of the two results cannot be compared, the most important first."""
     one, two = a["plan"]["budget"], b["plan"]["budget"]
     first, second = a["plan"]["arms"][0], b["plan"]["arms"][0]
     others = any(a["machine"][name] != b["machine"][name] for name in SAME_MACHINE)
     priced = one["clock"] == two["clock"] == "reference"
-    told = [
+    checks = [
         (
             one["seconds"] != two["seconds"],
-            f"The budgets differ ({one['seconds']:g} s and {two['seconds']:g} s): final metrics do not compare, and a speed-up"
-            " holds for its own budget.",
+            f"The budgets differ ({one['seconds']:g} s and {two['seconds']:g} s). Final metrics cannot be compared, and a"
+            " speed-up holds only for its budget.",
         ),
         (
             one["clock"] != two["clock"],
-            f"The clocks differ ({one['clock']} and {two['clock']}): the same number of seconds is not the same budget, so"
-            " final metrics do not compare.",
+            f"The clocks differ ({one['clock']} and {two['clock']}). The same number of seconds is not the same budget, so"
+            " final metrics cannot be compared.",
         ),
         (
             others and priced,
-            "The machines differ. That is no obstacle to final metrics and speed-ups, since both budgets are in"
-            " reference-system seconds; throughput ratios, which are measured, and wall-clock times do not compare.",
+            "The machines differ. Final metrics and speed-ups can still be compared, because both budgets are in"
+            " reference-system seconds. Measured throughput ratios and wall-clock times cannot.",
         ),
         (
             others and not priced,
-            "The machines differ, and wall-clock seconds of different machines are not comparable: final metrics and speed-ups"
-            " do not compare. Bench both on the reference clock for that.",
+            "The machines differ, so final metrics and speed-ups cannot be compared: a wall-clock second is another budget on"
+            " another machine. Run both benches in reference-system time, with --budget 120rs.",
         ),
         (
             a["plan"]["seeds"] != b["plan"]["seeds"],
-            "The seeds differ: final metrics are not of the same runs, and means over few seeds wander.",
+            "The seeds differ. Final metrics belong to different runs, and means over few seeds vary.",
         ),
         (
             (first["name"], first["configs"]) != (second["name"], second["configs"]),
-            f"The baselines differ ({first['name']} and {second['name']}, or their configs): speed-ups are over different"
-            " ones.",
+            f"The baselines differ ({first['name']} and {second['name']}, or their configs). Speed-ups are relative to"
+            " different baselines.",
         ),
         (not a["finished"], "A is not finished."),
         (not b["finished"], "B is not finished."),
     ]
-    return [line for holds, line in told if holds]
+    return [line for holds, line in checks if holds]
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """One line for each entry of the plan, of a shared arm and of the machine that is not the same in both."""
+    """Return one line for each difference in the plan, in a common arm or in the machine."""
     shared = [name for name in _arms(a) if name in _arms(b)]
     lines: list[str] = []
     for head, one, two in (
@@ -98,13 +98,13 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
         for key in dict.fromkeys([*left, *right]):
             pair = left.get(key, "nothing"), right.get(key, "nothing")
             if pair[0] != pair[1]:
-                told = [", ".join(map(str, one)) if isinstance(one, list) else str(one) for one in pair]
-                lines.append(f"{head}, {key}: {told[0]} | {told[1]}")
+                texts = [", ".join(map(str, one)) if isinstance(one, list) else str(one) for one in pair]
+                lines.append(f"{head}, {key}: {texts[0]} | {texts[1]}")
     return lines
 
 
 def _cells(both: dict[str, dict[str, Any]]) -> tuple[list[words.Column], list[dict[str, str]]]:
-    """The figures of each shared arm, A's beside B's."""
+    """Return the figures of each common arm, A's next to B's."""
     keys = {"verdict": "verdict", "final": both["A"]["plan"]["target"], "speedup": "speed-up"}
     keys["throughput"] = "samples/s ratio"
     tables = {name: {row["arm"]: row for row in words.cells(r, summarize(r))[1]} for name, r in both.items()}

@@ -1,6 +1,6 @@
-"""A figure of the report and how it leaves matplotlib: as SVG for the page and as PNG, without global state.
+"""Draw figures with matplotlib without global state, and export them as SVG and PNG.
 
-It is drawn once, dark on nothing; a page on dark ground turns its light and dark round (``report_html.STYLE``).
+Figures are drawn once, in dark colours without a background. Pages in dark mode invert them (``report_html.STYLE``).
 """
 
 import importlib
@@ -23,7 +23,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # 
 
 @dataclass
 class Drawing:
-    """A figure with what is said beside it and instead of it."""
+    """A figure with its caption and its alternative text."""
 
     name: str
     caption: str
@@ -32,10 +32,10 @@ class Drawing:
 
 
 def require_extra() -> None:
-    """Raise at once, rather than after hours of training, if the report cannot be made.
+    """Check before hours of training that the report can be made.
 
     Raises:
-        ModuleNotFoundError: matplotlib or scipy is not installed.
+        ModuleNotFoundError: if matplotlib or scipy is not installed.
     """
     for name in ("matplotlib", "scipy"):
         try:
@@ -45,12 +45,12 @@ def require_extra() -> None:
 
 
 def svg(drawing: Drawing) -> bytes:
-    """The figure as an SVG of its own, without a ground: the same bytes for the same input."""
+    """Return the figure as SVG without a background. The same input gives the same bytes."""
     return _saved(drawing, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
 
 
 def png(drawing: Drawing) -> bytes:
-    """The figure as a PNG on white."""
+    """Return the figure as PNG on white."""
     return _saved(drawing, format="png", dpi=200, facecolor=PAPER, metadata={"Software": None})
 
 
@@ -62,7 +62,7 @@ def _saved(drawing: Drawing, **options: Any) -> bytes:
 
 
 def one(height: float) -> "tuple[Figure, Axes]":
-    """A figure of one diagram, ``height`` inches high."""
+    """Create a figure with one diagram, ``height`` inches high."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -70,7 +70,7 @@ def one(height: float) -> "tuple[Figure, Axes]":
 
 
 def grid_of(panels: int) -> "tuple[Figure, list[Axes]]":
-    """A figure of ``panels`` diagrams, two in a row, that share their axes."""
+    """Create a figure with ``panels`` diagrams, two per row, with shared axes. A cell that is left free has hidden axes."""
     from matplotlib.figure import Figure
 
     if panels == 1:
@@ -81,19 +81,20 @@ def grid_of(panels: int) -> "tuple[Figure, list[Axes]]":
     grid = figure.subplots(rows, 2, sharex=True, sharey=True, squeeze=False)
     every = [axes for row in grid for axes in row]
     for axes in every[panels:]:
-        axes.set_visible(False)
+        axes.axis("off")
+        every[panels - 2].tick_params(labelbottom=True)  # the last diagram of its column
     return figure, every[:panels]
 
 
 def label(text: str, size: int) -> str:
-    """A name as a label: cut, on one line, and not hidden as matplotlib hides labels that begin with an underscore."""
+    """Shorten a name to a label on one line. Matplotlib would hide labels that begin with an underscore."""
     text = " ".join(text.split())
     text = text if len(text) <= size else text[: size - 1] + "…"
     return f"\u200b{text}" if text.startswith("_") else text
 
 
 def style() -> AbstractContextManager[None]:
-    """The figures' own settings, whatever the user's are; put back at the end."""
+    """Return a context with the figures' settings instead of the user's."""
     from matplotlib import rc_context, rcParamsDefault
 
     settings: Any = {
@@ -115,7 +116,7 @@ def style() -> AbstractContextManager[None]:
         "grid.color": GRID,
         "grid.linewidth": 0.6,
         "text.parse_math": False,
-        "svg.fonttype": "path",  # as it was laid out, whatever fonts the reader has
+        "svg.fonttype": "path",  # readers may not have the font
         "svg.hashsalt": "lightning-eff",
     }
     settings |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)

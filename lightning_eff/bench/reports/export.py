@@ -1,4 +1,4 @@
-"""A bench's results for other tools: as CSV, and to any Lightning logger."""
+"""Export a bench's results as CSV and to any Lightning logger."""
 
 import csv
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ PLAIN = (
 
 
 def write_csvs(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Write ``arms.csv`` (a row an arm), ``runs.csv`` (a row a run) and ``points.csv`` (a row an evaluation).
+    """Write ``arms.csv``, ``runs.csv`` and ``points.csv``, with a row per arm, run and evaluation.
 
     Args:
-        results: of the bench's schema, with their summary.
-        folder: where to; it is made.
+        results: results of the bench's schema, with their summary.
+        folder: the folder, which is created.
     """
     kinds = {arm["name"]: arm for arm in results["plan"]["arms"]}
     runs = [
@@ -56,7 +56,7 @@ def write_csvs(results: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def figures(own: dict[str, Any]) -> dict[str, Any]:
-    """An arm's summary in one flat row; None where nothing is known."""
+    """Return an arm's summary as one flat row, with None for unknown figures."""
     row: dict[str, Any] = {"final_mean": own["final"]["mean"], "final_std": own["final"]["std"]}
     for name in BOUNDED:
         interval = own[name] or {}
@@ -69,19 +69,23 @@ def figures(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def log(every: Mapping[str, dict[str, Any]], logger: Logger) -> None:
-    """Give a logger the plan as hyperparameters, every run's curve by optimizer steps, and the arms' figures.
+    """Log the plan as hyperparameters, each run's curve by optimizer step, and the figures of each arm.
 
-    Metrics are named ``<arm>/seed<seed>/<target>`` and ``<arm>/<figure>``, at several budgets with ``<budget>/`` before it.
+    Metrics are named ``<arm>/seed<seed>/<target>`` and ``<arm>/<figure>``. With several budgets they begin with ``<budget>/``.
 
     Args:
-        every: results with their summaries, by budget; one alone under any name.
-        logger: it is finished afterwards.
+        every: the results with their summaries, by budget. The name of a single one is ignored.
+        logger: the logger, which is finalized afterwards.
     """
     for budget, results in every.items():
         head, plan = f"{budget}/" if len(every) > 1 else "", results["plan"]
-        told = {"target": plan["target"], "budget_seconds": plan["budget"]["seconds"], "clock": plan["budget"]["clock"]}
-        told |= {"seeds": str(plan["seeds"]), "title": results["title"]}
-        logger.log_hyperparams({f"{head}{name}": value for name, value in told.items()})
+        settings = {
+            "target": plan["target"],
+            "budget_seconds": plan["budget"]["seconds"],
+            "clock": plan["budget"]["clock"],
+        }
+        settings |= {"seeds": str(plan["seeds"]), "title": results["title"]}
+        logger.log_hyperparams({f"{head}{name}": value for name, value in settings.items()})
         for run in results["runs"]:
             name = f"{head}{run['arm']}/seed{run['seed']}"
             for point in run["points"]:

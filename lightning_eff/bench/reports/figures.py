@@ -1,4 +1,4 @@
-"""The report's figures: sized for a phone, safe for the colour-blind, readable without colour."""
+"""The report's figures: they fit a phone, and are readable by the colour-blind and without colour."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_eff.bench.reports import words
 from lightning_eff.bench.reports.drawing import (
     COLOURS,
+    GRID,
     INK,
     PAPER,
     Drawing,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
-TOGETHER = 6  #: arms that one diagram holds; more are drawn as small multiples
+TOGETHER = 6  #: the most arms in one diagram; more are drawn as small multiples
 GRID_POINTS = 120
 
 Curve = Sequence[tuple[float, float]]
@@ -34,7 +35,7 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass
 class _Line:
-    """An arm in a diagram: how it is drawn, and its finished runs."""
+    """An arm in a diagram: its style and its finished runs."""
 
     name: str
     colour: str
@@ -44,14 +45,14 @@ class _Line:
 
 
 def draw(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[Drawing]:
-    """All figures about which the results know something, in the report's order.
+    """Draw all figures for which there are results, in the report's order.
 
     Args:
-        results: of the bench's schema.
-        summary: of the same results.
+        results: results of the bench's schema.
+        summary: the summary of the same results.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: if matplotlib is not installed.
     """
     require_extra()
     with style():
@@ -59,7 +60,7 @@ def draw(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[Dr
         drawings = [speedups(results, summary)]
         if any(line.runs for line in lines):
             plan = results["plan"]
-            clock = "priced" if plan["budget"]["clock"] == "reference" else "wall-clock"
+            clock = "reference-system time" if plan["budget"]["clock"] == "reference" else "wall-clock"
             target, share = plan["target"], _late(plan["budget"]["seconds"])
             drawings.append(_curves("seconds", f"training seconds ({clock})", target, lines, _points("seconds"), share))
             drawings.append(_curves("samples", "samples seen", target, lines, _points("samples"), None))
@@ -70,7 +71,7 @@ def draw(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[Dr
 
 
 def speedups(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Drawing | None:
-    """Forest plot: each arm's speed-up with its interval, around 1."""
+    """Draw a forest plot of each arm's speed-up with its interval."""
     arms = [arm for arm in results["plan"]["arms"] if summary[arm["name"]]["speedup"]]
     arms = [arm for arm in arms if arm["kind"] in ("recipe", "control")]
     if not arms:
@@ -78,11 +79,16 @@ def speedups(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Dra
     known = [summary[arm["name"]]["speedup"] for arm in arms]
     left = min(0.85, max(0.25, min(interval["low"] for interval in known))) / 1.06
     right = max(1.18, min(4.0, max(interval["high"] for interval in known))) * 1.06
+    wide = math.log(right / left) > math.log(6)
+    every = (0.25, 0.5, 1, 2, 4) if wide else (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
+    ticks = [tick for tick in every if left <= tick <= right]
     figure, axes = one(0.5 + 0.44 * len(arms))
-    axes.axvline(1, color=INK, linewidth=1)
+    axes.grid(False)
     for row, (arm, interval) in enumerate(zip(arms, known, strict=True)):
         y, colour = -row, COLOURS[1] if arm["kind"] == "control" else COLOURS[0]
         low, high = max(left, interval["low"]), min(right, interval["high"])
+        lines = ([INK if tick == 1 else GRID for tick in ticks], [1.0 if tick == 1 else 0.6 for tick in ticks])
+        axes.vlines(ticks, y - 0.2, y + 0.2, colors=lines[0], linewidths=lines[1], zorder=0.5)  # not behind the labels
         axes.plot([low, high], [y, y], color=colour, linewidth=2, solid_capstyle="butt")
         for end, bound, marker in ((low, interval["low"], "<"), (high, interval["high"], ">")):
             axes.plot([end], [y], marker=marker if end != bound else "|", color=colour, markersize=6, linestyle="none")
@@ -92,25 +98,25 @@ def speedups(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Dra
         text = words.bracket(interval, words.ratios)
         name = label(arm["name"] if arm["kind"] == "recipe" else f"{arm['name']} (control)", 36)
         place: Any = axes.get_yaxis_transform()
-        behind = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}
-        axes.text(0.0, y + 0.24, name, fontsize=9, transform=place, va="bottom", fontweight="bold", bbox=behind)
-        axes.text(1.0, y + 0.24, text, fontsize=8, transform=place, va="bottom", ha="right", bbox=behind)
+        axes.text(0.0, y + 0.27, name, fontsize=9, transform=place, va="bottom", fontweight="bold")
+        axes.text(1.0, y + 0.27, text, fontsize=8, transform=place, va="bottom", ha="right")
     axes.set_xscale("log")
     axes.set_xlim(left, right)
     axes.set_ylim(-len(arms) + 0.6, 0.75)
-    wide = math.log(right / left) > math.log(6)
-    ticks = (0.25, 0.5, 1, 2, 4) if wide else (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
-    axes.set_xticks([tick for tick in ticks if left <= tick <= right], minor=False)
+    axes.set_xticks(ticks, minor=False)
     axes.set_xticks([], minor=True)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("speed-up over the baseline (log scale); right of 1 is faster")
-    told = "; ".join(f"{a['name']} {words.bracket(i, words.ratios)}" for a, i in zip(arms, known, strict=True))
+    said = "; ".join(f"{a['name']} {words.bracket(i, words.ratios)}" for a, i in zip(arms, known, strict=True))
     caption = (
-        "Speed-up over the baseline with its 95 % interval. An interval that touches the line at 1 shows no difference."
+        "Speed-up over the baseline with its 95 % interval. An arm is faster or slower if this interval excludes 1 and the"
+        f" interval of the difference in final {results['plan']['target']} excludes 0."
     )
-    return Drawing("speedups", caption, f"Speed-ups with 95 % intervals: {told}.", figure)
+    if any(summary[arm["name"]]["speedup_from"] == "throughput" for arm in arms):
+        caption += " For arms that train bit for bit like the baseline, this interval decides alone."
+    return Drawing("speedups", caption, f"Speed-ups with 95 % intervals: {said}.", figure)
 
 
 def _curves(
@@ -121,7 +127,7 @@ def _curves(
     curve_of: Callable[[dict[str, Any]], Curve],
     late: Callable[[float], bool] | None,
 ) -> Drawing:
-    """The metric of each arm with its band over seeds, together or in small multiples."""
+    """Draw each arm's metric with its range over seeds, in one diagram or in several small ones."""
     figure, grid, multiples = _panelled(lines, curve_of, across, target)
     shown = [line for panel in multiples for line in panel]
     if late is None:
@@ -130,15 +136,15 @@ def _curves(
     values = [y for line in shown for run in line.runs for x, y in curve_of(run) if late(x)]
     low, high = min(values), max(values)
     grid[0].set_ylim(low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1))
-    start = " The first fifth of the budget may lie outside the frame."
+    start = " The first fifth of the budget may be cut off."
     caption = f"{target} against {across}: mean and range over seeds. Controls are dashed." + start
     ends = [(line.name, fmean(curve_of(run)[-1][1] for run in line.runs)) for line in lines if line.runs]
-    told = "; ".join(f"{who} {words.number(value)}" for who, value in ends)
-    return Drawing(name, caption, f"Curves of {target} against {across}. At the end: {told}.", figure)
+    said = "; ".join(f"{who} {words.number(value)}" for who, value in ends)
+    return Drawing(name, caption, f"Curves of {target} against {across}. At the end: {said}.", figure)
 
 
 def _memory(lines: list[_Line]) -> Drawing | None:
-    """Memory over the budget's seconds."""
+    """Draw the memory in use over the budget."""
     kept = [line for line in lines if any(run["memory"] for run in line.runs)]
     if not kept:
         return None
@@ -151,13 +157,13 @@ def _memory(lines: list[_Line]) -> Drawing | None:
     figure, _, _ = _panelled(kept, curve, "training seconds", f"memory ({name})")
     kinds = sorted({run["memory_kind"] for line in kept for run in line.runs})
     peaks = [(line.name, fmean(run["peak_memory_bytes"] for run in line.runs)) for line in kept]
-    told = "; ".join(f"{who} {words.amount(value)}" for who, value in peaks)
+    said = "; ".join(f"{who} {words.amount(value)}" for who, value in peaks)
     caption = f"Memory during training ({' and '.join(kinds)}): mean and range over seeds."
-    return Drawing("memory", caption, f"Memory over time. Peaks: {told}.", figure)
+    return Drawing("memory", caption, f"Memory over time. Peaks: {said}.", figure)
 
 
 def phases(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Drawing | None:
-    """Where the wall-clock of a run went, by phase."""
+    """Draw the wall-clock time of a run by phase."""
     arms = [
         (arm["name"], words.finished_runs(results, arm["name"], summary[arm["name"]]))
         for arm in results["plan"]["arms"]
@@ -166,6 +172,7 @@ def phases(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Drawi
     if not arms:
         return None
     figure, axes = one(0.95 + 0.4 * len(arms))
+    axes.grid(False)  # it would cross the labels
     rows = [-row for row in range(len(arms))]
     ends, bars = [0.0] * len(arms), []
     for colour, (_, _, seconds_of) in zip(COLOURS, words.PHASES, strict=True):
@@ -178,21 +185,21 @@ def phases(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Drawi
         axes.text(end, row + 0.2, whole, fontsize=8, va="bottom", ha="right")
     axes.set_yticks([])
     axes.set_ylim(-len(arms) + 0.7, 0.7)
-    axes.set_xlabel("wall-clock seconds of a run, mean over seeds")
+    axes.set_xlabel("wall-clock seconds per run, mean over seeds")
     figure.legend(bars, [head for _, head, _ in words.PHASES], loc="outside lower center", ncols=3)
-    told = "; ".join(f"{name} {whole}" for (name, _), whole in zip(arms, wholes, strict=True))
-    caption = "Where the wall-clock of a run went. Set-up, compilation and validation do not count against the budget."
-    return Drawing("phases", caption, f"Wall-clock seconds of a run, all phases: {told}.", figure)
+    said = "; ".join(f"{name} {whole}" for (name, _), whole in zip(arms, wholes, strict=True))
+    caption = "Wall-clock time of a run by phase. Set-up, compilation and validation do not count against the budget."
+    return Drawing("phases", caption, f"Wall-clock seconds per run, all phases: {said}.", figure)
 
 
 def band(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Mean, least and greatest of several curves, linear between their points, over the stretch that all of them cover.
+    """Return the mean, minimum and maximum of several curves over their common range, interpolated linearly.
 
     Args:
-        curves: each a rising sequence of (x, y), at least one point long.
+        curves: sequences of at least one (x, y), with rising x.
 
     Returns:
-        The abscissas (every x of any curve, thinned to about 120), then mean, least and greatest y at each.
+        The x values of all curves, thinned to about 120, then the mean, minimum and maximum of y at each.
     """
     import numpy as np
 
@@ -206,7 +213,7 @@ def band(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float]
 
 
 def _points(field: str) -> Callable[[dict[str, Any]], Curve]:
-    """A run's (field, metric) where the metric is finite."""
+    """Return a function from a run to its (field, metric) pairs with a finite metric."""
 
     def curve(run: dict[str, Any]) -> Curve:
         good = [p for p in run["points"] if p["metric"] is not None and math.isfinite(p["metric"])]
@@ -220,7 +227,7 @@ def _late(budget: float) -> Callable[[float], bool]:
 
 
 def _lines(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[_Line]:
-    """The baseline in ink, a colour and marker for each recipe, and its controls dashed in its colour; no ladder."""
+    """Return the arms without the ladder: the baseline black, each recipe in a colour, its controls dashed in that colour."""
     arms = {arm["name"]: arm for arm in results["plan"]["arms"] if arm["kind"] != "ladder"}
     first, recipes = next(iter(arms)), [name for name, arm in arms.items() if arm["kind"] == "recipe"]
 
@@ -237,7 +244,7 @@ def _lines(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[
 
 
 def _panels(lines: list[_Line]) -> list[list[_Line]]:
-    """All lines in one panel, or for many arms a panel a recipe: the baseline, the recipe, its controls."""
+    """Return all lines as one panel, or for many arms one panel per recipe: baseline, recipe and controls."""
     kept = [line for line in lines if line.runs]
     if len(kept) <= TOGETHER or lines[0] not in kept:
         return [kept]
@@ -273,9 +280,9 @@ def _bands(axes: "Axes", lines: list[_Line], curve_of: Callable[[dict[str, Any]]
 def _panelled(
     lines: list[_Line], curve_of: Callable[[dict[str, Any]], Curve], across: str, up: str
 ) -> "tuple[Figure, list[Axes], list[list[_Line]]]":
-    """A figure of all lines' bands with its axes' labels, its diagrams, and the lines of each.
+    """Return a figure of all lines' bands with labels, its diagrams, and the lines of each.
 
-    Its legend is of every line, or for small multiples of what their kinds of line mean.
+    The legend names every line. For small multiples it names the kinds of lines, in the cell that is left free if there is one.
     """
     panels = _panels(lines)
     figure, grid = grid_of(len(panels))
@@ -290,5 +297,9 @@ def _panelled(
         figure.legend(handles, names, loc="outside upper center", ncols=1 if max(map(len, names)) > 24 else 2)
     else:
         kinds = ["baseline", "recipe", "its control", "second control", "third control"][: len(handles)]
-        figure.legend(handles[: len(kinds)], kinds, loc="outside upper center", ncols=3)
+        free = figure.axes[len(panels) :]
+        if free:
+            free[0].legend(handles[: len(kinds)], kinds, loc="center")
+        else:
+            figure.legend(handles[: len(kinds)], kinds, loc="outside upper center", ncols=3)
     return figure, grid, panels

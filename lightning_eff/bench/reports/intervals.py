@@ -1,4 +1,4 @@
-"""Intervals over seeds or rounds: Student's t on paired differences."""
+"""Confidence intervals over seeds or rounds, by Student's t on paired differences."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Interval:
         estimate: the mean, or the geometric mean of ratios.
         low: the lower bound.
         high: the upper bound.
-        n: how many pairs (seeds or calibration blocks) it rests on.
+        n: the number of pairs (seeds or rehearsal rounds).
     """
 
     estimate: float
@@ -25,20 +25,20 @@ class Interval:
     n: int
 
     def excludes(self, value: float) -> bool:
-        """Whether ``value`` lies outside; the bounds themselves count as inside."""
+        """Return whether ``value`` lies outside; the bounds count as inside."""
         return value < self.low or value > self.high
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t distribution.
+    """Return a quantile of Student's t distribution.
 
     Args:
         probability: in (0, 1).
         degrees: degrees of freedom, >= 1.
 
     Raises:
-        ModuleNotFoundError: scipy is not installed.
-        ValueError: for other numbers.
+        ModuleNotFoundError: if scipy is not installed.
+        ValueError: for a number out of range.
     """
     if not 0 < probability < 1 or degrees < 1:
         raise ValueError(f"t_quantile({probability=}, {degrees=}): expected a probability in (0, 1) and degrees >= 1.")
@@ -50,22 +50,20 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def paired_interval(differences: Sequence[float], *, level: float = 0.95) -> Interval | None:
-    """Interval of the mean of paired differences, or None for fewer than two of them.
+    """Return the interval of the mean of paired differences, or None for fewer than two.
 
         mean ± t_{n−1, (1+level)/2} · s / √n
 
-    with their deviation ``s``. It covers the mean of normal differences at ``level`` exactly, and that of differences with
-    wild values among them more often than that, since those widen it.
+    where s is their standard deviation. The coverage is exact for normal differences. It is higher for differences with
+    outliers, which widen the interval.
 
     Args:
-        differences: one number a seed or round, finite.
-        level: coverage that is aimed at, in (0, 1).
+        differences: one finite number per seed or round.
+        level: the coverage, in (0, 1).
     """
     n = len(differences)
     if bad := [value for value in differences if not math.isfinite(value)]:
-        raise ValueError(
-            f"paired_interval: got {bad[0]} among the differences; leave out the runs that did not finish."
-        )
+        raise ValueError(f"paired_interval(differences=...): got {bad[0]}. Leave out the runs that did not finish.")
     if n < 2:
         return None
     mean = math.fsum(differences) / n
@@ -74,12 +72,12 @@ def paired_interval(differences: Sequence[float], *, level: float = 0.95) -> Int
 
 
 def paired_ratio(pairs: Sequence[tuple[float, float]]) -> Interval | None:
-    """Interval of the geometric mean of arm / baseline: :func:`paired_interval` on the logarithms.
+    """Return the interval of the geometric mean of arm / baseline, by :func:`paired_interval` on logarithms.
 
     Args:
-        pairs: (baseline, arm), positive; fewer than two give None.
+        pairs: (baseline, arm), both positive. Fewer than two give None.
     """
     if bad := [pair for pair in pairs if not (pair[0] > 0 and pair[1] > 0)]:
-        raise ValueError(f"paired_ratio: got the pair {tuple(bad[0])}; expected (baseline, arm), both > 0.")
+        raise ValueError(f"paired_ratio(pairs=...): got {tuple(bad[0])}, expected (baseline, arm) with both > 0.")
     logs = paired_interval([math.log(arm / baseline) for baseline, arm in pairs])
     return logs and Interval(math.exp(logs.estimate), math.exp(logs.low), math.exp(logs.high), logs.n)

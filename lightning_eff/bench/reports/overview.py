@@ -1,4 +1,4 @@
-"""Several budgets of one bench on a page: what each found of every arm, and the front of metric against time."""
+"""A page for a bench at several budgets: the verdicts at each, and the metric against time."""
 
 from collections.abc import Mapping
 from html import escape
@@ -11,24 +11,24 @@ from lightning_eff.bench.reports.report_html import document, figure_html, secti
 
 
 def columns_and_rows(every: Mapping[str, dict[str, Any]]) -> tuple[list[words.Column], list[dict[str, str]]]:
-    """A row an arm, with verdict, final metric and speed-up at each budget.
+    """Return a row per arm with its verdict, final metric and speed-up at each budget.
 
     Args:
-        every: results with their summaries, by budget.
+        every: the results with their summaries, by budget.
     """
     columns, rows = [], {}
     for budget, results in every.items():
-        told = words.cells(results, results["summary"])[1]
+        cells = words.cells(results, results["summary"])[1]
         for key, head in (("verdict", "verdict"), ("final", results["plan"]["target"]), ("speedup", "speed-up [95 %]")):
             columns.append(words.Column(f"{budget} {key}", f"{budget}: {head}"))
-            for row in told:
+            for row in cells:
                 rows.setdefault(row["arm"], {"arm": row["arm"]})[f"{budget} {key}"] = row[key]
     filled = [{column.key: "–" for column in columns} | row for row in rows.values()]
     return columns, filled
 
 
 def front(every: Mapping[str, dict[str, Any]]) -> list[tuple[float, float, str, str]]:
-    """Every arm at every budget: seconds, mean final metric, arm and kind, in order of seconds; ladder arms too."""
+    """Return (seconds, mean final metric, arm, kind) of each arm at each budget, ladder arms included, sorted by seconds."""
     found = []
     for results in every.values():
         for arm in results["plan"]["arms"]:
@@ -41,7 +41,7 @@ def front(every: Mapping[str, dict[str, Any]]) -> list[tuple[float, float, str, 
 
 
 def drawn(every: Mapping[str, dict[str, Any]]) -> Drawing | None:
-    """Final metric against the budget, a line an arm; what no arm beats at its time or before is filled."""
+    """Draw the final metric against the budget, with a line per arm. Filled marks are not beaten in as little time."""
     points = front(every)
     if not points:
         return None
@@ -69,28 +69,28 @@ def drawn(every: Mapping[str, dict[str, Any]]) -> Drawing | None:
         axes.set_xlabel("budget in seconds (log scale)")
         axes.set_ylabel(label(plan["target"], 30))
         figure.legend(loc="outside upper center", ncols=2 if max(map(len, names)) < 25 else 1)
-    told = "; ".join(f"{name} at {words.number(x, 3)} s {words.number(y)}" for x, y, name, _ in points)
-    caption = f"{plan['target']} at the end of each budget. Filled: no arm is as good in as little time."
-    return Drawing("budgets", caption, f"Final metric by budget: {told}.", figure)
+    said = "; ".join(f"{name} at {words.number(x, 3)} s {words.number(y)}" for x, y, name, _ in points)
+    caption = f"{plan['target']} at the end of each budget. Filled marks: no other arm is better in as little time."
+    return Drawing("budgets", caption, f"Final metric by budget: {said}.", figure)
 
 
 def page(every: Mapping[str, dict[str, Any]], drawing: Drawing | None) -> str:
-    """The page as HTML text.
+    """Return the page as HTML text.
 
     Args:
-        every: results with their summaries, by budget, each of which has a folder of that name beside the page.
-        drawing: of :func:`drawn`.
+        every: the results with their summaries, by budget. The page links to a folder with that name for each.
+        drawing: the result of :func:`drawn`.
     """
     title = next(iter(every.values()))["title"]
     items = []
     for budget, results in every.items():
-        said = " ".join(findings.lines(results, results["summary"]))
+        said = " ".join([*findings.advice(results, results["summary"]), *findings.lines(results, results["summary"])])
         link = f'<a href="{escape(budget)}/report.html">{escape(budget)}</a>'
         items.append(f"<li>{link}: {escape(words.plan_line(results))}. {escape(said)}</li>")
     return document(
         title,
         f"<h1>{escape(title)}</h1>",
+        section_html("What to do at each budget", "<ul>\n" + "\n".join(items) + "\n</ul>"),
         section_html("Arms at each budget", table_html(*columns_and_rows(every))),
         "" if drawing is None else figure_html(drawing, "lead"),
-        section_html("Budgets", "<ul>\n" + "\n".join(items) + "\n</ul>"),
     )

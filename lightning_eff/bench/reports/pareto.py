@@ -1,5 +1,6 @@
-"""The trade of quality, time and memory: which arms are not beaten in all three."""
+"""The trade-off between quality, time and memory: the arms that no other arm beats in all three."""
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,15 @@ from lightning_eff.bench.reports.drawing import COLOURS, INK, PAPER, WIDTH, Draw
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+APART = 9.0  #: the least distance of a number from marks and other numbers, in points
+_AROUND = (1, 7, 3, 5, 0, 4, 2, 6)  # directions in eighths of a turn, the best place for a number first
+
 
 def trades(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each arm's final metric, seconds and peak memory, and whether it is on the front.
+    """Return each arm's final metric, seconds and peak memory, and whether it is on the Pareto front.
 
-    Seconds are those to the baseline's final metric, or the whole budget where that is not reached; ladder arms, which are
-    the baseline at other budgets, have theirs. An arm is on the front unless another is as good in all three and better in
-    one.
+    Seconds are the time to the baseline's final metric, or the whole budget if it is not reached. Ladder arms have their own
+    budget. An arm is on the front unless another one is at least as good in all three and better in one.
 
     Returns:
         A dict for each arm that finished: ``arm``, ``kind``, ``metric``, ``seconds``, ``reached``, ``bytes``, ``front``.
@@ -53,7 +56,7 @@ def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def pareto(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Drawing | None:
-    """Final metric against seconds, and against memory; what is on the front is filled and named."""
+    """Draw the final metric against seconds and against memory; arms on the front are filled."""
     from matplotlib.figure import Figure
 
     found = trades(results, summary)
@@ -67,37 +70,59 @@ def pareto(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> Drawi
         (figure.add_subplot(2, 1, 1), lambda one: one["seconds"], "seconds to the baseline's metric, or the budget"),
         (figure.add_subplot(2, 1, 2), lambda one: one["bytes"] / unit, f"peak memory ({name})"),
     ):
+        axes.margins(0.12, 0.14)
         _points(axes, [(of(one), one["metric"], one) for one in found])
         axes.set_xlabel(across)
         axes.set_ylabel(label(target, 30))
-        axes.margins(0.12, 0.14)
     handles = list(figure.axes[0].lines)
     names = [f"{number} {label(one['arm'], 50)}" for number, one in enumerate(found, 1)]
-    figure.legend(handles, names, loc="outside lower center")
-    told = "; ".join(
+    figure.legend(handles, names, loc="outside lower center", ncols=2 if max(map(len, names)) < 25 else 1)
+    said = "; ".join(
         f"{one['arm']} {words.number(one['metric'])}, {words.number(one['seconds'], 3)} s, {words.amount(one['bytes'])}"
         f"{' (on the front)' if one['front'] else ''}"
         for one in found
     )
     caption = (
-        f"{target}, time and memory, means over seeds. Filled and numbered in bold: no other arm is as good in all three."
-        " Square: the baseline, diamonds: it at other budgets; triangles: controls; circles: recipes."
+        f"{target}, time and memory, means over seeds. Filled marks with bold numbers: no other arm is as good in all three."
+        " The square is the baseline, diamonds are the baseline at other budgets, triangles are controls, circles are recipes."
     )
-    return Drawing("pareto", caption, f"Final metric, seconds and memory of each arm: {told}.", figure)
+    return Drawing("pareto", caption, f"Final metric, seconds and memory of each arm: {said}.", figure)
 
 
 def _points(axes: "Axes", points: Sequence[tuple[float, float, dict[str, Any]]]) -> None:
     shapes = {"baseline": "s", "ladder": "D", "recipe": "o", "control": "^"}
     colours = {"baseline": INK, "ladder": INK, "recipe": COLOURS[0], "control": COLOURS[1]}
-    for number, (x, y, one) in enumerate(points, 1):
+    for x, y, one in points:
         colour = colours[one["kind"]]
         face = colour if one["front"] else PAPER
         axes.plot([x], [y], shapes[one["kind"]], color=colour, markerfacecolor=face, markersize=6, linestyle="none")
+    scale, corner = axes.transLimits, (WIDTH * 72 * 0.85, 150.0)  # about the diagram's size in points
+    axes.autoscale_view()
+    spots = [(x * corner[0], y * corner[1]) for x, y in scale.transform([(x, y) for x, y, _ in points])]
+    for number, ((x, y, one), offset) in enumerate(zip(points, offsets(spots), strict=True), 1):
         axes.annotate(
             str(number),
             (x, y),
-            xytext=(5, 4 if number % 2 else -11),
+            xytext=offset,
             textcoords="offset points",
             fontsize=8,
+            ha="center",
+            va="center",
             fontweight="bold" if one["front"] else "normal",
         )
+
+
+def offsets(spots: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return where to put each mark's number, relative to the mark, so that it covers no mark and no other number.
+
+    Args:
+        spots: the positions of the marks, in points.
+    """
+    taken = list(spots)
+    found: list[tuple[float, float]] = []
+    for x, y in spots:
+        tried = [(r * math.cos(a * math.pi / 4), r * math.sin(a * math.pi / 4)) for r in (11, 20, 30) for a in _AROUND]
+        free = [one for one in tried if all(math.dist((x + one[0], y + one[1]), other) >= APART for other in taken)]
+        found.append((free or tried)[0])
+        taken.append((x + found[-1][0], y + found[-1][1]))
+    return found

@@ -1,4 +1,4 @@
-"""The bench's report: a table for the terminal, one HTML file, and the same figures as PNG."""
+"""Write the bench's report: a text for the terminal, one HTML file, and its figures as PNG."""
 
 import os
 import textwrap
@@ -19,18 +19,20 @@ NARROWEST, WIDEST = 80, 160
 
 
 def table(results: dict[str, Any], width: int = 100) -> str:
-    """What the bench found, for a terminal: a row an arm, then the sentences, what failed, and where the time went.
+    """Format the results for a terminal: what to do, a row per arm, the verdicts, failed runs, and times.
 
-    Columns that do not fit beside each other continue in a second block, with the arms' names again.
+    Columns that do not fit continue in a second block.
 
     Args:
-        results: of the bench's schema.
-        width: columns of the terminal; 80 to 160 are used.
+        results: results of the bench's schema.
+        width: the terminal's width in characters; 80 to 160 are used.
     """
     width = fitting(width)
     summary = summarize(results)
-    unfinished = "" if results["finished"] else " (not finished: what there is so far)"
+    unfinished = "" if results["finished"] else " (not finished: results so far)"
     parts = [wrapped(results["title"] + unfinished, width), wrapped(words.plan_line(results), width), ""]
+    if advice := findings.advice(results, summary):
+        parts += ["What to do", *(wrapped(line, width, bullet="- ") for line in advice), ""]
     parts += [grid(*words.cells(results, summary), width), ""]
     parts += [wrapped(own["sentence"], width, bullet="- ") for own in summary.values()]
     parts += ["", *(wrapped(line, width) for line in findings.lines(results, summary))]
@@ -38,18 +40,21 @@ def table(results: dict[str, Any], width: int = 100) -> str:
         parts += ["", words.APART, grid(words.UNLIKE, rows, width)]
     if failed := words.failures(summary):
         parts += ["", "Failed runs", *(wrapped(line, width, bullet="- ") for line in failed)]
-    parts += ["", "Mean seconds of a run; set-up, compilation and validation lie outside the budget"]
+    parts += [
+        "",
+        wrapped("Mean seconds per run; set-up, compilation and validation do not count against the budget", width),
+    ]
     parts += [grid(*words.times(results, summary), width), "", wrapped(words.machine_line(results), width)]
     return "\n".join(parts) + "\n"
 
 
 def grid(columns: list[words.Column], rows: list[dict[str, str]], width: int) -> str:
-    """Rows of text under their heads, in as many blocks one under the other as the width asks for.
+    """Format rows of text under their headings, in as many blocks as the width needs.
 
     Args:
-        columns: beside the arm's name, which begins every row.
-        rows: a text for ``arm`` and for each column's key.
-        width: in characters.
+        columns: the columns after the arm's name.
+        rows: dicts with a text for ``arm`` and for each column's key.
+        width: the width in characters.
     """
     names = [_cut(row["arm"], max(16, width // 4)) for row in rows]
     first = max(len(name) for name in [*names, "arm"])
@@ -74,12 +79,12 @@ def grid(columns: list[words.Column], rows: list[dict[str, str]], width: int) ->
 
 
 def write(results: dict[str, Any], folder: Path, *, drawn: bool = True) -> None:
-    """Write all of a bench into its folder: ``results.json``, CSV files and, if ``drawn``, the page and the figures.
+    """Write ``results.json``, CSV files and, if ``drawn``, the page and the figures into a folder.
 
     Args:
-        results: of the bench's schema, with their summary.
-        folder: where to; it is made.
-        drawn: needs matplotlib.
+        results: results of the bench's schema, with their summary.
+        folder: the folder, which is created.
+        drawn: whether to draw, which needs matplotlib.
     """
     save(results, folder)
     write_csvs(results, folder)
@@ -89,14 +94,14 @@ def write(results: dict[str, Any], folder: Path, *, drawn: bool = True) -> None:
 
 
 def write_html(results: dict[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Write the report as one self-contained file, which refers to nothing outside itself.
+    """Write the report as one self-contained file.
 
     Args:
-        results: of the bench's schema.
-        path: the file to write; its folder is made.
+        results: results of the bench's schema.
+        path: the file to write; its folder is created.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: if matplotlib is not installed.
     """
     file = Path(path)
     text = page(results)
@@ -109,14 +114,14 @@ def write_pngs(results: dict[str, Any], folder: str | os.PathLike[str]) -> list[
     """Write the report's figures as PNG, on white, at 200 dots per inch.
 
     Args:
-        results: of the bench's schema.
-        folder: where to; it is made.
+        results: results of the bench's schema.
+        folder: the folder, which is created.
 
     Returns:
-        The files that were written, such as ``speedups.png``.
+        The files, such as ``speedups.png``.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: if matplotlib is not installed.
     """
     target = Path(folder)
     drawings = draw(results, summarize(results))
@@ -129,12 +134,12 @@ def write_pngs(results: dict[str, Any], folder: str | os.PathLike[str]) -> list[
 
 
 def fitting(width: int) -> int:
-    """The columns that are used of a terminal's ``width``."""
+    """Return the width to use in a terminal of this ``width``."""
     return min(max(width, NARROWEST), WIDEST)
 
 
 def wrapped(text: str, width: int, bullet: str = "") -> str:
-    """A sentence in lines of at most ``width``, those after the first indented as far as its bullet."""
+    """Wrap a sentence to lines of at most ``width``, indented behind its bullet."""
     clean = " ".join(text.split())
     return textwrap.fill(clean, width, initial_indent=bullet, subsequent_indent=" " * len(bullet))
 

@@ -1,4 +1,4 @@
-"""The bench's report as one HTML file: no script, and no reference to anything outside it."""
+"""The bench's report as one HTML file without scripts or external references."""
 
 import json
 from base64 import b64encode
@@ -33,6 +33,7 @@ p, li { max-width: 48rem; }
 figure { margin: 0; break-inside: avoid; }
 figure img { display: block; width: 100%; max-width: 34rem; height: auto; }
 .lead { max-width: 34rem; }
+.top { display: grid; gap: 0 2rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); align-items: start; }
 .figures { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); }
 table { border-collapse: collapse; width: 100%; font-size: .8125rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .35rem .5rem; border-bottom: 1px solid var(--grid); }
@@ -59,6 +60,7 @@ summary { cursor: pointer; padding: .3rem 0; }
   tr, li { break-inside: avoid; }
   h2 { break-after: avoid; }
   .lead { max-width: 105mm; }
+  .top { display: block; }
   .figures { display: block; columns: 2; column-gap: 8mm; }
   .figures figure { margin-bottom: 6mm; }
   details > summary { list-style: none; }
@@ -67,63 +69,64 @@ summary { cursor: pointer; padding: .3rem 0; }
 """
 
 HOW = (
-    "Every arm trains for the same budget of training seconds, on the same seeds and the same order of data, in turns with "
-    "the others, and its learning rate has decayed fully at the end of it.",
-    "On the reference clock each executed step costs the calibrated time of its kind, so that a busy machine does not "
-    "matter; the wall-clock is shown beside it. Set-up, validation, and what a first step takes beyond its price (compilation) "
-    "are timed apart and do not count, unless the arm causes it: first steps of kinds that the baseline does not make.",
-    "Speed-up: the time the baseline took for its final metric, by the time the arm took for it; for an arm that ends worse, "
-    "the other way round. It is conservative in both directions, because at the crossing the faster curve's learning rate "
-    "has not decayed yet. Arms that train bit for bit as the baseline does are judged by their throughput instead.",
-    "Intervals: Student’s t on differences that are paired by seed, 95 %; on the reference clock widened by the uncertainty "
-    "of the prices, which is the same in all seeds. Speeds: the same, paired by rounds of rehearsals. “Faster” or “slower” "
-    "needs the intervals of the speed-up and of the difference in the metric to exclude none; else no difference is shown, "
-    "which is not to say that there is none.",
-    "A recipe must beat its control too: the cheap way to the same gain, such as the small model throughout for a model that "
-    "grows. What holds here holds for this model, this data, this budget and this machine.",
+    "Budget: every arm trains for the same number of training seconds, and its learning rate decays fully. All arms of a seed "
+    "see the same data in the same order, and they take turns.",
+    "Reference-system time: each step costs the calibrated time of its kind, so a busy machine does not matter. Wall-clock "
+    "time is also shown. Set-up, validation and compilation do not count. First steps of kinds that only the arm has do count.",
+    "Speed-up: how many times as fast the better of arm and baseline reaches the worse one's final metric. Below 1, the arm is "
+    "worse. It is conservative, because the learning rate of the better curve has not decayed at that point. Arms that train "
+    "bit for bit like the baseline are compared by their speed in the rehearsals.",
+    "Intervals: 95 %, Student's t on differences paired by seed, or by rehearsal round for speeds. In reference-system time "
+    "they include the uncertainty of the step costs.",
+    "Verdicts: an arm is faster or slower if the interval of the speed-up excludes 1 and the interval of the difference in the "
+    "metric excludes 0. It is undecided if only one of them does, or if they disagree. If neither does, there is no measurable "
+    "difference, which does not prove that there is none.",
+    "Seeds that would decide: the total number of seeds that shows a difference of the measured size in 80 % of cases.",
+    "Controls: a recipe must also beat its control, a simpler way to the same gain, such as the small model throughout for a "
+    "model that grows. All results hold for this model, data, budget and machine.",
 )
 
 _NOTE = (
-    '<p class="dim">Means over seeds. Extra passes are part of the wall-clock; the three after them come on top.</p>'
+    '<p class="dim">Means over seeds. Wall-clock time includes extra passes and own first steps, but not set-up, compilation'
+    " and validation.</p>"
 )
 
 
 def page(results: dict[str, Any]) -> str:
-    """The whole report as HTML text, the same for the same results.
+    """Return the whole report as HTML text. The same results give the same text.
 
     Args:
-        results: of the bench's schema.
+        results: results of the bench's schema.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ModuleNotFoundError: if matplotlib is not installed.
     """
     summary = summarize(results)
     drawings = {drawing.name: drawing for drawing in draw(results, summary)}
     lead = figure_html(drawings.pop("speedups"), "lead") if "speedups" in drawings else ""
     curves = "\n".join(map(figure_html, drawings.values()))
     unlike = findings.unlike(results)
-    state = f"finished {escape(results['finished'])}" if results["finished"] else "not finished: what there is so far"
-    notes = [f"{run['arm']}, seed {run['seed']}: {note}" for run in results["runs"] for note in run["notes"]]
+    state = f"finished {escape(results['finished'])}" if results["finished"] else "not finished: results so far"
     return document(
         results["title"],
-        f'<header>\n<h1>{escape(results["title"])}</h1>\n<p class="dim">Begun {escape(results["created"])}, {state}.\n'
+        f'<header>\n<h1>{escape(results["title"])}</h1>\n<p class="dim">Started {escape(results["created"])}, {state}.\n'
         f"{escape(words.plan_line(results))}.</p>\n</header>",
+        '<div class="top">',
+        _listed("What to do", findings.advice(results, summary)),
+        lead,
+        "</div>",
         _verdicts(results, summary),
         "\n".join(f"<p>{escape(line)}</p>" for line in findings.lines(results, summary)),
-        lead,
         section_html("Figures of all arms", table_html(*words.cells(results, summary))),
         section_html("Curves", f'<div class="figures">\n{curves}\n</div>') if drawings else "",
-        section_html("Seconds of a run", _NOTE + table_html(*words.times(results, summary))),
         section_html(words.APART, table_html(words.UNLIKE, unlike)) if unlike else "",
         _listed("Failed runs", words.failures(summary)),
-        _listed("Notes", notes),
-        section_html("How to read it", list_html(HOW, "ol")),
-        section_html("Plan and machine", _plan(results)),
+        section_html("Details", _details(results, summary)),
     )
 
 
 def document(title: str, *parts: str) -> str:
-    """A page of the report's style with these parts of HTML text; empty ones are left out."""
+    """Return a page in the report's style with these parts of HTML text, without empty ones."""
     head = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -133,12 +136,12 @@ def document(title: str, *parts: str) -> str:
 
 
 def section_html(head: str, body: str) -> str:
-    """A part of the page under its head."""
+    """Return a section of the page under its heading."""
     return f"<section>\n<h2>{escape(head)}</h2>\n{body}\n</section>"
 
 
 def list_html(lines: Iterable[str], tag: str = "ul") -> str:
-    """A list of lines of plain text."""
+    """Return a list of lines of plain text."""
     return "\n".join([f"<{tag}>", *(f"<li>{escape(line)}</li>" for line in lines), f"</{tag}>"])
 
 
@@ -146,8 +149,25 @@ def _listed(head: str, lines: list[str]) -> str:
     return section_html(head, list_html(lines)) if lines else ""
 
 
+def _folded(heading: str, body: str) -> str:
+    """Return a part of the page that opens with a click."""
+    return f"<details>\n<summary>{escape(heading)}</summary>\n{body}\n</details>"
+
+
+def _details(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> str:
+    """Return the folded parts of the page: explanations, times, notes, plan and machine."""
+    notes = [f"{run['arm']}, seed {run['seed']}: {note}" for run in results["runs"] for note in run["notes"]]
+    parts = [
+        ("How to read this page", list_html(HOW)),
+        ("Seconds per run", _NOTE + table_html(*words.times(results, summary))),
+        ("Notes on runs", list_html(notes) if notes else ""),
+        ("Plan and machine", _plan(results)),
+    ]
+    return "\n".join(_folded(heading, body) for heading, body in parts if body)
+
+
 def _verdicts(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> str:
-    """A sentence an arm, recipes first, controls after, then what they are measured against."""
+    """Return the verdict on each arm: recipes first, then controls, the baseline and the ladder."""
     order = ("recipe", "control", "baseline", "ladder")
     arms = sorted(results["plan"]["arms"], key=lambda arm: order.index(arm["kind"]))
     items = []
@@ -162,7 +182,7 @@ def _verdicts(results: dict[str, Any], summary: dict[str, dict[str, Any]]) -> st
 
 
 def figure_html(drawing: Drawing, style: str = "") -> str:
-    """A figure with its caption."""
+    """Return a figure with its caption."""
     picture = f"data:image/svg+xml;base64,{b64encode(svg(drawing)).decode()}"
     opening = f'<figure class="{style}">' if style else "<figure>"
     image = f'<img src="{picture}" alt="{escape(drawing.alternative)}">'
@@ -170,7 +190,7 @@ def figure_html(drawing: Drawing, style: str = "") -> str:
 
 
 def table_html(columns: list[words.Column], rows: list[dict[str, str]], first: str = "arm") -> str:
-    """A table that narrow screens show as a card a row, each cell under its own head; ``first`` is over the rows' names."""
+    """Return a table, which narrow screens show as one card per row. ``first`` is the heading of the rows' names."""
     heads = "".join(f'<th scope="col">{escape(column.head)}</th>' for column in columns)
     lines = [f'<table>\n<thead><tr><th scope="col">{escape(first)}</th>{heads}</tr></thead>\n<tbody>']
     for row in rows:
@@ -180,38 +200,41 @@ def table_html(columns: list[words.Column], rows: list[dict[str, str]], first: s
 
 
 def _cell(head: str, text: str) -> str:
-    """A cell that breaks before a bracket rather than within one; the cards leave out what is not known."""
+    """Return a cell that does not break within brackets. Cards on narrow screens leave out dashes."""
     kept = escape(text).replace(" ± ", "\u00a0±\u00a0").replace(", ", ",\u00a0")
     style = ' class="none"' if text == "–" else ""
     return f'<td{style} data-head="{escape(head)}">{kept}</td>'
 
 
 def _plan(results: dict[str, Any]) -> str:
-    """The machine in a line, the arms with their configs, and the rest as it is in the file."""
+    """Return the machine in a line, the arms with their configs, and the plan as in the file."""
     parts = [f"<p>{escape(words.machine_line(results))}.</p>"]
     for arm in results["plan"]["arms"]:
         of = f" of {arm['of']}" if arm["of"] else ""
         factor = f", {arm['factor']:g} × the budget" if arm["factor"] != 1 else ""
-        head = f"{arm['name']} ({arm['kind']}{of}{factor})"
+        heading = f"{arm['name']} ({arm['kind']}{of}{factor})"
         configs = "\n".join(arm["configs"]) or "built in Python"
+        costs = _calibration(results["calibration"].get(arm["name"]))
         parts.append(
-            f"<details>\n<summary>{escape(head)}</summary>\n<p>{escape(arm['description'])}</p>\n"
-            f"<pre>{escape(configs)}</pre>\n{_calibration(results['calibration'].get(arm['name']))}</details>"
+            _folded(
+                heading,
+                f"<p>{escape(arm['description'])}</p>\n<pre>{escape(configs)}</pre>" + ("\n" + costs if costs else ""),
+            )
         )
     plan = {key: value for key, value in results["plan"].items() if key != "arms"}
-    for head, value in (("Plan", plan), ("Machine", results["machine"])):
+    for heading, value in (("Plan", plan), ("Machine", results["machine"])):
         text = escape(json.dumps(value, ensure_ascii=False, indent=1))
-        parts.append(f"<details>\n<summary>{head}, as in the file</summary>\n<pre>{text}</pre>\n</details>")
+        parts.append(_folded(f"{heading}, as in the file", f"<pre>{text}</pre>"))
     return "\n".join(parts)
 
 
 def _calibration(calibration: dict[str, Any] | None) -> str:
-    """The prices of an arm's kinds of steps."""
+    """Return the step costs of an arm's kinds of steps."""
     if not calibration or not calibration["prices"]:
         return ""
     prices = [
         f"{price['kind']}: {words.number(1000 * price['seconds'], 3)} ms, {100 * price['share']:.0f} % of steps"
         for price in calibration["prices"]
     ]
-    same = "bit for bit the baseline's training" if calibration["same_training"] else "a training of its own"
-    return f"<p>Laid out for {calibration['steps']} steps; {same}. Prices:</p>\n{list_html(prices)}\n"
+    same = " It trains bit for bit like the baseline." if calibration["same_training"] else ""
+    return f"<p>The schedule has {calibration['steps']} steps.{same} Step costs:</p>\n{list_html(prices)}\n"

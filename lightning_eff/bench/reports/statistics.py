@@ -1,6 +1,6 @@
-"""From a bench's runs to figures and verdicts, after the protocol of Kaddour et al. 2023 (arXiv:2307.06440).
+"""Compute figures and verdicts from a bench's runs, with the protocol of Kaddour et al. 2023 (arXiv:2307.06440).
 
-Everything is paired by seed, and a verdict is given only where the intervals exclude no gain and no loss.
+Everything is paired by seed. An arm is only faster or slower if its intervals exclude "no difference".
 """
 
 import math
@@ -15,15 +15,14 @@ from lightning_eff.bench.reports.intervals import Interval, paired_interval, pai
 
 
 def time_to(points: Sequence[dict[str, Any]], target: float, mode: str) -> float | None:
-    """Seconds at which a curve first reaches ``target``; None if it never does.
+    """Return the seconds at which a curve first reaches ``target``, or None if it never does.
 
-    The raw curve is used, not its best so far: the two cross a target for the first time at the same place. Between
-    two evaluations the metric is taken as linear in seconds. A curve that has reached the target by its first
-    evaluation is given that evaluation's time, which is an upper bound.
+    Between two evaluations the metric is interpolated linearly. If the first evaluation already reaches the target, its time
+    is returned, which is an upper bound.
 
     Args:
-        points: evaluations with ``seconds`` and ``metric``, in order; those whose metric is no finite number are skipped.
-        target: value of the metric.
+        points: evaluations with ``seconds`` and ``metric``, in order. Those without a finite metric are skipped.
+        target: a value of the metric.
         mode: "min" if lower is better, "max" if higher is.
     """
     sign = _sign(mode)
@@ -39,17 +38,18 @@ def time_to(points: Sequence[dict[str, Any]], target: float, mode: str) -> float
 
 
 def speed_up(baseline: Sequence[dict[str, Any]], arm: Sequence[dict[str, Any]], mode: str) -> float:
-    """How many times as fast as the baseline an arm is, from the two curves of one seed; below 1 if it is slower.
+    """Return how many times as fast as the baseline an arm is, from the two curves of one seed; below 1 if it is slower.
 
-    An arm that ends better: the seconds that the baseline took for its final metric, by those that the arm took for it.
-    An arm that ends worse: the seconds that the baseline took for the arm's final metric, by those that the arm took
-    (an upper bound if the baseline's first evaluation is better already). Equal ends: 1. It is symmetric (swapped
-    curves give the reciprocal) and conservative in both directions: where a curve crosses the other's final metric its
-    learning rate has not decayed yet, and a run whose budget was that short would have been better at that point.
+    The worse curve's final metric is the goal. The result is the baseline's time to the goal, divided by the arm's. Equal
+    ends give 1, and swapped curves give the reciprocal. If the better curve reaches the goal by its first evaluation, that
+    time is an upper bound.
+
+    It is conservative in both directions. Where the better curve crosses the goal, its learning rate has not decayed yet. A
+    run with such a short budget would be better there.
 
     Args:
-        baseline: evaluations of the baseline's run; those at second 0 and those without a finite metric are skipped.
-        arm: those of the arm's run on the same seed.
+        baseline: evaluations of the baseline's run. Those at second 0 or without a finite metric are skipped.
+        arm: evaluations of the arm's run with the same seed.
         mode: "min" if lower is better, "max" if higher is.
     """
     sign = _sign(mode)
@@ -69,15 +69,15 @@ def speed_up(baseline: Sequence[dict[str, Any]], arm: Sequence[dict[str, Any]], 
 def equivalent_seconds(
     ladder: Iterable[tuple[float, float]], final: float, mode: str
 ) -> tuple[float | None, str | None]:
-    """The fully decayed baseline budget that ends at ``final``, interpolated in log(seconds).
+    """Return the budget at which the fully decayed baseline ends at ``final``, interpolated in log(seconds).
 
     Args:
-        ladder: (budget in seconds, mean final metric) of the baseline at two budgets or more.
+        ladder: (budget in seconds, mean final metric) of the baseline, for at least two budgets.
         final: the arm's mean final metric.
         mode: "min" if lower is better, "max" if higher is.
 
     Returns:
-        The seconds and None; or None and the reason, since nothing is extrapolated: "beyond 120 s", "below 15 s".
+        The seconds and None. Outside the ladder, None and the bound: "beyond 120 s" or "below 15 s".
     """
     sign = _sign(mode)
     rungs = sorted((seconds, sign * (metric - final)) for seconds, metric in ladder)
@@ -93,22 +93,23 @@ def equivalent_seconds(
 
 
 def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the bench found of each arm, in plain JSON values; intervals are at 95 %.
+    """Return the figures and the verdict of each arm, as plain JSON values; intervals are at 95 %.
 
-    A "faster" or "slower" needs two intervals that exclude none: that of the speed-up, and that of the difference in the
-    final metric. Arms that train bit for bit as the baseline does differ in speed alone, and the interval of the
-    calibration's interleaved throughput ratios decides, unless the runs contradict it: then the metric does. A ladder
-    arm has another budget and gets no verdict. In reference-system time an error in the prices is the same in all
-    seeds, which they therefore do not show: the intervals are widened by that of the prices' own.
+    An arm is "faster" or "slower" if two intervals exclude "no difference": that of the speed-up, and that of the difference
+    in the final metric. If only one of them does, or the two disagree, the arm is "undecided". If neither does, there is "no
+    measurable difference".
+
+    Arms that train bit for bit like the baseline differ only in speed. The interval of their speed ratio in the rehearsals
+    decides, unless the runs contradict it. A ladder arm has another budget and gets no verdict.
+
+    In reference-system time, an error in the step costs is the same for all seeds. Seeds cannot show it, so the intervals
+    are widened by the uncertainty of the step costs.
 
     Args:
-        results: of the bench's schema; its ``summary`` is not read.
+        results: results of the bench's schema; their ``summary`` is not read.
 
     Returns:
-        For each arm its ``runs``, ``repeated``, ``failed``, ``final``, ``difference``, ``time_to_target``, ``speedup``,
-        ``speedup_from``, ``throughput``, ``memory``, ``energy``, ``equivalent_seconds`` (with ``equivalent_bound`` where
-        it lies off the ladder), ``price_gap``, ``seeds_needed``, ``samples_per_second``, ``tokens_per_second``,
-        ``extra_share``, ``caused_share``, ``verdict``, ``better_than_control`` and ``sentence``.
+        A dict by arm, each with ``verdict``, ``sentence``, ``speedup``, ``difference`` and further figures.
     """
     arms = results["plan"]["arms"]
     finished = {arm["name"]: _finished(results, arm["name"]) for arm in arms}
@@ -121,8 +122,8 @@ def summarize(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 other["name"] for other in arms if other["kind"] == "control" and other["of"] == arm["name"]
             ):
                 mine, theirs = finished[arm["name"]], finished[control]
-                told = _once({seed: (theirs[seed], mine[seed]) for seed in mine if seed in theirs})
-                own[control] = _plain(paired_interval([_final(a) - _final(b) for b, a in told]))
+                pairs = _once({seed: (theirs[seed], mine[seed]) for seed in mine if seed in theirs})
+                own[control] = _plain(paired_interval([_final(a) - _final(b) for b, a in pairs]))
     for arm in arms:
         summary[arm["name"]]["sentence"] = words.sentence(results["plan"], arm, summary, sign)
     return summary
@@ -142,12 +143,12 @@ def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, d
 
     same = bool(calibration.get("same_training")) and compared
     throughput = _throughput(calibration.get("rates", []), list(pairs.values())) if compared else None
-    told = _once(pairs)
-    gains = [speed_up(b["points"], a["points"], mode) for b, a in told]
+    distinct = _once(pairs)
+    gains = [speed_up(b["points"], a["points"], mode) for b, a in distinct]
     reached = [_reached(baseline.get(seed), own.get(seed), mode, name == first) for seed in seeds]
-    difference = paired_interval([_final(a) - _final(b) for b, a in told])
+    difference = paired_interval([_final(a) - _final(b) for b, a in distinct])
     speedup = paired_ratio([(1.0, gain) for gain in gains])
-    error = slope = 0.0  # of the prices, as a logarithm, and what the metric changes for each unit of it
+    error = slope = 0.0  # the step costs' error as a logarithm, and the change of the metric per unit of it
     if plan["budget"]["clock"] == "reference" and throughput is not None and calibration.get("rates"):
         slope = _slope([b for b, _ in pairs.values()])
         error = math.log(throughput.high / throughput.estimate)
@@ -159,13 +160,14 @@ def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, d
     gap = findings.price_gap(list(pairs.values()))
     verdict = _verdict(runs, own, compared, same, speedup, difference, _sign(mode))
     needed = None
-    if verdict == "no difference shown" and not same:
-        by_metric = findings.seeds_needed([_final(a) - _final(b) for b, a in told], slope * error)
+    open_question = verdict in ("undecided", "no measurable difference") and not same
+    if open_question and not _both_exclude(speedup, difference):
+        by_metric = findings.seeds_needed([_final(a) - _final(b) for b, a in distinct], slope * error)
         by_speed = findings.seeds_needed([math.log(gain) for gain in gains], error)
         needed = None if by_metric is None or by_speed is None else max(by_metric, by_speed)
     return {
         "runs": len(runs),
-        "repeated": len(pairs) - len(told),
+        "repeated": len(pairs) - len(distinct),
         "failed": [_failure(run) for run in runs if run["seed"] not in own],
         "final": {
             "mean": fmean(finals.values()) if finals else None,
@@ -196,9 +198,9 @@ def _summary(results: dict[str, Any], arm: dict[str, Any], finished: dict[str, d
 def _once(
     pairs: Mapping[int, tuple[dict[str, Any], dict[str, Any]]],
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The pairs of runs by seed, but for those that an earlier seed has had, loss by loss: they are no other evidence.
+    """Return the pairs of runs without those that equal an earlier seed's, loss by loss, since they are no new evidence.
 
-    So it is where a module or its data set a seed of their own.
+    Runs are equal if a module or its data set a seed themselves.
     """
     found: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {}
     for seed, pair in pairs.items():
@@ -209,7 +211,7 @@ def _once(
 
 
 def _slope(baseline: Sequence[dict[str, Any]]) -> float:
-    """How much the baseline's metric changes for each unit of log(seconds) over the last third of its budget."""
+    """Return the baseline's change of metric per unit of log(seconds) over the last third of its budget."""
     slopes = [0.0]
     for run in baseline:
         curve = _curve(run["points"])
@@ -220,7 +222,7 @@ def _slope(baseline: Sequence[dict[str, Any]]) -> float:
 
 
 def _widened(interval: Interval | None, error: float, *, ratio: bool = False) -> Interval | None:
-    """An interval with the half-width of an independent error added in quadrature; of logarithms for a ratio."""
+    """Widen an interval by the half-width of an independent error, added in quadrature; in logarithms for a ratio."""
     if interval is None:
         return None
     form, back = (math.log, math.exp) if ratio else (float, float)
@@ -230,7 +232,7 @@ def _widened(interval: Interval | None, error: float, *, ratio: bool = False) ->
 
 
 def _contradicted(throughput: Interval | None, difference: Interval | None, sign: int) -> bool:
-    """Whether an arm's metric is shown to differ though its speed is not, or differs the other way."""
+    """Return whether the final metric differs although the speed does not, or differs in the opposite direction."""
     if throughput is None or difference is None or not difference.excludes(0):
         return False
     return not throughput.excludes(1) or (throughput.estimate > 1) != (sign * difference.estimate > 0)
@@ -255,11 +257,17 @@ def _verdict(
         return "faster"
     if speedup.high < 1 and worse:
         return "slower"
-    return "no difference shown"
+    one_excludes = not same and (speedup.excludes(1) or (difference is not None and difference.excludes(0)))
+    return "undecided" if one_excludes else "no measurable difference"
+
+
+def _both_exclude(speedup: Interval | None, difference: Interval | None) -> bool:
+    """Return whether both intervals exclude "no difference"."""
+    return speedup is not None and difference is not None and speedup.excludes(1) and difference.excludes(0)
 
 
 def _finished(results: dict[str, Any], name: str) -> dict[int, dict[str, Any]]:
-    """An arm's runs that ended with a finite metric, by seed in the plan's order."""
+    """Return an arm's runs that ended with a finite metric, by seed in the plan's order."""
     runs = {run["seed"]: run for run in results["runs"] if run["arm"] == name and run["status"] == "finished"}
     good = {seed: run for seed, run in runs.items() if run["points"] and _is_number(run["points"][-1]["metric"])}
     return {seed: good[seed] for seed in results["plan"]["seeds"] if seed in good and _curve(good[seed]["points"])}
@@ -272,7 +280,7 @@ def _failure(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reached(baseline: dict[str, Any] | None, own: dict[str, Any] | None, mode: str, itself: bool) -> float | None:
-    """Seconds to the baseline's final metric of the same seed; the baseline itself is there at its end."""
+    """Return the seconds to the baseline's final metric of the same seed. The baseline itself needs its whole budget."""
     if baseline is None or own is None:
         return None
     return own["points"][-1]["seconds"] if itself else time_to(own["points"], _final(baseline), mode)
@@ -281,7 +289,7 @@ def _reached(baseline: dict[str, Any] | None, own: dict[str, Any] | None, mode: 
 def _equivalent(
     plan: dict[str, Any], finished: dict[str, dict[int, Any]], own: dict[int, Any]
 ) -> tuple[float | None, str | None]:
-    """:func:`equivalent_seconds` over the seeds that the arm and every rung have finished."""
+    """Apply :func:`equivalent_seconds` to the seeds that finished in the arm and at every budget of the ladder."""
     rungs = [arm for arm in plan["arms"] if arm["kind"] in ("baseline", "ladder")]
     common = [seed for seed in own if all(seed in finished[rung["name"]] for rung in rungs)]
     if len(rungs) < 2 or not common:
@@ -292,7 +300,7 @@ def _equivalent(
 
 
 def _throughput(rates: list[Any], pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> Interval | None:
-    """Samples per second by the baseline's own: from the calibration's blocks, or else on the wall-clock of the runs."""
+    """Return the ratio of samples per second to the baseline's, from the rehearsals, or else from the runs' wall-clock time."""
     if rates:
         return paired_ratio([(baseline, arm) for baseline, arm in rates])
     whole = [(b, a) for b, a in pairs if min(b["samples"], b["wall_seconds"], a["samples"], a["wall_seconds"]) > 0]
@@ -300,25 +308,25 @@ def _throughput(rates: list[Any], pairs: list[tuple[dict[str, Any], dict[str, An
 
 
 def _ratio(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]], field: str) -> Interval | None:
-    """Interval of a field's ratio, arm by baseline, over the seeds for which both know it in the same kind of figure."""
+    """Return the interval of a field's ratio to the baseline's, over the seeds in which both have it."""
     known = [(b, a) for b, a in pairs if b[field] and a[field] and b["memory_kind"] == a["memory_kind"]]
     return paired_ratio([(b[field], a[field]) for b, a in known])
 
 
 def _rate(runs: Iterable[dict[str, Any]], field: str) -> float | None:
-    """Mean of a count per second of the budget's clock; None where nothing was counted."""
+    """Return the mean of a count per second of the budget, or None if nothing was counted."""
     rates = [run[field] / run["seconds"] for run in runs if run["seconds"] > 0 and run[field] > 0]
     return fmean(rates) if rates else None
 
 
 def _share(runs: Iterable[dict[str, Any]], part: str, whole: str) -> float:
-    """Mean share of one field in another; a run that does not know the part has none of it."""
+    """Return the mean fraction of one field in another; a run without the field counts as 0."""
     shares = [run.get(part, 0.0) / run[whole] for run in runs if run[whole] > 0]
     return fmean(shares) if shares else 0.0
 
 
 def _curve(points: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
-    """(seconds, metric) of the evaluations after second 0 that gave a finite metric."""
+    """Return (seconds, metric) of the evaluations after second 0 with a finite metric."""
     return [(p["seconds"], p["metric"]) for p in points if p["seconds"] > 0 and _is_number(p["metric"])]
 
 

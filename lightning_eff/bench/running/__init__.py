@@ -1,1 +1,1 @@
-"""How arms are run: jobs in worker processes, placed, taking turns, and prices confirmed on a quiet stretch."""
+"""Run jobs in worker processes, on idle cores and in turns; check arms and step costs."""

@@ -1,7 +1,9 @@
-"""One job of a benchmark, done in this process or in a worker: a rehearsal of an arm, or a run of it over the budget."""
+"""One job of a benchmark, in this process or in a worker: a rehearsal of an arm, or a run over the budget."""
 
 import gc
 import math
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,16 +24,18 @@ from lightning_eff.monitor.machine import peak_memory, reset_peak_memory
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done.
+    """A job.
 
     Attributes:
         arm: the arm.
         seed: the run's seed.
-        pace: how it is paced.
-        name: unique in the bench, and a file name.
-        threads: torch's threads; 0 leaves them.
-        limit: seconds of wall-clock after which a worker process that still does it is ended, with the record of a crash;
-            None for no limit. Of several in turns the limits add up.
+        pace: the pace of the run.
+        name: a name that is unique in the bench and can be a file name.
+        threads: the number of torch threads; 0 leaves it unchanged.
+        limit: the wall-clock seconds after which a worker process is killed, which counts as a crash; None for no limit. The
+            limits of jobs that take turns add up.
+        patience: the wall-clock seconds after which the job gives up, with status "late"; None for no limit. It needs the main
+            thread and a system with timers.
     """
 
     arm: Arm
@@ -40,28 +44,34 @@ class Job:
     name: str
     threads: int = 0
     limit: float | None = None
+    patience: float | None = None
 
     def record(self) -> dict[str, Any]:
-        """As JSON; the arm must be one of configs."""
+        """Return the job as JSON values. Its arm must be built from configs."""
         return {**asdict(self), "arm": {**asdict(self.arm), "configs": []}}
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Job":
-        """From JSON."""
+        """Return the job of a record."""
         arm = record["arm"]
         replaced = tuple(arm["replaced"]) if arm["replaced"] else None
         arm = Arm(**{**arm, "source": tuple(arm["source"]), "configs": (), "replaced": replaced})
-        return cls(arm, record["seed"], Pace(**record["pace"]), record["name"], record["threads"], record["limit"])
+        rest = {name: record[name] for name in ("seed", "name", "threads", "limit", "patience")}
+        return cls(arm, pace=Pace(**record["pace"]), **rest)
 
 
-#: Of a run, as its pacer and its record have them.
+class Late(BaseException):
+    """A job took longer than its patience."""
+
+
+#: The figures of a run that its record takes from its pacer.
 SUMS = ("seconds", "wall_seconds", "setup_seconds", "warmup_seconds", "caused_seconds", "validation_seconds")
 SUMS += ("extra_seconds", "forward_passes", "steps", "samples", "tokens")
 Progress = Callable[[Job, float], None]
 
 
 def work_all(jobs: Sequence[Job], progress: Progress) -> list[dict[str, Any]]:
-    """The records of jobs that are done in turns of a few steps; one that fails so is tried again by itself."""
+    """Do jobs in turns of a few steps and return their records. A job that fails is tried again alone."""
     if not jobs:
         return []
     if len(jobs) == 1:
@@ -79,16 +89,17 @@ def work_all(jobs: Sequence[Job], progress: Progress) -> list[dict[str, Any]]:
 def work(
     job: Job, progress: Callable[[float], None] | None = None, pass_on: Callable[[], None] | None = None
 ) -> dict[str, Any]:
-    """Do a job and return its record, which is JSON; what goes wrong in the user's code is part of it.
+    """Do a job and return its record as JSON values. An exception in the user's code becomes part of the record.
 
     Raises:
-        KeyboardInterrupt: if interrupted; nothing else.
+        KeyboardInterrupt: if interrupted.
     """
     pacer = Pacer(job.pace, progress, pass_on)
     status, error, built, energy = "finished", None, None, None
     device = torch.device("cpu")
     start = time.perf_counter()
     with undisturbed(), _threads(job.threads):
+        alarm = _set_alarm(job.patience)
         try:
             reset_peak_memory(device)
             built = job.arm.build(job.seed)
@@ -106,6 +117,8 @@ def work(
             raise
         except Rehearsed:
             pass
+        except Late:
+            status = "late"
         except Incomparable as exception:
             status, error = "refused", str(exception)
         except Diverged as exception:
@@ -113,10 +126,12 @@ def work(
         except SystemExit as exception:  # jsonargparse, on a config that it cannot read
             if isinstance(exception.__context__, KeyboardInterrupt):  # Lightning's way of ending an interrupted fit
                 raise KeyboardInterrupt from None
-            status, error = "crashed", f"SystemExit: {exception}; its own words are in the log"
+            status, error = "crashed", f"SystemExit: {exception}; its messages are in the log"
         except BaseException as exception:
-            status, error = "crashed", _told(exception)
+            status, error = "crashed", f"{type(exception).__name__}: {exception}"[:2000]
             traceback.print_exc()
+        finally:
+            alarm()
     record = {"name": job.name, "arm": job.arm.name, "seed": job.seed, "status": status, "error": error}
     if job.pace.sweep is not None:
         return {**record, **_rehearsal(job, pacer, built, time.perf_counter() - start)}
@@ -148,7 +163,7 @@ def _run(job: Job, pacer: Pacer, device: torch.device, energy: float | None) -> 
         notes.append(f"the learning rate ended at {share:.0%} of its peak")
     uncalibrated = pacer.uncalibrated / pacer.seconds if pacer.seconds else 0.0
     if uncalibrated > 0.05:
-        notes.append(f"{uncalibrated:.0%} of its seconds are of kinds of steps that the rehearsals did not meet")
+        notes.append(f"{uncalibrated:.0%} of its seconds went into kinds of steps that no rehearsal contained")
     return {
         "points": pacer.points,
         "losses": [list(point) for point in pacer.loss_curve()],
@@ -174,7 +189,7 @@ def _by_kind(pacer: Pacer) -> list[dict[str, Any]]:
 
 
 def crashed(job: Job, error: str) -> dict[str, Any]:
-    """The record of a job whose process died, or that was not begun because its rehearsal failed."""
+    """Return the record of a job whose process died, or that was not started because its rehearsal failed."""
     record = {"name": job.name, "arm": job.arm.name, "seed": job.seed, "status": "crashed", "error": error}
     pacer = Pacer(job.pace)
     if job.pace.sweep is not None:
@@ -183,8 +198,24 @@ def crashed(job: Job, error: str) -> dict[str, Any]:
     return {**record, **empty, "peak_memory_bytes": 0, "notes": []}
 
 
-def _told(exception: BaseException) -> str:
-    return f"{type(exception).__name__}: {exception}"[:2000]
+def _set_alarm(seconds: float | None) -> Callable[[], None]:
+    """Raise :class:`Late` in this thread after ``seconds``, and return a function that restores the previous alarm."""
+    if seconds is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        return lambda: None
+
+    def ring(*_: Any) -> None:
+        raise Late
+
+    start, handler = time.monotonic(), signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def restore() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), interval)
+
+    return restore
 
 
 @contextmanager

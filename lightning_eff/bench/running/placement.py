@@ -1,4 +1,4 @@
-"""On which cores runs that are compared take their turns: the same ones, those with the least else to do."""
+"""Keep runs that are compared on the same, most idle cores."""
 
 import os
 import time
@@ -7,22 +7,21 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-LOOK = 0.1  # seconds for which cores are watched
+LOOK = 0.1  # the seconds over which the load of cores is measured
 
 
 @contextmanager
 def on_idle_cores(count: int) -> Iterator[None]:
-    """Hold this thread, and those that it starts, to the ``count`` cores that are the most idle now.
+    """Pin this thread, and threads that it starts, to the ``count`` most idle cores.
 
-    A scheduler likes to wake a thread where it ran before. Where another process keeps one core busy, one run of a group
-    can so spend a whole rehearsal beside it and another run none of it, which looks like a difference between them.
-    Processes that are started meanwhile, such as a loader's workers, have all cores.
+    A scheduler tends to wake a thread on the core where it ran before. If another process keeps one core busy, it would slow
+    down one run of a group for a whole rehearsal and leave the others alone, which looks like a difference between them.
+    New processes, such as a loader's workers, may use all cores.
 
-    Nothing is done where ``count`` is 0, where there are no more cores than that, or where the system does not tell how
-    busy they are.
+    Nothing happens if ``count`` is 0, if there are no more cores than that, or if the system does not report their load.
 
     Args:
-        count: how many cores, >= 0: as many as torch has threads.
+        count: the number of cores, >= 0, which is the number of torch threads.
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     busy = busy_ticks() if 0 < count < len(allowed) else {}
@@ -52,7 +51,7 @@ def on_idle_cores(count: int) -> Iterator[None]:
 
 
 def busy_ticks() -> dict[int, float]:
-    """What each core has worked so far, in the kernel's clock ticks, from Linux's ``/proc/stat``; empty elsewhere."""
+    """Return each core's busy time in clock ticks, from Linux's ``/proc/stat``; empty on other systems."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where trials are trained: worker processes that stay, each with one job at a time, on this machine's devices."""
+"""Worker processes for trials on this machine's devices, each with one job at a time."""
 
 import queue
 from collections.abc import Callable, Sequence
@@ -10,14 +10,14 @@ from lightning_eff.bench.running.workers import Workers, environments
 
 
 class Places:
-    """Worker processes that stay from job to job; who asks waits for one that is free.
+    """Worker processes that stay from job to job. Callers wait for a free one.
 
-    Where the machine has several CUDA devices, each process sees one of them, in turn.
+    On a machine with several CUDA devices, each process sees one of them.
 
     Args:
-        count: how many.
-        threads: torch's in each; 0 leaves them.
-        logs: the folder for what the jobs print.
+        count: the number of processes.
+        threads: the number of torch threads in each; 0 leaves it unchanged.
+        logs: the folder for the jobs' output.
     """
 
     def __init__(self, count: int, threads: int, logs: Path) -> None:
@@ -27,7 +27,7 @@ class Places:
             self._free.put(workers)
 
     def do(self, jobs: Sequence[Job], progress: Callable[[Job, float], None] | None = None) -> list[dict[str, Any]]:
-        """The records of jobs that are done in one process, several in turns of a few steps."""
+        """Do jobs in one process and return their records. Several jobs take turns of a few steps."""
         workers = self._free.get()
         try:
             done = workers.together(jobs, progress or (lambda job, u: None))
@@ -36,11 +36,11 @@ class Places:
             self._free.put(workers)
 
     def start(self) -> None:
-        """Wait until every process is there."""
+        """Wait until every process has started."""
         for workers in self._all:
             list(workers.together([], lambda job, u: None))
 
     def close(self) -> None:
-        """End them, whatever they do."""
+        """Kill all processes."""
         for workers in self._all:
             workers.close()

@@ -1,20 +1,19 @@
-"""Stretches of a run in which nothing else worked on the machine: there wall-clock tells whether the prices hold."""
+"""Find stretches of a run on an otherwise idle machine, in which wall-clock time checks the step costs."""
 
 import os
 import time
 
 from lightning_eff.bench.running.placement import busy_ticks
 
-STRETCH = 0.5  # seconds of training in a stretch
-OTHERS = 0.1  # of one core is what others may take, on average, in a quiet one
+STRETCH = 0.5  # the training seconds of a stretch
+OTHERS = 0.1  # the most that other processes may use of one core, on average, in a quiet stretch
 
 
 class Quiet:
-    """Sums wall-clock and priced seconds over the quiet stretches of a run.
+    """Sum wall-clock and budget seconds over the quiet stretches of a run.
 
-    A stretch is quiet where the system's cores were busy with hardly anything but this process (Linux's ``/proc/stat``,
-    which also holds what a hypervisor took). Processes of a loader count as others. Where the system does not tell how
-    busy it is, no stretch is known to be quiet.
+    A stretch is quiet if other processes hardly used the cores, by Linux's ``/proc/stat``, which includes the time that a
+    hypervisor took. A loader's processes count as others. On systems that do not report their load, no stretch is quiet.
     """
 
     def __init__(self) -> None:
@@ -24,12 +23,12 @@ class Quiet:
         self.begin()
 
     def begin(self) -> None:
-        """A stretch begins now; what was left of the one before is dropped."""
+        """Begin a stretch, and drop an unfinished one."""
         self._own_wall = self._own_priced = 0.0
         self._start, self._used, self._busy = time.perf_counter(), time.process_time(), self._worked()
 
     def step(self, wall: float, priced: float) -> None:
-        """A step took ``wall`` seconds, and its price is ``priced``."""
+        """Add a step of ``wall`` seconds whose step cost is ``priced``."""
         self._own_wall += wall
         self._own_priced += priced
         if self._own_wall < STRETCH:
@@ -43,10 +42,10 @@ class Quiet:
         self.begin()
 
     def record(self) -> dict[str, float]:
-        """As JSON."""
+        """Return the sums as JSON values."""
         return {"stretches": self.stretches, "quiet": self.quiet, "wall_seconds": self.wall, "seconds": self.priced}
 
     def _worked(self) -> float | None:
-        """Seconds that all cores have worked so far; None where the system does not tell."""
+        """Return the busy seconds of all cores so far, or None if the system does not report them."""
         ticks = busy_ticks()
         return sum(ticks.values()) * self._tick if ticks else None

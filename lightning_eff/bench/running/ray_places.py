@@ -1,4 +1,4 @@
-"""The same places on a cluster, by Ray: one job at a time on each worker, and a lost worker's job runs again."""
+"""Worker processes on a Ray cluster, each with one job at a time. The job of a lost worker runs again."""
 
 import os
 import queue
@@ -14,14 +14,14 @@ from lightning_eff._core._lightning.extras import missing
 from lightning_eff.bench.running.jobs import Job, crashed
 from lightning_eff.bench.running.workers import Workers
 
-AGAIN = 3  # times that a job whose worker was lost is begun anew
+AGAIN = 3  # how often a job is restarted if its worker is lost
 
 
 def require_extra() -> Any:
-    """Ray, which only a search on a cluster needs.
+    """Import Ray, which only a search on a cluster needs.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: if it is not installed.
     """
     try:
         import ray
@@ -31,10 +31,10 @@ def require_extra() -> Any:
 
 
 def connect(cpus: int) -> Any:
-    """Ray, connected to the cluster that this machine belongs to or ``RAY_ADDRESS`` names, or else to one of its own.
+    """Connect Ray to this machine's cluster or that of ``RAY_ADDRESS``, or start a local one.
 
     Args:
-        cpus: that a cluster of its own says it has, at least.
+        cpus: the least number of CPUs that a local cluster offers.
     """
     ray = require_extra()
     if not ray.is_initialized():
@@ -47,23 +47,23 @@ def connect(cpus: int) -> Any:
 
 
 def capacity(threads: int) -> int:
-    """How many workers the cluster has room for: one a GPU, or where there is none, one for so many of its cores."""
+    """Return the number of workers that fit on the cluster: one per GPU, or without GPUs one per ``threads`` cores."""
     return max(1, _room(connect(threads).nodes(), threads))
 
 
 class RayPlaces:
-    """:class:`Places` on the workers of a Ray cluster, which is started on this machine where there is none.
+    """:class:`Places` on the workers of a Ray cluster. Without a cluster, a local one is started.
 
-    Each worker does its jobs in a process beside it, as on one machine, so that what comes of them is the same. All nodes
-    must have this environment and the current folder under the same path, such as on a file system that they share.
+    Each worker does its jobs in a separate process, as on one machine, so that the results are the same. All nodes need this
+    environment and the current folder under the same path, such as on a shared file system.
 
     Args:
-        count: how many workers.
-        threads: torch's in each, and cores that each asks the cluster for; 0 for one.
-        logs: the folder for what the jobs print.
+        count: the number of workers.
+        threads: the number of torch threads of each, which is also the number of requested cores; 0 requests one.
+        logs: the folder for the jobs' output.
 
     Raises:
-        UsageError: the cluster has no room for so many.
+        UsageError: if the cluster has no room for so many workers.
     """
 
     def __init__(self, count: int, threads: int, logs: Path) -> None:
@@ -72,8 +72,8 @@ class RayPlaces:
         gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
         if (room := _room(ray.nodes(), cpus)) < count:
             raise UsageError(
-                f"Got {count} runs at once with {cpus} thread(s) each; the Ray cluster has room for {room}. Lower --jobs or"
-                " --threads, or add nodes to it."
+                f"Got {count} parallel runs with {cpus} thread(s) each, but the Ray cluster has room for {room}. Lower --jobs"
+                " or --threads, or add nodes."
             )
         host = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=AGAIN)(_Host)
         self.logs = str(logs.absolute())
@@ -84,9 +84,10 @@ class RayPlaces:
             self._free.put(one)
 
     def do(self, jobs: Sequence[Job], progress: Callable[[Job, float], None] | None = None) -> list[dict[str, Any]]:
-        """As :meth:`Places.do`; each record has ``heard_seconds``, from the first to the last that was heard of the jobs.
+        """Do jobs like :meth:`Places.do`.
 
-        ``progress`` is called once, at the end: the worker is what listens.
+        Each record has ``heard_seconds``, the time between the first and the last progress of the jobs. ``progress`` is called
+        once, at the end.
         """
         host = self._free.get()
         try:
@@ -100,27 +101,27 @@ class RayPlaces:
         return records
 
     def start(self) -> None:
-        """Wait until every process is there.
+        """Wait until every process has started.
 
         Raises:
-            UsageError: a node lacks the current folder.
+            UsageError: if a node lacks the current folder.
         """
         try:
             self._ray.get([host.start.remote() for host in self._all])
         except self._ray.exceptions.RayActorError as error:
             raise UsageError(
-                f"A worker of the Ray cluster does not start: {_line(error)}. All nodes need this environment and the folder"
+                f"A worker of the Ray cluster cannot start: {_line(error)}. All nodes need this environment and the folder"
                 f" {os.getcwd()}."
             ) from None
 
     def close(self) -> None:
-        """End them, whatever they do."""
+        """Kill all workers."""
         for host in self._all:
             self._ray.kill(host, no_restart=True)
 
 
 class _Host:
-    """What a Ray worker does: it hands jobs to a process of its own, which trains, and listens to it."""
+    """A Ray worker, which gives jobs to a separate process and waits for their records."""
 
     def __init__(self, folder: str, path: str, threads: int, logs: str) -> None:
         os.chdir(folder)
@@ -128,7 +129,7 @@ class _Host:
         self._workers = Workers(1, threads, Path(logs) / name, {"PYTHONPATH": path})
 
     def start(self) -> int:
-        """Wait for the process; the id of this one."""
+        """Wait for the process, and return the id of this one."""
         list(self._workers.together([], lambda job, u: None))
         return os.getpid()
 
@@ -141,7 +142,7 @@ class _Host:
 
 
 def _room(nodes: Sequence[Mapping[str, Any]], cpus: int) -> int:
-    """How many workers fit on the nodes of a cluster, each whole on one: with so many cores, and a GPU if there are any."""
+    """Return how many workers with ``cpus`` cores each, and a GPU each if there are GPUs, fit on the nodes of a cluster."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     gpus = any(one.get("GPU", 0) >= 1 for one in alive)
     room = [(int(one.get("CPU", 0)) // cpus, int(one.get("GPU", 0))) for one in alive]

@@ -1,4 +1,4 @@
-"""Several runs in one process that take turns of a few steps, so that what slows the machine slows them alike."""
+"""Run several tasks in one process in turns of a few steps, so that disturbances slow all of them down equally."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,34 +12,33 @@ TURN = 4  # batches
 
 
 class Stopped(BaseException):
-    """The others of a group of runs are to end, since this process was interrupted."""
+    """This process was interrupted, so all tasks end."""
 
 
 class Turns:
-    """Passes the word round among threads; only the one that has it runs.
+    """Let one of several threads run at a time.
 
-    All have their turns once before anyone has the next, in an order that is drawn anew for each round: what one leaves
-    to the next, such as a cold cache, falls upon all of them alike. Torch's, NumPy's and Python's global generators are
-    one thread's at a time: each finds them as it left them.
+    In each round every thread has one turn, in a new random order. Effects of one turn on the next, such as a cold cache, then
+    affect all threads equally. Each thread finds the global random generators of torch, NumPy and Python as it left them.
     """
 
     def __init__(self, count: int) -> None:
         self._condition = threading.Condition()
-        self._random = Random()  # of this alone: orders are nobody's result
+        self._random = Random()  # the order does not affect results
         self._there = list(range(count))
         self._due = self._there[1:]
         self._turn = 0 if count else -1
         self._stopped = False
 
     def wait(self, me: int) -> None:
-        """Wait for my first turn."""
+        """Wait for this thread's first turn."""
         with self._condition:
             self._condition.wait_for(lambda: self._turn == me or self._stopped)
             if self._stopped:
                 raise Stopped
 
     def pass_on(self, me: int) -> None:
-        """Let the others have their turns, and wait until mine comes again."""
+        """End this thread's turn, and wait for its next one."""
         if self._there == [me] and not self._stopped:
             return
         state = rng.capture()
@@ -49,7 +48,7 @@ class Turns:
         rng.restore(state)
 
     def leave(self, me: int) -> None:
-        """I am done."""
+        """Leave the group."""
         with self._condition:
             self._there.remove(me)
             if me in self._due:
@@ -58,7 +57,7 @@ class Turns:
                 self._next(me)
 
     def stop(self) -> None:
-        """End all that wait."""
+        """End all waiting threads."""
         with self._condition:
             self._stopped = True
             self._condition.notify_all()
@@ -73,12 +72,11 @@ class Turns:
 
 
 def in_turns(tasks: Sequence[Callable[[Callable[[], None]], Any]], threads: int = 0) -> list[Any]:
-    """What each task returns; a task is given the function by which it passes its turn on.
+    """Run tasks in turns and return their results.
 
     Args:
-        tasks: as many threads are started.
-        threads: torch's threads in each, for as many of the idlest cores, which are the same for all; 0 leaves that to
-            the system.
+        tasks: functions that get a function which ends their turn. Each one has its own thread.
+        threads: the number of torch threads, for which as many of the most idle cores are used; 0 uses all cores.
     """
     turns = Turns(len(tasks))
     results: list[Any] = [None] * len(tasks)

@@ -1,4 +1,4 @@
-"""Where a bench's jobs are done: in this process, or in worker processes that may die without harm to the others."""
+"""Do a bench's jobs in this process, or in worker processes that may die without harm to others."""
 
 import gc
 import json
@@ -22,21 +22,21 @@ Done = Iterator[tuple[Job, dict[str, Any]]]
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """Of so many processes at once, what each must be told to see one of this machine's CUDA devices, in turn."""
+    """Return the environment of each of ``count`` processes, which shows it one of this machine's CUDA devices."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     return [{"CUDA_VISIBLE_DEVICES": seen[i % len(seen)]} if len(seen) > 1 else {} for i in range(count)]
 
 
 class InProcess:
-    """Does jobs in this process."""
+    """Do jobs in this process."""
 
     def together(self, jobs: Sequence[Job], progress: Progress) -> Done:
-        """Every job with its record; all in turns of a few steps."""
+        """Do all jobs in turns of a few steps, and yield each with its record."""
         yield from zip(jobs, work_all(jobs, progress), strict=True)
         gc.collect()
 
     def each(self, jobs: Sequence[Job], progress: Progress) -> Done:
-        """Every job with its record, as they end; each by itself."""
+        """Do one job after the other, and yield each with its record."""
         for job in jobs:
             yield job, work(job, lambda u, job=job: progress(job, u))
             gc.collect()
@@ -46,15 +46,15 @@ class InProcess:
 
 
 class Workers:
-    """Does jobs in processes: rehearsals, in turns of a few steps, in one that stays; runs in a fresh one each.
+    """Do jobs in other processes: rehearsals in one process in turns, and each run in a new process.
 
-    Where the machine has several CUDA devices, runs at once have one each, in turn.
+    On a machine with several CUDA devices, parallel runs have one each.
 
     Args:
-        count: how many runs at once.
-        threads: torch's in each; 0 leaves them.
-        logs: the folder for what they print.
-        environment: variables that they have beside this process's own; they say where runs are, then.
+        count: the number of parallel runs.
+        threads: the number of torch threads in each; 0 leaves it unchanged.
+        logs: the folder for the jobs' output.
+        environment: additional environment variables. With them, devices are not distributed.
     """
 
     def __init__(self, count: int, threads: int, logs: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -71,15 +71,15 @@ class Workers:
         logs.mkdir(parents=True, exist_ok=True)
 
     def together(self, jobs: Sequence[Job], progress: Progress) -> Done:
-        """Every job with its record; all in one process, in turns of a few steps."""
+        """Do all jobs in one process in turns of a few steps, and yield each with its record."""
         worker = self._standing()
         records = worker.do(jobs, progress)
-        if not worker.alive and len(jobs) > 1:  # which of them was it?
+        if not worker.alive and len(jobs) > 1:  # find out which job killed it
             records = [record for job in jobs for record in self._standing().do([job], progress)]
         yield from zip(jobs, records, strict=True)
 
     def each(self, jobs: Sequence[Job], progress: Progress) -> Done:
-        """Every job with its record, as they end; each in a process of its own."""
+        """Do each job in a new process, and yield it with its record when it ends."""
         if self._rehearsing is not None:
             self._rehearsing.end()
         pending = {self._pool.submit(self._alone, job, progress): job for job in jobs}
@@ -105,19 +105,19 @@ class Workers:
         log = self._logs / f"worker-{os.getpid()}-{len(self._all) + 1}.log"
         worker = _Worker(log, self._threads, environment)
         self._all.append(worker)
-        if self._closed:  # meanwhile
+        if self._closed:  # in the meantime
             worker.kill()
         return worker
 
     def close(self) -> None:
-        """End what is still there, and begin nothing more."""
+        """Kill all workers, and start no more."""
         self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in self._all:
             worker.kill()
 
 
-Place = InProcess | Workers  #: where jobs are done
+Place = InProcess | Workers  #: a place for jobs
 
 
 class _Worker:
@@ -138,7 +138,7 @@ class _Worker:
         return self._process.poll() is None
 
     def do(self, jobs: Sequence[Job], progress: Progress) -> list[dict[str, Any]]:
-        """The jobs' records; if the process dies, or does them for longer than it may, each is a crash."""
+        """Do jobs and return their records. If the process dies or exceeds its limit, all of them are crashes."""
         assert self._process.stdin is not None and self._process.stdout is not None
         names = {job.name: job for job in jobs}
         limits = [job.limit for job in jobs if job.limit is not None]
@@ -165,20 +165,20 @@ class _Worker:
         status = self._process.wait()
         if late.is_set():
             return [
-                crashed(job, f"it was ended after {limit:.0f} s, which is too long beside its budget") for job in jobs
+                crashed(job, f"it was killed after {limit:.0f} s, which is too long for its budget") for job in jobs
             ]
         log = self.log.read_text(errors="replace").strip().splitlines() if self.log.is_file() else []
         cause = f"signal {-status}" if status < 0 else f"exit status {status}"
         last = " / ".join(log[-3:]) or "none"
-        return [crashed(job, f"its process ended with {cause}; last words: {last}; log: {self.log}") for job in jobs]
+        return [crashed(job, f"its process ended with {cause}; last output: {last}; log: {self.log}") for job in jobs]
 
     def _end_late(self, late: threading.Event) -> None:
-        """Its time is over."""
+        """Kill the process, because it exceeds its limit."""
         late.set()
         self._process.kill()
 
     def end(self) -> None:
-        """No more jobs: let it finish by itself."""
+        """Let the process end, because there are no more jobs."""
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             self._process.stdin.close()
