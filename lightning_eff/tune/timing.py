@@ -18,7 +18,6 @@ SETUP = 10.0  # seconds that a technique may take to set up when it is tried for
 LEAST = 3  # arms of the smallest confirming bench: the baseline, a recipe and its control
 STACKED = 3  # the assumed number of techniques in a recipe
 PROMOTED = 3  # one of so many trials continues at the next fraction of the budget
-TOO_LONG = "it was ended after"  # the beginning of a job's error if its limit ended it
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Incomparable, Pace
 from lightning_eff.bench.references import mean_cost
 from lightning_eff.bench.results import write_json
-from lightning_eff.bench.running.jobs import Job
+from lightning_eff.bench.running.jobs import KILLED, Job
 from lightning_eff.bench.running.places import Places
 from lightning_eff.tune.arguments import too_much
 from lightning_eff.tune.config import Choices, Recipes
@@ -25,7 +25,7 @@ from lightning_eff.tune.honesty import early, leaks, mismeasures, peeks
 from lightning_eff.tune.inspection.probing import reason
 from lightning_eff.tune.inspection.profiling import Found
 from lightning_eff.tune.search import FACTOR, Outcome
-from lightning_eff.tune.timing import SEARCHED, TOO_LONG
+from lightning_eff.tune.timing import SEARCHED
 
 SLACK = 1.5  # a run may take this many times the seconds that it reports
 PAUSE = 1.0  # and this many seconds more
@@ -153,7 +153,7 @@ class Trials:
 
     def _timed_out(self, record: Mapping[str, Any]) -> bool:
         """Whether a job was ended because the time for trials was over."""
-        return record["status"] == "crashed" and str(record["error"]).startswith(TOO_LONG) and self.left() <= 0
+        return record["status"] == "crashed" and str(record["error"]).startswith(KILLED) and self.left() <= 0
 
     def _files(self, choices: Choices) -> tuple[Path, Path]:
         """Return the files of a rehearsal: its own, and the one that it shares with choices of the same step costs."""

@@ -64,6 +64,8 @@ class Late(BaseException):
     """A job took longer than its patience."""
 
 
+#: The beginning of a job's error if its time limit ended it.
+KILLED = "it was killed after"
 #: The figures of a run that its record takes from its pacer.
 SUMS = ("seconds", "wall_seconds", "setup_seconds", "warmup_seconds", "caused_seconds", "validation_seconds")
 SUMS += ("extra_seconds", "forward_passes", "steps", "samples", "tokens")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_eff.bench.running.jobs import Job, Progress, crashed, work, work_all
+from lightning_eff.bench.running.jobs import KILLED, Job, Progress, crashed, work, work_all
 from lightning_eff.bench.running.worker import MARK
 
 Done = Iterator[tuple[Job, dict[str, Any]]]
@@ -164,9 +164,7 @@ class _Worker:
                 watch.cancel()
         status = self._process.wait()
         if late.is_set():
-            return [
-                crashed(job, f"it was killed after {limit:.0f} s, which is too long for its budget") for job in jobs
-            ]
+            return [crashed(job, f"{KILLED} {limit:.0f} s, which is too long for its budget") for job in jobs]
         log = self.log.read_text(errors="replace").strip().splitlines() if self.log.is_file() else []
         cause = f"signal {-status}" if status < 0 else f"exit status {status}"
         last = " / ".join(log[-3:]) or "none"

@@ -8,11 +8,11 @@ from typing import Any
 
 from lightning_eff._core.search_space import Choice, Integer, Range
 from lightning_eff.bench.pace import Pace
-from lightning_eff.bench.running.jobs import Job
+from lightning_eff.bench.running.jobs import KILLED, Job
 from lightning_eff.bench.running.places import Places
 from lightning_eff.tune.config import Choices, Recipes
 from lightning_eff.tune.space import Candidate, Space
-from lightning_eff.tune.timing import TOO_LONG, in_words
+from lightning_eff.tune.timing import in_words
 
 STEPS = 2
 SLOW = "its set-up takes more than"  # the beginning of the reason for a technique that did not make two steps in time
@@ -115,7 +115,7 @@ def refused(
     (record,) = places.do([Job(arm, seed, pace, f"probe-{one.cls.__name__}", threads, limit)])
     if record["status"] == "finished":
         return None
-    if limit is not None and str(record["error"]).startswith(TOO_LONG):
+    if limit is not None and str(record["error"]).startswith(KILLED):
         return f"{SLOW} {in_words(limit)}, and each of its runs would. Name it with --include to try it"
     return reason(record)
 
