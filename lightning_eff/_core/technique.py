@@ -1,13 +1,15 @@
 """The base classes of techniques that are callbacks: of all, and of those that evaluate other weights than they train."""
 
+import functools
 import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
@@ -19,12 +21,28 @@ from lightning_eff._core._run._muting.idle_hooks import BATCH_HOOKS, driving
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 def _no_arms(technique: Any) -> Mapping[str, Callback]:
     return {}
+
+
+def _then_reset(init: Callable[..., None]) -> Callable[..., None]:
+    """``init``, which resets a technique in the end, unless it is called by the ``__init__`` of a subclass."""
+
+    @functools.wraps(init)
+    def initialized(self: "Technique", *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if type(self).__init__ is initialized:
+            self._reset()
+
+    return initialized
+
+
+def _for_checkpoint(value: Any) -> Any:
+    """``value`` with its container copied, or a number on a device as a plain number."""
+    if isinstance(value, dict | list):
+        return value.copy()
+    return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
 
 
 @dataclass(frozen=True)
@@ -59,6 +77,9 @@ class Technique(Callback):
         control: what an honest comparison must hold it against; required of every exported technique.
         survey: the row of the surveys that it answers to; None where it stands in neither.
         search_space: the settings that a search would try, and when that is pointless; None for stand-ins.
+        neutral_at: by attribute, the value that makes it plain training by itself, beside those of its base classes.
+        checkpointed: the attributes that checkpoints hold, such as ``_steps`` or ``_scorer.checked``, beside those of its base
+            classes. A checkpoint has them under their own names without underscores.
         conflicts: names of techniques and precision plugins that it cannot train with, and why.
         needs_automatic_optimization: refuses modules with ``automatic_optimization = False``.
         needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
@@ -79,6 +100,8 @@ class Technique(Callback):
     constraints: ClassVar[str] = ""
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = None
+    neutral_at: ClassVar[Mapping[str, Any]] = {}
+    checkpointed: ClassVar[tuple[str, ...]] = ()
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = False
@@ -97,7 +120,7 @@ class Technique(Callback):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = declared(cls.__init__)
+            cls.__init__ = _then_reset(declared(cls.__init__))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         technique = super().__new__(cls)
@@ -130,7 +153,8 @@ class Technique(Callback):
     @property
     def neutral(self) -> bool:
         """True where the settings make this plain training: then nothing is attached and nothing contradicts it."""
-        return False
+        declared = (pair for cls in type(self).__mro__ for pair in vars(cls).get("neutral_at", {}).items())
+        return any(getattr(self, name) == value for name, value in declared)
 
     @property
     def changes_shapes(self) -> bool:
@@ -142,6 +166,9 @@ class Technique(Callback):
         """True where a training step of these settings may pass over all blocks of a stack."""
         return False
 
+    def _reset(self) -> None:
+        """Set what a fit finds and counts to its first values; called after construction and before :meth:`attach`."""
+
     def on_budget(self, session: Session) -> None:
         """Tell ``session.progress`` of an end of the run that the Trainer has not; called before any technique's checks."""
 
@@ -152,7 +179,7 @@ class Technique(Callback):
         """The run begins, in evaluation too, unless neutral; nothing of the module's own has run yet."""
 
     def attach(self, session: Session) -> None:
-        """Take a fresh state and ask for links; called in ``Callback.setup`` of a fit, unless neutral."""
+        """Ask for links; called in ``Callback.setup`` of a fit, after :meth:`_reset`, unless neutral."""
 
     def on_model(self, session: Session) -> None:
         """The module is complete, its checkpoint (if any) loaded, and the strategy has not wrapped it."""
@@ -178,7 +205,7 @@ class Technique(Callback):
     def detach(self, session: Session) -> None:
         """The run ends, well or not; what ``_core`` was asked for is put back by itself."""
 
-    def report(self) -> "dict[str, float | int | Tensor]":
+    def report(self) -> dict[str, float | int | torch.Tensor]:
         """Quantities for the logger, by their name in ``eff/<technique>/<quantity>``."""
         return {}
 
@@ -187,6 +214,21 @@ class Technique(Callback):
         return "nothing to tell"
 
     # -- Lightning's hooks
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {key: _for_checkpoint(getattr(owner, name)) for key, owner, name in self._checkpointed()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for key, owner, name in self._checkpointed():
+            setattr(owner, name, _for_checkpoint(state_dict[key]))
+
+    def _checkpointed(self) -> Iterator[tuple[str, Any, str]]:
+        """The attributes that checkpoints hold: the key, the object that has it, and its name there."""
+        for path in (path for cls in type(self).__mro__ for path in vars(cls).get("checkpointed", ())):
+            owner, _, name = path.rpartition(".")
+            yield name.lstrip("_"), getattr(self, owner) if owner else self, name
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

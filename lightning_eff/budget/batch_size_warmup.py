@@ -146,6 +146,7 @@ class BatchSizeWarmup(Technique):
     )
     needs_budget: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"full": 1}
 
     def __init__(
         self,
@@ -173,18 +174,12 @@ class BatchSizeWarmup(Technique):
         self.by: Literal["accumulation", "batch", "rate"] = by
         self.settings = {"start": start, "until": until, "steps": steps, "full": full, "growth": growth, "power": power}
         self._scaled: ScaledSteps | None = None
-        self._reset()
 
     def _reset(self) -> None:
         self._own = 0  # the trainer's accumulate_grad_batches
         self._m = self.start
         self._joining: dict[int, Any] = {}  # by="batch": the loader's batches that wait, by index in the epoch
         self._saved: dict[int, Any] = {}  # the same from a checkpoint, in plain containers
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.full == 1
 
     @property
     @override
@@ -204,7 +199,6 @@ class BatchSizeWarmup(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         trainer = session.trainer
         self._own = trainer.accumulate_grad_batches
         if self.by == "rate":

@@ -129,7 +129,6 @@ class LearningRateSchedule(Technique):
         self.shape = Shape(shape, warmup, start, final, peak, ramp, decay, cycles, cycle_growth)
         self.momentum = momentum if shape == "one_cycle" else None
         self.max_tokens = max_tokens
-        self._reset()
 
     def _reset(self) -> None:
         self._rates = Rates("LearningRateSchedule")
@@ -162,7 +161,6 @@ class LearningRateSchedule(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._rates.take_over(session, f"LearningRateSchedule: {self.shape.name}")
 
     @override

@@ -115,6 +115,7 @@ class LinearScaling(Technique):
         "BatchSizeWarmup": "both scale the learning rate with the batch. BatchSizeWarmup alone scales it from its first batch",
         "TokenBudgetBatches": "its batches differ from the loader's batch size. Give their mean as batch_size= to use both",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"power": 0.0}
 
     def __init__(
         self,
@@ -130,11 +131,6 @@ class LinearScaling(Technique):
             self.conflicts = others  # pyright: ignore[reportAttributeAccessIssue] -- only of this instance
         self._scaled: ScaledSteps | None = None
         self._batch, self._factor = 0.0, 1.0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.power == 0.0
 
     # -- the run
 

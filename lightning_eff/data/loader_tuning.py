@@ -7,6 +7,7 @@ arXiv:2101.12127).
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
@@ -95,6 +96,7 @@ class LoaderTuning(Technique):
     )
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"num_batches": None}
 
     def __init__(
         self,
@@ -107,7 +109,6 @@ class LoaderTuning(Technique):
     ) -> None:
         self.num_batches, self.waiting, self.least_gain = num_batches, waiting, least_gain
         self.max_workers, self.max_prefetch = max_workers, max_prefetch
-        self._reset()
 
     def _reset(self) -> None:
         self._tuners: list[LoaderTuner] = []
@@ -127,16 +128,10 @@ class LoaderTuning(Technique):
         self._said: list[str] = []
         self._active = Setting()
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.num_batches is None
-
     # -- the run
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.loaders.tune = self._take
 
     def _take(self, loader: ResumableLoader) -> None:

@@ -123,6 +123,7 @@ class ActivationCompression(Technique):
         "ActivationOffload": "both handle saved tensors, and autograd asks only the inner one",
     }
     needs_automatic_optimization: ClassVar[bool] = False
+    neutral_at: ClassVar[Mapping[str, Any]] = {"bits": EXACT_BITS}
 
     def __init__(
         self,
@@ -152,7 +153,6 @@ class ActivationCompression(Technique):
         self.convolutions_only = convolutions_only
         self.offload = offload
         self.interval = interval
-        self._reset()
 
     @classmethod
     def level(cls, level: Level) -> "ActivationCompression":
@@ -182,11 +182,6 @@ class ActivationCompression(Technique):
         self._measured = 0
         self._last: dict[str, float | int] = report_of(None, offload=self.offload)
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.bits == EXACT_BITS
-
     @override
     def check(self, session: Session) -> None:
         if self.bits == "auto" and not session.module.automatic_optimization:
@@ -202,7 +197,6 @@ class ActivationCompression(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.SAVE, self._link)
 
     @override

@@ -154,7 +154,6 @@ class Rematerialization(Technique):
             vars(self)["conflicts"] = {**dict.fromkeys(COMPRESSING, MEASURED), **dict.fromkeys(FREEZING, OF_ALL)}
         self.memory_budget = None if memory_budget is None else parse_budget(memory_budget)
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self.plan: Plan | None = None
@@ -203,7 +202,6 @@ class Rematerialization(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.SAVE, self._link)
 
     @override

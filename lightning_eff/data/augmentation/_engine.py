@@ -1,7 +1,7 @@
 """The engine of all augmentations: when they act, their random draws, and their log."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -82,14 +82,14 @@ class Augmentation(Technique):
     stage: ClassVar[Stage] = Stage.AUGMENT
     needs: ClassVar[Need] = Need.BATCH
     order: ClassVar[int] = 0
-    saved: ClassVar[tuple[str, ...]] = ("share", "milliseconds", "batches", "changed", "shares", "total")
+    checkpointed: ClassVar[tuple[str, ...]] = ("_share", "_milliseconds", "_batches", "_changed", "_shares", "_total")
     logged: ClassVar[tuple[str, ...]] = ()
+    neutral_at: ClassVar[Mapping[str, Any]] = {"prob": 0.0, "until": 0.0}
 
     def __init__(self, *, prob: float, until: float, keys: Sequence[str | int] | None) -> None:
         self.prob = prob
         self.until = until
         self.keys = keys
-        self._reset()
 
     def _reset(self) -> None:
         self._looked = False
@@ -110,18 +110,12 @@ class Augmentation(Technique):
 
     # -- the run
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.prob == 0.0 or self.until == 0.0
-
     @override
     def check(self, session: Session) -> None:
         check_until(session, who=type(self).__name__, until=self.until)
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(self.stage, self._link, self.order)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
@@ -180,16 +174,6 @@ class Augmentation(Technique):
             f"changed {self._changed:,} of {self._batches:,} batches ({self._shares / self._batches:.1%} of their content) in"
             f" {self._total / self._batches:.2f} ms per batch"
         )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        found = {name: getattr(self, f"_{name}") for name in self.saved}
-        return {name: float(value) if isinstance(value, Tensor) else value for name, value in found.items()}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in self.saved:
-            setattr(self, f"_{name}", state_dict[name])
 
 
 class ImageAugmentation(Augmentation):

@@ -1,6 +1,7 @@
 """Cutout: set a square of each image to zero (DeVries & Taylor 2017)."""
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -71,6 +72,7 @@ class Cutout(ImageAugmentation):
     )
     control: ClassVar[Control] = BASELINE
     order: ClassVar[int] = 0
+    neutral_at: ClassVar[Mapping[str, Any]] = {"length": 0.0}
 
     def __init__(
         self,
@@ -82,11 +84,6 @@ class Cutout(ImageAugmentation):
     ) -> None:
         super().__init__(prob=prob, until=until, keys=keys)
         self.length = length
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return super().neutral or self.length == 0.0
 
     @override
     def mask(self, images: Tensor, generator: Generator) -> Tensor:

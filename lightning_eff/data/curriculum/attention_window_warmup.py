@@ -125,6 +125,8 @@ class AttentionWindowWarmup(Technique):
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
     _must_narrow: ClassVar[bool] = True  # refuse a first window that covers the whole sequence
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_seen", "_window", "_length", "_steps", "_u")
 
     def __init__(
         self,
@@ -136,18 +138,12 @@ class AttentionWindowWarmup(Technique):
     ) -> None:
         self.start, self.until, self.multiple_of = start, until, multiple_of
         self.evaluate: Literal["full", "present"] = evaluate
-        self._reset()
 
     def _reset(self) -> None:
         self._seen = False
         self._window = self._length = 0  # of the last step with attention
         self._steps = 0  # batches with a window below the length
         self._u = 0.0  # of the last batch, for validation, also if that comes first in a resumed run
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.until == 0.0
 
     def window_of(self, length: int, u: float) -> int:
         """The window of sequences of ``length`` tokens at the used fraction ``u`` of the budget."""
@@ -161,7 +157,6 @@ class AttentionWindowWarmup(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.TRANSFORM, self._link)
 
     @override
@@ -262,15 +257,6 @@ class AttentionWindowWarmup(Technique):
             return "no step taken"
         end = f"{self._window:,} of {self._length:,} tokens at the end"
         return f"window of {end}, smaller than the sequence in {self._steps:,} batches"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self._seen, "window": self._window, "length": self._length, "steps": self._steps, "u": self._u}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seen, self._window = state_dict["seen"], state_dict["window"]
-        self._length, self._steps, self._u = state_dict["length"], state_dict["steps"], state_dict["u"]
 
 
 class NarrowAttention(AttentionWindowWarmup):

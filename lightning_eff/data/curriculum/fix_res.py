@@ -109,6 +109,7 @@ class FixRes(SmallerImages):
     }
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
+    checkpointed: ClassVar[tuple[str, ...]] = ("_tuned", "_adapting", "_tuning")
 
     def __init__(
         self,
@@ -266,14 +267,3 @@ class FixRes(SmallerImages):
         of = "" if self.tune_all else " of classifier and norms"
         tuned = f"; tuned {len(self._tuned)} parameter tensors{of}" if self._tuning else ""
         return super().summary() + tuned
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        own = {"tuned": list(self._tuned), "adapting": list(self._adapting), "tuning": self._tuning}
-        return {**super().state_dict(), **own}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._tuned, self._adapting = list(state_dict["tuned"]), list(state_dict["adapting"])
-        self._tuning = state_dict["tuning"]

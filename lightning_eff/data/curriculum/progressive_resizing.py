@@ -1,7 +1,7 @@
 """Progressive resizing: train on small images first (Howard 2018; Tan & Le 2021, EfficientNetV2; Composer's schedule)."""
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch import Callback
 from typing_extensions import override
@@ -92,6 +92,7 @@ class ProgressiveResizing(SmallerImages):
     control: ClassVar[Control] = Control("small images throughout, validated at full size", _small_throughout)
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0, "scale": 1.0}
 
     def __init__(
         self,
@@ -106,11 +107,6 @@ class ProgressiveResizing(SmallerImages):
         self.scale = scale
         self.until = until
         self.hold = hold
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.until == 0.0 or self.scale == 1.0
 
     @property
     def constant(self) -> bool:

@@ -137,6 +137,7 @@ class SequenceLengthWarmup(Technique):
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
 
     def __init__(
         self,
@@ -161,7 +162,6 @@ class SequenceLengthWarmup(Technique):
         self.multiple_of = multiple_of
         self.mode: Literal["reshape", "truncate"] = mode
         self.keys = keys
-        self._reset()
 
     def _reset(self) -> None:
         self._full = 0  # the longest T seen, 0 before the first batch
@@ -170,17 +170,11 @@ class SequenceLengthWarmup(Technique):
 
     @property
     @override
-    def neutral(self) -> bool:
-        return self.until == 0.0
-
-    @property
-    @override
     def changes_shapes(self) -> bool:
         return not self.neutral
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.TRANSFORM, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:

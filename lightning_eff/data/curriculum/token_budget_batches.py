@@ -163,6 +163,7 @@ class TokenBudgetBatches(SampleChooser):
     }
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"max_tokens": 0}
 
     def __init__(
         self,
@@ -176,21 +177,11 @@ class TokenBudgetBatches(SampleChooser):
         self.padded = padded
         self.window = window
         self.given = None if lengths is None else _checked(lengths)
-        self._reset()
 
     def _reset(self) -> None:
         self._found: list[int] | None = None
         self._samples = self._tokens = 0
         self._totals = {"batches": 0, "tokens": 0}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.max_tokens == 0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def choose(self, epoch: Epoch) -> Choice | None:

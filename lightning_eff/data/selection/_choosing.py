@@ -68,6 +68,7 @@ class Choosing(CountsSamples):
         "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     )
     needs: ClassVar[Need] = Need.STEP
+    checkpointed: ClassVar[tuple[str, ...]] = ("_scorer.checked",)
     sample_loss: SampleLoss | None
 
     @override
@@ -101,7 +102,6 @@ class Choosing(CountsSamples):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.CHOOSE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
@@ -122,12 +122,3 @@ class Choosing(CountsSamples):
             output = self.train(step, batch, proceed, scores, size, trained)
         self.count(size, trained)
         return output
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "checked": self._scorer.checked}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._scorer.checked = state_dict["checked"]

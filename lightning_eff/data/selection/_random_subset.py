@@ -45,6 +45,8 @@ class RandomSubset(CountsSamples):
         "SelectiveBackprop": "both choose the samples",
     }
     needs_automatic_optimization: ClassVar[bool] = False
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_checked",)
 
     def __init__(
         self,
@@ -60,17 +62,11 @@ class RandomSubset(CountsSamples):
         self.start = start
         self.end = end
         self.interval = interval
-        self._reset()
 
     @override
     def _reset(self) -> None:
         super()._reset()
         self._checked = False
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1.0
 
     @override
     def check(self, session: Session) -> None:
@@ -80,7 +76,6 @@ class RandomSubset(CountsSamples):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.CHOOSE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
@@ -107,12 +102,3 @@ class RandomSubset(CountsSamples):
             )
         agree(session, problem)
         self._checked = True
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "checked": self._checked}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._checked = state_dict["checked"]

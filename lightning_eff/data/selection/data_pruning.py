@@ -126,6 +126,17 @@ class DataPruning(SampleChooser):
     )
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
+    checkpointed: ClassVar[tuple[str, ...]] = (
+        "_sum",
+        "_labels",
+        "_kept",
+        "_passes",
+        "_rounds",
+        "_looked",
+        "_size",
+        "_samples",
+    )
 
     def __init__(
         self,
@@ -160,7 +171,6 @@ class DataPruning(SampleChooser):
         self.score, self.keep, self.epochs, self.passes = score, keep, epochs, passes
         self.easy, self.balance, self.gradients = easy, balance, gradients
         self.clusters, self.head, self.save_as = clusters, head, save_as
-        self._reset()
 
     def _reset(self) -> None:
         self._sum: Tensor | None = None  # sum of the scores of all passes
@@ -168,11 +178,6 @@ class DataPruning(SampleChooser):
         self._kept: Tensor | None = None
         self._passes = self._rounds = self._size = self._samples = 0
         self._looked = False  # whether it is known that samples can be scored
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1.0
 
     @property
     def _passes_over_data(self) -> bool:
@@ -194,10 +199,6 @@ class DataPruning(SampleChooser):
             )
         if self.score == "prototypes" and importlib.util.find_spec("sklearn") is None:
             raise ImportError(missing(f"{WHO}(score='prototypes')", "scikit-learn", "select"))
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     # -- an epoch's samples
 
@@ -317,23 +318,3 @@ class DataPruning(SampleChooser):
         return (
             f"kept {len(self._kept):,} of {self._size:,} samples, {which}, after {self._passes} pass(es) over the data"
         )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "sum": self._sum,
-            "labels": self._labels,
-            "kept": self._kept,
-            "passes": self._passes,
-            "rounds": self._rounds,
-            "looked": self._looked,
-            "size": self._size,
-            "samples": self._samples,
-        }
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._sum, self._labels, self._kept = state_dict["sum"], state_dict["labels"], state_dict["kept"]
-        self._passes, self._rounds = state_dict["passes"], state_dict["rounds"]
-        self._size, self._samples = state_dict["size"], state_dict["samples"]
-        self._looked = state_dict["looked"]

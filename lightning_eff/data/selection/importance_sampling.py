@@ -121,6 +121,8 @@ class ImportanceSampling(CountsSamples):
     )
     control = Control("as many samples drawn at random from the first step on, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"SelectiveBackprop": "both choose the samples"}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"threshold": math.inf}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_tau", "_on", "_scorer.checked")
 
     def __init__(
         self,
@@ -136,7 +138,6 @@ class ImportanceSampling(CountsSamples):
         self.threshold = threshold
         self.smoothing = smoothing
         self.sample_loss = sample_loss
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -145,14 +146,8 @@ class ImportanceSampling(CountsSamples):
         self._tau = 0.0
         self._on = self.threshold is not None and self.threshold < 1
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.threshold == math.inf
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.CHOOSE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
@@ -203,16 +198,6 @@ class ImportanceSampling(CountsSamples):
             threshold = max(threshold for _, threshold in ranks) if self.threshold is None else self.threshold
             self._on = self._tau > threshold or threshold < 1
         return p
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "tau": self._tau, "on": self._on, "checked": self._scorer.checked}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._tau, self._on = state_dict["tau"], state_dict["on"]
-        self._scorer.checked = state_dict["checked"]
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

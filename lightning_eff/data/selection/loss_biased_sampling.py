@@ -95,6 +95,7 @@ class LossBiasedSampling(Choosing):
     )
     control: ClassVar[Control] = Control("as many samples drawn at random, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {**others("LossBiasedSampling"), "SAF": _ONE_LOSS, "MESA": _ONE_LOSS}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"start": 1}
 
     def __init__(
         self,
@@ -106,12 +107,6 @@ class LossBiasedSampling(Choosing):
     ) -> None:
         self.presample, self.k, self.start = presample, k, start
         self.sample_loss = sample_loss
-        self._reset()
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.start == 1
 
     @override
     def check(self, session: Session) -> None:

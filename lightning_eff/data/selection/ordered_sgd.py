@@ -93,6 +93,7 @@ class OrderedSGD(Choosing):
         _random_subset,
     )
     conflicts: ClassVar[Mapping[str, str]] = others("OrderedSGD")
+    checkpointed: ClassVar[tuple[str, ...]] = ("_accuracy", "_counts")
 
     def __init__(
         self,
@@ -103,7 +104,6 @@ class OrderedSGD(Choosing):
         self.keep = keep
         self.stages = None if keep == "accuracy" else _stages(keep)
         self.sample_loss = sample_loss
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -192,17 +192,12 @@ class OrderedSGD(Choosing):
     def state_dict(self) -> dict[str, Any]:
         session = self._session or self._past
         own = (int(self._right), int(self._total))
-        return {
-            **super().state_dict(),
-            "accuracy": self._accuracy,
-            "counts": self._counts,
-            "answers": [own] if session is None or self.stages is not None else session.gather(own),
-        }
+        answers = [own] if session is None or self.stages is not None else session.gather(own)
+        return {**super().state_dict(), "answers": answers}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._accuracy, self._counts = state_dict["accuracy"], state_dict["counts"]
         rank, answers = 0 if self._session is None else self._session.rank, state_dict["answers"]
         self._right, self._total = answers[rank] if rank < len(answers) else (0, 0)
 

@@ -81,6 +81,7 @@ class ProxySelection(Choosing):
     control: ClassVar[Control] = Control("as many samples drawn at random, without scoring", _random_subset)
     refuses: ClassVar[Reasons] = {Part.PIPELINE: "it scores samples with the first blocks only"}
     conflicts: ClassVar[Mapping[str, str]] = others("ProxySelection")
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1}
 
     def __init__(
         self,
@@ -91,17 +92,11 @@ class ProxySelection(Choosing):
         sample_loss: SampleLoss | None = None,
     ) -> None:
         self.keep, self.depth, self.layers, self.sample_loss = keep, depth, layers, sample_loss
-        self._reset()
 
     @override
     def _reset(self) -> None:
         super()._reset()
         self._stack: BlockStack | None = None
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1
 
     @override
     def on_model(self, session: Session) -> None:

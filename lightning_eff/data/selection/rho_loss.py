@@ -102,6 +102,8 @@ class RHOLoss(Choosing):
     )
     control: ClassVar[Control] = Control("as many samples drawn at random, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = others("RHOLoss")
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1}
+    checkpointed: ClassVar[tuple[str, ...]] = ("irreducible_losses",)
 
     def __init__(
         self,
@@ -125,17 +127,11 @@ class RHOLoss(Choosing):
             )
         self.keep, self.model, self.epochs, self.lr, self.sample_loss = keep, model, epochs, lr, sample_loss
         self.given = None if irreducible is None else _given(irreducible)
-        self._reset()
 
     @override
     def _reset(self) -> None:
         super()._reset()
         self.irreducible_losses: Tensor | None = self.given
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1
 
     @override
     def attach(self, session: Session) -> None:
@@ -218,15 +214,6 @@ class RHOLoss(Choosing):
     def report(self) -> dict[str, float | int | Tensor]:
         held = self.irreducible_losses
         return {**super().report(), **({} if held is None else {"irreducible_loss": held.mean()})}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "irreducible_losses": self.irreducible_losses}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.irreducible_losses = state_dict["irreducible_losses"]
 
 
 def _given(irreducible: Any) -> Tensor:

@@ -119,6 +119,8 @@ class SelectiveBackprop(CountsSamples):
     )
     control = Control("as many samples drawn at random in the same steps, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"ImportanceSampling": "both choose the samples"}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_losses", "_scorer.checked")
 
     def __init__(
         self,
@@ -142,18 +144,12 @@ class SelectiveBackprop(CountsSamples):
         self.interval = interval
         self.history = history
         self.sample_loss = sample_loss
-        self._reset()
 
     @override
     def _reset(self) -> None:
         super()._reset()
         self._scorer = Scorer("SelectiveBackprop", self.sample_loss, bounds=False)
         self._losses = torch.empty(0, dtype=torch.float64)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1.0
 
     @override
     def check(self, session: Session) -> None:
@@ -163,7 +159,6 @@ class SelectiveBackprop(CountsSamples):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.CHOOSE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
@@ -188,10 +183,9 @@ class SelectiveBackprop(CountsSamples):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "losses": self._losses.clone(), "checked": self._scorer.checked}
+        return {**super().state_dict(), "losses": self._losses.clone()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._losses = state_dict["losses"].cpu().clone()[-self.history :]
-        self._scorer.checked = state_dict["checked"]
+        self._losses = self._losses.cpu().clone()[-self.history :]

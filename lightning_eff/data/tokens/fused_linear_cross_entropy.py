@@ -3,7 +3,7 @@
 import math
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -127,6 +127,7 @@ class FusedLinearCrossEntropy(Technique):
         "the baseline for the same time, since loss and gradients differ only by rounding"
     )
     conflicts: ClassVar = {"KFAC": "it needs the gradients of each layer's output, so the logits must exist"}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"min_classes": math.inf}
 
     def __init__(
         self,
@@ -136,7 +137,6 @@ class FusedLinearCrossEntropy(Technique):
     ) -> None:
         self.rows = rows
         self.min_classes = min_classes
-        self._reset()
 
     def _reset(self) -> None:
         self._sites: list[Site] | None = None
@@ -150,14 +150,8 @@ class FusedLinearCrossEntropy(Technique):
     def _begin(self) -> None:
         self._calls = self._computed = self._positions = self._bytes = self._reads = 0
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.min_classes == math.inf
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         if hasattr(session.trainer.strategy, "whole_heads"):
             session.patches.set(session.trainer.strategy, "whole_heads", True)
         session.told_by_loss(self, "_calls", "_computed", "_positions", "_bytes", "_reads")

@@ -125,6 +125,7 @@ class MaskGuidedTokens(ComputesFewerTokens):
             ("EfficientSAM", "KSAM"), "its passes use a subset of the samples, and each sample has its own mask"
         ),
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1}
 
     def __init__(
         self,
@@ -136,7 +137,6 @@ class MaskGuidedTokens(ComputesFewerTokens):
         layers: Layers | None = None,
     ) -> None:
         self.keep, self.reuse, self.full_first, self.full_last, self.layers = keep, reuse, full_first, full_last, layers
-        self._reset()
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
@@ -148,14 +148,8 @@ class MaskGuidedTokens(ComputesFewerTokens):
         self._share = Share()  # of the patches
         self._where = ""
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._tokens = Tokens(
             session,
             WHO,

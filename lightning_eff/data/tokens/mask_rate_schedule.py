@@ -174,6 +174,8 @@ class MaskRateSchedule(Technique):
     control: ClassVar[Control] = Control("either rate throughout, for the same time", _throughout)
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_seen", "_mask_token", "_rate", "_loader_rate")
 
     def __init__(
         self,
@@ -201,7 +203,6 @@ class MaskRateSchedule(Technique):
         self.special_tokens = special_tokens
         self.keys = keys
         self.ignore_index = ignore_index
-        self._reset()
 
     def _reset(self) -> None:
         self._mask_token = self.mask_token_id
@@ -209,14 +210,8 @@ class MaskRateSchedule(Technique):
         self._rate = self._loader_rate = 0.0
         self._special: Tensor | None = None
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.until == 0.0
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.TRANSFORM, self._link)
 
     @override
@@ -313,17 +308,3 @@ class MaskRateSchedule(Technique):
         if not self._seen:
             return "made no step"
         return f"masked {self._rate:.1%} of the tokens in the last batch, after the loader's {self._loader_rate:.1%}"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "seen": self._seen,
-            "mask_token": self._mask_token,
-            "rate": self._rate,
-            "loader_rate": self._loader_rate,
-        }
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seen, self._mask_token = state_dict["seen"], state_dict["mask_token"]
-        self._rate, self._loader_rate = state_dict["rate"], state_dict["loader_rate"]

@@ -126,6 +126,7 @@ class PartialTokenTraining(ComputesFewerTokens):
             "it needs the distances between tokens, which are unknown if some are dropped",
         ),
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"ratio": 1.0}
 
     def __init__(
         self,
@@ -149,7 +150,6 @@ class PartialTokenTraining(ComputesFewerTokens):
         self.per_sample = per_sample
         self.embedding = embedding
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
@@ -161,16 +161,10 @@ class PartialTokenTraining(ComputesFewerTokens):
         self._pass: Pass | None = None
         self._last: float | Tensor = 0.0
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.ratio == 1.0
-
     # -- the run
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._tokens = EnteringTokens(
             session, WHO, self._choose, per_sample=self.per_sample, alike="set per_sample=False", also=self._look
         )

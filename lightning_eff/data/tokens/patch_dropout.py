@@ -81,6 +81,7 @@ class PatchDropout(ComputesFewerTokens):
     )
     conflicts: ClassVar[Mapping[str, str]] = {"RandomLTD": "both choose the tokens that blocks compute"}
     needs_budget: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"ratio": 0.0, "until": 0.0}
 
     def __init__(
         self,
@@ -94,21 +95,14 @@ class PatchDropout(ComputesFewerTokens):
         self.until = until
         self.per_image = per_image
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
         self._share = Share()  # of the patches
         self._where = ""
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.ratio == 0.0 or self.until == 0.0
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._tokens = EnteringTokens(
             session, WHO, self._choose, per_sample=self.per_image, alike="set per_image=False", also=self._look
         )

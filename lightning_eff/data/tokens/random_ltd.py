@@ -104,6 +104,7 @@ class RandomLTD(ComputesFewerTokens):
     control: ClassVar[Control] = Control("the baseline for the same time with a learning rate that decays to zero")
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_budget: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"start": 1.0, "until": 0.0}
 
     def __init__(
         self,
@@ -125,16 +126,10 @@ class RandomLTD(ComputesFewerTokens):
         self.always = always
         self.per_sample = per_sample
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self._share = Share()
         self._where = ""
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.start == 1.0 or self.until == 0.0
 
     @property
     @override
@@ -143,7 +138,6 @@ class RandomLTD(ComputesFewerTokens):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._tokens = Tokens(
             session,
             WHO,

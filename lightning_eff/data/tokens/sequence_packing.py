@@ -97,6 +97,8 @@ class SequencePacking(Technique):
         "TokenMerging": _CHOOSES,
         "RegionalCompilation": "each batch has rows of other lengths, and attention in compiled code cannot be replaced",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"max_tokens": 0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_tokens", "_rows", "_places", "_shares", "_batches")
 
     def __init__(
         self,
@@ -110,21 +112,14 @@ class SequencePacking(Technique):
         self.mask = mask
         self.pad_token_id = pad_token_id
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self._tokens = self._rows = self._places = 0  # in the last step
         self._shares, self._batches = 0.0, 0
         self._where = ""
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.max_tokens == 0
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._packed = PackedBlocks(session, WHO, self.max_tokens, self._find)
         session.chain.add(Stage.TRANSFORM, self._packed.link)
 
@@ -156,19 +151,3 @@ class SequencePacking(Technique):
         if not self._batches:
             return "made no step"
         return f"{self._where} computed {self._shares / self._batches:.1%} of the padded batches on average"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "tokens": self._tokens,
-            "rows": self._rows,
-            "places": self._places,
-            "shares": self._shares,
-            "batches": self._batches,
-        }
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._tokens, self._rows = state_dict["tokens"], state_dict["rows"]
-        self._places = state_dict["places"]
-        self._shares, self._batches = state_dict["shares"], state_dict["batches"]

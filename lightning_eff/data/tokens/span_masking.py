@@ -132,6 +132,8 @@ class SpanMasking(Technique):
     }
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"ratio": 0.0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_seen", "_masked")
 
     def __init__(
         self,
@@ -153,21 +155,14 @@ class SpanMasking(Technique):
         self.special_tokens = special_tokens
         self.keys = keys
         self.ignore_index = ignore_index
-        self._reset()
 
     def _reset(self) -> None:
         self._seen, self._masked = False, 0.0
         self._mask_token = -1
         self._special: Tensor | None = None
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.ratio == 0.0
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.TRANSFORM, self._link)
 
     @override
@@ -249,11 +244,3 @@ class SpanMasking(Technique):
     @override
     def summary(self) -> str:
         return f"hid {self._masked:.1%} of the tokens in the last batch" if self._seen else "made no step"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self._seen, "masked": self._masked}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seen, self._masked = state_dict["seen"], state_dict["masked"]

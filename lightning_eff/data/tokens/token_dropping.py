@@ -128,6 +128,7 @@ class TokenDropping(Technique):
         "RandomLTD": "both choose the tokens that middle blocks compute",
         "PatchDropout": "both choose the tokens that blocks compute",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
 
     def __init__(
         self,
@@ -149,7 +150,6 @@ class TokenDropping(Technique):
         self.full_last = full_last
         self.labels = labels
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self.importance: Tensor | None = None  # m, (V,); None before the first batch
@@ -164,16 +164,10 @@ class TokenDropping(Technique):
         self._recording, self._checked = False, False
         self._where = ""
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1.0
-
     # -- the run
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         first = 1 if self.full_first is None else self.full_first
         self._tokens = Tokens(
             session, WHO, self._choose, first=first, stop=-self.full_last or None, per_sample=True, also=self._find_ids

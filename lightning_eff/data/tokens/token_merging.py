@@ -109,25 +109,19 @@ class TokenMerging(ComputesFewerTokens):
         **dict.fromkeys(("PatchDropout", "RandomLTD", "TokenDropping"), _BOTH),
         "RegionalCompilation": "compiled code hides the blocks' attention, which must use the sizes of merged tokens",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"r": 0}
 
     def __init__(self, r: Annotated[int, Count(at_least=0)] = 8, *, layers: Layers | None = None) -> None:
         self.r = r
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
         self._share = Share()  # at the last block
         self._where = ""
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.r == 0
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._tokens = MergingTokens(session, WHO, self._merge, self._look)
         session.chain.add(Stage.TRANSFORM, self._tokens.link)
 

@@ -1,7 +1,7 @@
 """The base of adapters: what trains and what is frozen, what checkpoints hold, and reports."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -72,6 +72,7 @@ class Adapter(Architecture):
         **Architecture.refuses,
         Part.FLAT: "it cannot distinguish trained parameters from frozen ones there",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"names": []}
     _partial: Partial | None = None
     _trained = 0
     _frozen = 0
@@ -81,11 +82,6 @@ class Adapter(Architecture):
         self.save: Save = save
         self.also = list(also)
         self.names = None if names is None else list(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
 
     def begin(self, root: nn.Module) -> set[int]:
         """The ids of parameters that train in addition, in a module before the adapter is applied.

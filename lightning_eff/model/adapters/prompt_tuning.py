@@ -121,6 +121,7 @@ class PromptTuning(Adapter):
         Part.PIPELINE: "it runs the whole network to verify it, and cuts what it returns",
     }
     needs_automatic_optimization: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"length": 0}
     _length = 0
 
     def __init__(
@@ -134,11 +135,6 @@ class PromptTuning(Adapter):
     ) -> None:
         self.length, self.init, self.embeddings = length, init, embeddings
         self._take(save, also)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.length == 0
 
     # -- the change
 

@@ -100,6 +100,7 @@ class QuantizedBase(Architecture):
         "Fixup": "it adds scalars before and after each linear layer, and the weight of such a layer cannot be rounded",
         **dict.fromkeys(("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth", "AutoProg"), _COPIES),
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"names": []}
     _maps = 0
     _bytes = 0
     _saved = 0
@@ -108,11 +109,6 @@ class QuantizedBase(Architecture):
         needed("bitsandbytes", extra="bitsandbytes", who=WHO)
         self.bits = bits
         self.names = None if names is None else list(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
 
     @override
     def check(self, session: Session) -> None:

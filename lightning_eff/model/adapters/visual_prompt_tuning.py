@@ -114,6 +114,7 @@ class VisualPromptTuning(Adapter):
         ),
         "TokenMerging": "its attention counts the tokens that each token stands for, and prompts come in after that count",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"length": 0}
     _prompts = 0
 
     def __init__(
@@ -132,11 +133,6 @@ class VisualPromptTuning(Adapter):
             self.conflicts = {**type(self).conflicts, **SHALLOW}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
             self.refuses = {**self.refuses, Part.PIPELINE: _LONGER}  # pyright: ignore[reportAttributeAccessIssue]
         self._take(save, also)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.length == 0
 
     # -- the change
 

@@ -143,6 +143,7 @@ class DOTAAttention(InsideAttention):
     stays: ClassVar[str] = "attention to all keys computes something else"
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.SHARD: ""}
     needs_automatic_optimization: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"share": 1.0}
 
     def __init__(
         self,
@@ -154,11 +155,6 @@ class DOTAAttention(InsideAttention):
         self.share, self.rank, self.weight = share, rank, weight
         self._error: Tensor | float = 0.0
         self._count = 0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.share == 1.0
 
     # -- the change
 

@@ -1,6 +1,7 @@
 """ELSA: attention to keys whose angle to the query, estimated from sign hashes, is small (Ham et al. 2021, ISCA)."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -125,6 +126,8 @@ class ELSAAttention(SelectedKeys):
     survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (ELSA)", zhuang="4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"p": Uniform(0.5, 4.0, log=True)}, no_sequences)
     control: ClassVar[Control] = SLOWER
+    neutral_at: ClassVar[Mapping[str, Any]] = {"p": 0.0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_threshold",)
 
     def __init__(
         self,
@@ -138,11 +141,6 @@ class ELSAAttention(SelectedKeys):
         self._found: list[float] = []
         self._projections: dict[tuple[int, str], Tensor] = {}
         self._warned = False
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.p == 0.0
 
     @override
     def attach(self, session: Session) -> None:
@@ -197,10 +195,6 @@ class ELSAAttention(SelectedKeys):
         return super().report() if self._threshold is None else {**super().report(), "threshold": self._threshold}
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "threshold": self._threshold}
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._threshold, self._projections = state_dict["threshold"], {}
+        self._projections = {}

@@ -127,6 +127,7 @@ class Linformer(InsideAttention):
         ),
     }
     stays: ClassVar[str] = "attention to all keys computes something else"
+    neutral_at: ClassVar[Mapping[str, Any]] = {"rank": 0}
 
     def __init__(
         self,
@@ -135,11 +136,6 @@ class Linformer(InsideAttention):
         length: Annotated[int, Count()] | None = None,
     ) -> None:
         self.rank, self.length = rank, length
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.rank == 0
 
     @override
     def unfit(self, call: Call) -> str | None:

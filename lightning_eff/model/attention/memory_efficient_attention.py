@@ -113,6 +113,8 @@ class MemoryEfficientAttention(ReplacedAttention):
         "MetaInit": "its search needs gradients of gradients, which attention in chunks does not have",
     }
     turn: ClassVar[int] = 0  # it computes what other techniques leave of a call
+    neutral_at: ClassVar[Mapping[str, Any]] = {"kernel": "torch"}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_kernels",)
 
     def __init__(
         self,
@@ -123,11 +125,6 @@ class MemoryEfficientAttention(ReplacedAttention):
         self.chunk = chunk
         self.kernel: Literal["auto", "chunks", "torch"] = kernel
         self._kernels: dict[str, int] = {}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.kernel == "torch"
 
     @override
     def begin(self) -> None:
@@ -169,12 +166,3 @@ class MemoryEfficientAttention(ReplacedAttention):
     @override
     def summary(self) -> str:
         return f"{self._told()} per step" if self._kernels else "no step taken"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "kernels": dict(self._kernels)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._kernels = dict(state_dict["kernels"])

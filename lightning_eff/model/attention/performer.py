@@ -140,6 +140,8 @@ class Performer(ReplacedAttention):
             NO_PAIRS,
         ),
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"features": 0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_draw", "_features")
     _features = 0
 
     def __init__(
@@ -151,11 +153,6 @@ class Performer(ReplacedAttention):
         self.features, self.redraw = features, redraw
         self._draw = 0
         self._drawn: dict[tuple[int, int, str, torch.dtype], Tensor] = {}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.features == 0
 
     @override
     def attach(self, session: Session) -> None:
@@ -224,10 +221,6 @@ class Performer(ReplacedAttention):
         return f"{self._calls} calls of attention per step by {self._features} features, drawn {self._draw + 1} times"
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "draw": self._draw, "features": self._features}
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._draw, self._features, self._drawn = state_dict["draw"], state_dict["features"], {}
+        self._drawn = {}

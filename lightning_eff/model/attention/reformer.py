@@ -123,6 +123,8 @@ class Reformer(ReplacedAttention):
             NO_PAIRS,
         ),
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"buckets": 0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_step", "_pairs")
 
     def __init__(
         self,
@@ -134,11 +136,6 @@ class Reformer(ReplacedAttention):
         self._step = 0
         self._pairs = 0.0
         self._drawn: dict[tuple[int, int, str], Tensor] = {}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.buckets == 0
 
     @override
     def attach(self, session: Session) -> None:
@@ -204,10 +201,6 @@ class Reformer(ReplacedAttention):
         return f"{self._calls} calls of attention per step in {self.buckets} buckets, {self.rounds} rounds"
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "step": self._step, "pairs": self._pairs}
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._step, self._pairs, self._drawn = state_dict["step"], state_dict["pairs"], {}
+        self._drawn = {}

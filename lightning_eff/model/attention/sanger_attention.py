@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ class SangerAttention(SelectedKeys):
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"threshold": Uniform(5e-4, 0.02, log=True)}, no_sequences)
     control: ClassVar[Control] = SLOWER
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"threshold": -math.inf}
 
     def __init__(
         self,
@@ -85,11 +86,6 @@ class SangerAttention(SelectedKeys):
         bits: Annotated[int, Count(at_least=2, at_most=8)] = 4,
     ) -> None:
         self.threshold, self.bits = float(threshold), bits
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.threshold == -math.inf
 
     @override
     def keep(self, call: Call) -> Tensor:

@@ -193,7 +193,6 @@ class ChannelsLast(Technique):
 
     def __init__(self, dims: Annotated[Sequence[int], Dimensions()] = (2, 3)) -> None:
         self.dims = tuple(dims)
-        self._reset()
 
     def _reset(self) -> None:
         self._before: list[tuple[nn.Parameter, tuple[int, ...]]] = []  # weights, and their previous strides
@@ -211,7 +210,6 @@ class ChannelsLast(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         module, strategy = session.module, session.trainer.strategy
         for name in ("training_step", "validation_step"):
             session.patches.set(module, name, self._step(getattr(module, name)))

@@ -142,6 +142,7 @@ class RegionalCompilation(Technique):
     needs_automatic_optimization: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"backend": None}
 
     def __init__(
         self,
@@ -156,7 +157,6 @@ class RegionalCompilation(Technique):
             raise ValueError(f"{WHO}({mode=}, {backend=}): only inductor has modes. Use mode=None.")
         self.mode: Mode | None = mode
         self.layers, self.dynamic, self.backend, self.same_random = layers, dynamic, backend, same_random
-        self._reset()
 
     def _reset(self) -> None:
         self._calls: Calls | None = None
@@ -166,11 +166,6 @@ class RegionalCompilation(Technique):
         self._told = 0.0  # seconds that were reported
         self._looked = False  # whether it was checked that blocks are called
         self._figures: dict[str, float] = {"setup_seconds": 0.0, "compilations": 0, "blocks": 0}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.backend is None
 
     # -- the run
 
@@ -209,7 +204,6 @@ class RegionalCompilation(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.SAVE, self._link)
 
     @override

@@ -93,7 +93,6 @@ class Freezing(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.MEASURE, self._link)
 
     @override

@@ -45,17 +45,12 @@ class Shallower(Technique):
         self.kept = kept
         self.layers = layers
         self.stages = stages
-        self._reset()
 
     def _reset(self) -> None:
         self._stacks: list[BlockStack] = []
         self._learnt: list[dict[str, Any]] = []
         self._active, self._length = 0, 0
         self._where = ""
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_model(self, session: Session) -> None:

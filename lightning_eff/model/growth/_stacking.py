@@ -78,7 +78,6 @@ class Stacking(Growing):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._active = self.stages[0][1]
 
     @override

@@ -170,7 +170,6 @@ class AutoProg(Progressive):
         self.copy_optimizer_state = copy_optimizer_state
         self.multiple_of = multiple_of
         self.keys = keys
-        self._reset()
 
     def like(self, **other: Any) -> "AutoProg":
         """Return a copy of this technique with the settings ``other`` changed."""

@@ -184,7 +184,6 @@ class CompoundGrowth(Growing):
         self.noise = noise
         self.mode: Literal["reshape", "truncate"] = mode
         self.keys = keys
-        self._reset()
 
     def _reset(self) -> None:
         self._stack: BlockStack | None = None
@@ -213,7 +212,6 @@ class CompoundGrowth(Growing):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         if self.length is not None:
             session.chain.add(Stage.TRANSFORM, self._shorten)
 

@@ -114,6 +114,7 @@ class DropIn(Growing):
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"end": 0.0}
 
     def __init__(
         self,
@@ -132,12 +133,6 @@ class DropIn(Growing):
         self.start = start
         self.end = end
         self.layers = layers
-        self._reset()
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.end == 0.0
 
     def _reset(self) -> None:
         self._stack: BlockStack | None = None
@@ -148,10 +143,6 @@ class DropIn(Growing):
         self._where = ""
 
     # -- set-up
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_model(self, session: Session) -> None:

@@ -1,7 +1,7 @@
 """Greedy layer-wise training: train one block at a time with the others frozen (Bengio et al. 2006)."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -73,16 +73,11 @@ class GreedyLayerwise(Freezing):
         ),
     }
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
 
     def __init__(self, until: Annotated[float, Fraction()] = 0.5, *, layers: Layers | None = None) -> None:
         self.until = until
         self.layers = layers
-        self._reset()
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.until == 0.0
 
     @override
     def plan(self, u: float, num_blocks: int) -> tuple[int, list[int]]:

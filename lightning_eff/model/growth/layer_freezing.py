@@ -1,7 +1,7 @@
 """Layer freezing: stop training the lowest blocks, one after the other (Composer; FreezeOut, Brock et al. 2017)."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -72,6 +72,7 @@ class LayerFreezing(Freezing):
         "GreedyLayerwise": "both set which blocks train",
     }
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"depth": 0.0}
 
     def __init__(
         self,
@@ -89,12 +90,6 @@ class LayerFreezing(Freezing):
         self.end = end
         self.depth = depth
         self.layers = layers
-        self._reset()
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.depth == 0.0
 
     @override
     def plan(self, u: float, num_blocks: int) -> tuple[int, list[int]]:

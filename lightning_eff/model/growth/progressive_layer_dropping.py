@@ -2,7 +2,8 @@
 
 import functools
 import math
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch import Callback
 from torch import Tensor
@@ -100,6 +101,7 @@ class ProgressiveLayerDropping(Dropping):
         _shallower,
     )
     needs_budget: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"theta_min": 1.0}
 
     def __init__(
         self,
@@ -111,16 +113,10 @@ class ProgressiveLayerDropping(Dropping):
         self.theta_min = theta_min
         self.gamma = gamma
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         super()._reset()
         self._theta = 1.0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.theta_min == 1.0
 
     @override
     def find(self, session: Session) -> list[BlockStack]:

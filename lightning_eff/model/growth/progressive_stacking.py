@@ -115,7 +115,6 @@ class ProgressiveStacking(Stacking):
         self.copy_optimizer_state = copy_optimizer_state
         self.init = init
         self.finish = finish
-        self._reset()
 
     @override
     def source(self, block: int, count: int) -> int:

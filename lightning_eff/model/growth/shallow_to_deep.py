@@ -150,7 +150,6 @@ class ShallowToDeep(Stacking):
             others = {name: why for name, why in self.conflicts.items() if name not in BY_RATE}
             self.conflicts = others  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
             self.sets_rates = False  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
-        self._reset()
 
     def _reset(self) -> None:
         super()._reset()

@@ -126,6 +126,7 @@ class StochasticDepth(Dropping):
         "ProgressiveLayerDropping": "both set the probability of dropping a block"
     }
     reshaping: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"drop": 0.0}
 
     def __init__(
         self,
@@ -137,18 +138,12 @@ class StochasticDepth(Dropping):
         self.drop = drop
         self.mode = mode
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         super()._reset()
         self._batch: tuple[int, ...] = ()
         self._samples: int | None = None  # in the first batch, until a block's input was compared with it
         self._looked = False
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.drop == 0.0
 
     @property
     @override

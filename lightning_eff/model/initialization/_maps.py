@@ -1,7 +1,7 @@
 """The linear layers and convolutions of a network, each as the matrices (out, in) of which its weight consists."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -179,6 +179,7 @@ class OfMaps(Initialization):
     """
 
     turn: ClassVar[Turn] = Turn.MAPS
+    neutral_at: ClassVar[Mapping[str, Any]] = {"maps": ()}
     maps: tuple[str, ...] | None
     attention: Given | None
 
@@ -186,11 +187,6 @@ class OfMaps(Initialization):
         """Keep the arguments that all have."""
         self.maps, self.force = None if maps is None else tuple(maps), force
         self.attention = attention
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.maps == ()
 
     @override
     def check_names(self, module: nn.Module) -> None:

@@ -138,6 +138,7 @@ class DataDrivenInit(Initialization):
     turn: ClassVar[Turn] = Turn.DATA
     needs_all: ClassVar[bool] = True
     refuses: ClassVar[Reasons] = TOGETHER
+    neutral_at: ClassVar[Mapping[str, Any]] = {"batches": 0}
 
     def __init__(
         self,
@@ -150,11 +151,6 @@ class DataDrivenInit(Initialization):
     ) -> None:
         self.batches, self.bigram, self.smoothing, self.eps, self.force = batches, bigram, smoothing, eps, force
         self._said: list[str] = []
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.batches == 0
 
     @override
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:

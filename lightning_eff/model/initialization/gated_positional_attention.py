@@ -100,6 +100,7 @@ class GatedPositionalAttention(Architecture):
     stays: ClassVar[str] = "attention without gates computes something else"
     needs: ClassVar[Need] = Need.WHOLE
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.SHARD: "", Part.PIPELINE: ""}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"gated": 0}
 
     def __init__(
         self,
@@ -110,11 +111,6 @@ class GatedPositionalAttention(Architecture):
     ) -> None:
         self.gated, self.locality, self.force = gated, locality, force
         self._gates: list[Tensor] = []
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.gated == 0
 
     @override
     def settings(self) -> dict[str, Any]:

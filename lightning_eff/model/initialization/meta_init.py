@@ -143,6 +143,7 @@ class MetaInit(Initialization):
     turn: ClassVar[Turn] = Turn.SEARCH
     needs_all: ClassVar[bool] = True
     refuses: ClassVar[Reasons] = TOGETHER
+    neutral_at: ClassVar[Mapping[str, Any]] = {"steps": 0}
 
     def __init__(
         self,
@@ -157,11 +158,6 @@ class MetaInit(Initialization):
         self.steps, self.lr, self.momentum, self.eps = steps, lr, momentum, eps
         self.batches, self.force = batches, force
         self._before = self._after = 0.0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.steps == 0
 
     @override
     def attach(self, session: Session) -> None:

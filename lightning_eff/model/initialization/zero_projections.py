@@ -1,6 +1,6 @@
 """Zero-initialized projections: residual branches and the head start at zero (Goyal et al. 2017; Zhang et al. 2019)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -84,6 +84,7 @@ class ZeroProjections(Initialization):
     )
 
     turn: ClassVar[Turn] = Turn.ENDS
+    neutral_at: ClassVar[Mapping[str, Any]] = {"scale": 1.0}
 
     def __init__(
         self,
@@ -94,11 +95,6 @@ class ZeroProjections(Initialization):
         force: bool = False,
     ) -> None:
         self.scale, self.head, self.force, self.branches = scale, head, force, branches
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.scale == 1.0
 
     @override
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:

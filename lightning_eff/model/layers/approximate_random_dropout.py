@@ -85,6 +85,7 @@ class ApproximateRandomDropout(Technique):
     }
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"rate": 0.0}
 
     def __init__(
         self,
@@ -101,22 +102,12 @@ class ApproximateRandomDropout(Technique):
         check_names(ffn, who=WHO)
         self.rate, self.most = float(rate), most
         self.ffn = None if ffn is None else [list(names) for names in ffn]
-        self._reset()
 
     def _reset(self) -> None:
         self._thinned: Thinned | None = None
         self._learnt: list[Any] = []  # the networks that a checkpoint names
         self._kept = 1.0
         self._count = 0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.rate == 0.0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_model(self, session: Session) -> None:

@@ -93,7 +93,6 @@ class FusedNorms(ByName, Technique):
 
     def __init__(self, names: Paths = None) -> None:
         self._take_names(names)
-        self._reset()
 
     def _reset(self) -> None:
         self._kinds: list[tuple[nn.Module, Kind]] = []
@@ -103,10 +102,6 @@ class FusedNorms(ByName, Technique):
     def check(self, session: Session) -> None:
         if session.trainer.strategy.root_device.type == "cuda":
             _launch.triton_module("norm")
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_model(self, session: Session) -> None:

@@ -110,7 +110,6 @@ class GhostNorm(ByName, Technique):
     def __init__(self, size: GhostSize = 32, *, names: Paths = None) -> None:
         self.size = size
         self._take_names(names)
-        self._reset()
 
     def _reset(self) -> None:
         self._norms: list[nn.Module] = []
@@ -121,10 +120,6 @@ class GhostNorm(ByName, Technique):
     @override
     def check(self, session: Session) -> None:
         refuse_synchronized(session.trainer, who=WHO)
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_model(self, session: Session) -> None:

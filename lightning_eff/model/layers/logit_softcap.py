@@ -101,6 +101,7 @@ class LogitSoftcap(ByName, Architecture):
     conflicts: ClassVar[Mapping[str, str]] = {}
     change_at: ClassVar[Change] = Change.SWAP
     stays: ClassVar[str] = "a plain head has no cap"
+    neutral_at: ClassVar[Mapping[str, Any]] = {"cap": math.inf}
     _count = 0
 
     def __init__(
@@ -111,11 +112,6 @@ class LogitSoftcap(ByName, Architecture):
     ) -> None:
         self.cap = float(cap)
         self._take_names(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return math.isinf(self.cap) or super().neutral
 
     # -- the change
 

@@ -128,6 +128,7 @@ class NgramEmbedding(Architecture):
     change_at: ClassVar[Change] = Change.ADAPT
     needs: ClassVar[Need] = Need.WHOLE
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"buckets": 0}
 
     def __init__(
         self,
@@ -153,7 +154,6 @@ class NgramEmbedding(Architecture):
         self.embeddings, self.batch_first = embeddings, batch_first
         if optimizer == "module":
             self.conflicts = {}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
-        self._reset()
 
     def _reset(self) -> None:
         self._found: list[Ngrams] = []
@@ -161,11 +161,6 @@ class NgramEmbedding(Architecture):
         self._dense_for = ""
         self._looked = False
         self._last: dict[str, float | int] = {}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.buckets == 0
 
     @override
     def settings(self) -> dict[str, Any]:
@@ -227,7 +222,6 @@ class NgramEmbedding(Architecture):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.SAVE, self._look)
 
     @override

@@ -120,6 +120,7 @@ class BlockSparsity(Masked):
     control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
     needs_budget: ClassVar[bool] = True
+    checkpointed: ClassVar[tuple[str, ...]] = ("orders", "_blocks")
 
     def __init__(
         self,
@@ -204,15 +205,6 @@ class BlockSparsity(Masked):
         if not self.masks and not self._total:
             return f"masked no weight: the run ended before {self.start:.0%} of its budget"
         return f"{super().summary()}; kept {self._blocks:,} blocks of {self.size} rows"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "orders": dict(self.orders), "blocks": self._blocks}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.orders, self._blocks = dict(state_dict["orders"]), state_dict["blocks"]
 
 
 def matrix(weight: Weight) -> tuple[int, int, int, int]:

@@ -67,6 +67,7 @@ class LotteryTickets(Masked):
         "LayerFreezing": "its frozen layers would be reset, and not train again",
     }
     needs_budget: ClassVar[bool] = True
+    checkpointed: ClassVar[tuple[str, ...]] = ("_round", "_then")
 
     def __init__(
         self,
@@ -154,12 +155,3 @@ class LotteryTickets(Masked):
     @override
     def report(self) -> dict[str, float | int | Tensor]:
         return {**super().report(), "rounds": self._round}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "round": self._round, "then": self._then}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._round, self._then = state_dict["round"], state_dict["then"]

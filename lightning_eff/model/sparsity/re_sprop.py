@@ -127,7 +127,6 @@ class ReSprop(Technique):
     ) -> None:
         self.sparsity, self.warmup, self.threshold = float(sparsity), float(warmup), threshold
         self.names, self.dense = None if names is None else list(names), list(dense)
-        self._reset()
 
     def _reset(self) -> None:
         self._maps: dict[str, nn.Module] = {}
@@ -158,7 +157,6 @@ class ReSprop(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.JOIN, self._link, order=-1)  # all passes of a step share these hooks
         session.chain.add(Stage.SAVE, self._pass)
 

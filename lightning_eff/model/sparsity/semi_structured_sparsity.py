@@ -102,6 +102,7 @@ class SemiStructuredSparsity(OtherWeights):
     conflicts: ClassVar[Mapping[str, str]] = neighbours(WHO)
     needs_budget: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0, "names": []}
 
     def __init__(
         self,
@@ -114,7 +115,6 @@ class SemiStructuredSparsity(OtherWeights):
     ) -> None:
         self.names, self.dense = None if names is None else list(names), list(dense)
         self.decay, self.tiles, self.until = float(decay), tiles, float(until)
-        self._reset()
 
     def _reset(self) -> None:
         self.masks: dict[str, Tensor] = {}  # of the last step
@@ -124,11 +124,6 @@ class SemiStructuredSparsity(OtherWeights):
         self._names: list[str] = []  # of a checkpoint, or of a run that has ended
         self._on, self._total = True, 0
         self._finished = False
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.until == 0.0 or self.names == []
 
     # -- the run
 
@@ -145,7 +140,6 @@ class SemiStructuredSparsity(OtherWeights):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         strategy = session.trainer.strategy
         original = strategy.lightning_module_state_dict
 

@@ -135,7 +135,6 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
         self.start = start
         self.offload = offload
         self.bn_batches = bn_batches
-        self._reset()
 
     @override
     def _reset(self) -> None:

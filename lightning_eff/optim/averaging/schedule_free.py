@@ -190,6 +190,7 @@ class ScheduleFree(AveragedWeights):
     }
     needs_automatic_optimization: ClassVar[bool] = True
     sets_rates: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"momentum": None}
 
     def __init__(
         self,
@@ -202,7 +203,6 @@ class ScheduleFree(AveragedWeights):
     ) -> None:
         self.momentum, self.lr_factor, self.warmup_steps = momentum, lr_factor, warmup_steps
         self.power, self.bn_batches = power, bn_batches
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -215,11 +215,6 @@ class ScheduleFree(AveragedWeights):
         self._names: dict[Tensor, str] = {}
         self._progress: list[dict[str, Any]] = []  # of each group, until training starts
         self._loaded: dict[str, Any] | None = None  # a checkpoint's, until the optimizer is there
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.momentum is None
 
     # -- the run
 

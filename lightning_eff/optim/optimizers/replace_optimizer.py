@@ -239,7 +239,6 @@ class ReplaceOptimizer(Technique):
         self.parameters: str | Sequence[str] = parameters
         self.lr = lr
         self.group_lr = dict(group_lr or {})
-        self._reset()
 
     def _reset(self) -> None:
         self._combined: CombinedOptimizer | None = None
@@ -265,7 +264,6 @@ class ReplaceOptimizer(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         configure = session.module.configure_optimizers
 
         def configure_optimizers() -> Any:

@@ -1,5 +1,6 @@
 """M-FAC: multiply the gradient by the inverse empirical Fisher matrix of the latest gradients (Frantar et al. 2021)."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -106,6 +107,7 @@ class MFAC(Preconditioner):
         "the baseline for the same time with a learning rate that decays to zero; the learning rate is tuned in both arms"
     )
     conflicts: ClassVar = rivals()
+    neutral_at: ClassVar[Mapping[str, Any]] = {"num_gradients": 0}
 
     def __init__(
         self,
@@ -116,7 +118,6 @@ class MFAC(Preconditioner):
     ) -> None:
         self.num_gradients, self.damping = num_gradients, float(damping)
         self.norm: Norm = norm
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -124,11 +125,6 @@ class MFAC(Preconditioner):
         self._rows: dict[str, Tensor] = {}  # the gradients of each parameter, (m, numel)
         self._gram = torch.zeros(self.num_gradients, self.num_gradients, dtype=torch.float64)
         self._seen = 0  # gradients since the window began; the next one's row is this modulo m
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.num_gradients == 0
 
     @override
     def on_optimizers(self, session: Session) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -88,6 +88,8 @@ class Uphill(Technique):
 
     needs_optimizer: ClassVar[bool] = True
     stage: ClassVar[Stage] = Stage.PERTURB
+    neutral_at: ClassVar[Mapping[str, Any]] = {"rho": 0.0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_passes", "_last")
     rho: float
     adaptive: bool = False
 
@@ -128,14 +130,8 @@ class Uphill(Technique):
 
     # -- the passes
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.rho == 0.0
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(self.stage, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
@@ -210,9 +206,4 @@ class Uphill(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"passes": self._passes, "last": {name: float(value) for name, value in self._last.items()}}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._passes = state_dict["passes"]
-        self._last = dict(state_dict["last"])
+        return {**super().state_dict(), "last": {name: float(value) for name, value in self._last.items()}}

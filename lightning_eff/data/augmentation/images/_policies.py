@@ -34,7 +34,7 @@ class Policy(Augmentation):
         " and one label per image"
     )
     order: ClassVar[int] = -1  # before boxes are erased
-    saved: ClassVar[tuple[str, ...]] = (*Augmentation.saved, "clipped")
+    checkpointed: ClassVar[tuple[str, ...]] = ("_clipped",)
 
     def __init__(
         self,

@@ -196,7 +196,7 @@ class AugMix(Policy):
     )
     control: ClassVar[Control] = BASELINE
     order: ClassVar[int] = -1
-    saved: ClassVar[tuple[str, ...]] = (*Policy.saved, "divergence")
+    checkpointed: ClassVar[tuple[str, ...]] = ("_divergence",)
 
     def __init__(
         self,
@@ -257,7 +257,6 @@ class AugMix(Policy):
         if not self.consistency:
             super().attach(session)
             return
-        self._reset()
         self._targets = Targets(session, WHO, self.labels)
         # after techniques that choose and mix samples, inside of those that smooth labels
         session.chain.add(Stage.REWEIGHT, self._consistent, order=1)

@@ -177,6 +177,7 @@ class DiffAugment(Technique):
     )
     control: ClassVar[Control] = BASELINE
     needs_automatic_optimization: ClassVar[bool] = False
+    checkpointed: ClassVar[tuple[str, ...]] = ("_calls", "_milliseconds", "_total", "_called")
 
     def __init__(
         self,
@@ -190,7 +191,6 @@ class DiffAugment(Technique):
         self.span = span
         self.discriminator = discriminator
         self.until = until
-        self._reset()
 
     def _reset(self) -> None:
         self._path = ""
@@ -211,7 +211,6 @@ class DiffAugment(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.REWEIGHT, self._link, order=2)  # each pass of a two-pass method repeats its draws
 
     @override
@@ -297,12 +296,3 @@ class DiffAugment(Technique):
         return (
             f"transformed the images of {self._total:,} calls of the discriminator {self._path or '(not yet found)'!r}"
         )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self._calls, "milliseconds": self._milliseconds, "total": self._total, "called": self._called}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._calls, self._milliseconds = state_dict["calls"], state_dict["milliseconds"]
-        self._total, self._called = state_dict["total"], state_dict["called"]

@@ -1,7 +1,7 @@
 """RandAugment: apply random operations of one strength to each image (Cubuk et al. 2019)."""
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -100,6 +100,7 @@ class RandAugment(Policy):
     )
     control: ClassVar[Control] = BASELINE
     order: ClassVar[int] = -2
+    neutral_at: ClassVar[Mapping[str, Any]] = {"num_operations": 0}
 
     def __init__(
         self,
@@ -119,11 +120,6 @@ class RandAugment(Policy):
         self.num_operations = num_operations
         self.magnitude = magnitude
         self.operations = PAPERS if operations is None else tuple(operations)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return super().neutral or self.num_operations == 0
 
     @property
     @override

@@ -1,6 +1,6 @@
 """Convex combinations of samples: which tensors of a batch are mixed, and with which shares."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -34,11 +34,7 @@ class Convex(Mixing):
 
     by_sample: ClassVar[bool] = False
     mend: ClassVar[str] = "Remove the technique."
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return super().neutral or self.alpha == 0
+    neutral_at: ClassVar[Mapping[str, Any]] = {"alpha": 0}
 
     @override
     def inputs(self, batch: Any, labels: dict[str, Tensor]) -> list[Tensor]:

@@ -171,6 +171,7 @@ class EDA(TextAugmentation):
         ("SpanMasking", "MaskRateSchedule"), "the tokens that it hides and predicts would be moved"
     )
     order: ClassVar[int] = -1  # before noise
+    neutral_at: ClassVar[Mapping[str, Any]] = {"alpha": 0.0}
 
     def __init__(
         self,
@@ -193,11 +194,6 @@ class EDA(TextAugmentation):
         self._pad = 0
         self._special: set[int] = set()
         self._other_text = False  # whether labels of tokens belong to another text than the tokens
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return super().neutral or self.alpha == 0.0
 
     # -- the run
 

@@ -92,6 +92,7 @@ class TokenNoise(TextAugmentation):
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("SpanMasking", "MaskRateSchedule"), "the tokens that it hides and predicts would be noise"
     )
+    neutral_at: ClassVar[Mapping[str, Any]] = {"rate": 0.0}
 
     def __init__(
         self,
@@ -115,11 +116,6 @@ class TokenNoise(TextAugmentation):
         self.blank_token_id = blank_token_id
         self._blank: int | None = None
         self._special = torch.tensor([], dtype=torch.int64)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return super().neutral or self.rate == 0.0
 
     # -- the run
 

@@ -106,6 +106,7 @@ class RobustImportanceSampling(SampleChooser):
         "SequenceLengthWarmup": "it splits a sample into several rows, so the sample no longer has one norm and one weight",
     }
     wants_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"uniform": 1.0}
 
     def __init__(
         self,
@@ -118,7 +119,6 @@ class RobustImportanceSampling(SampleChooser):
     ) -> None:
         self.uniform, self.refits, self.adapt, self.smoothing = uniform, refits, adapt, smoothing
         self.labels = labels
-        self._reset()
 
     def _reset(self) -> None:
         self._norms = torch.empty(0)  # last norm of each sample of the data set, NaN for none
@@ -135,15 +135,6 @@ class RobustImportanceSampling(SampleChooser):
         self._refits = 0
         self._scaled: ScaledSteps | None = None
         self._advance = Advance()
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.uniform == 1.0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_optimizers(self, session: Session) -> None:

@@ -68,6 +68,7 @@ class ReplacedAttention(Technique):
 
     needs: ClassVar[Need] = Need.CALLS
     turn: ClassVar[int] = 1
+    checkpointed: ClassVar[tuple[str, ...]] = ("_looked", "_calls", "_seed")
 
     _calls = 0  # in the last training step
     _looked = False
@@ -192,14 +193,6 @@ class ReplacedAttention(Technique):
     @override
     def summary(self) -> str:
         return f"replaced {self._calls} calls of attention per step" if self._calls else "no step taken"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"looked": self._looked, "calls": self._calls, "seed": self._seed}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._looked, self._calls, self._seed = state_dict["looked"], state_dict["calls"], state_dict["seed"]
 
     @override
     def __getstate__(self) -> dict[str, Any]:

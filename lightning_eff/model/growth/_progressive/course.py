@@ -93,7 +93,6 @@ class Progressive(Growing):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         if self.resolution < 1.0:
             session.chain.add(Stage.TRANSFORM, self._make_smaller)
             session.chain.add(Stage.SAVE, self._renew)
