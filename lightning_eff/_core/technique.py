@@ -20,6 +20,7 @@ from lightning_eff._core._needs.needs import Need, Reasons
 from lightning_eff._core._run._muting.idle_hooks import BATCH_HOOKS, driving
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
+from lightning_eff._core.steps import Proceed, Stage, Step
 
 
 def _no_arms(technique: Any) -> Mapping[str, Callback]:
@@ -80,6 +81,8 @@ class Technique(Callback):
         neutral_at: by attribute, the value that makes it plain training by itself, beside those of its base classes.
         checkpointed: the attributes that checkpoints hold, such as ``_steps`` or ``_scorer.checked``, beside those of its base
             classes. A checkpoint has them under their own names without underscores.
+        stage: where ``_link`` stands in the chain of a step; None for a technique with no link, or with others.
+        order: its place among the links of that stage, whatever the order of the callbacks.
         conflicts: names of techniques and precision plugins that it cannot train with, and why.
         needs_automatic_optimization: refuses modules with ``automatic_optimization = False``.
         needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
@@ -102,6 +105,8 @@ class Technique(Callback):
     search_space: ClassVar[SearchSpace | None] = None
     neutral_at: ClassVar[Mapping[str, Any]] = {}
     checkpointed: ClassVar[tuple[str, ...]] = ()
+    stage: ClassVar[Stage | None] = None
+    order: ClassVar[int] = 0
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = False
@@ -180,6 +185,12 @@ class Technique(Callback):
 
     def attach(self, session: Session) -> None:
         """Ask for links; called in ``Callback.setup`` of a fit, after :meth:`_reset`, unless neutral."""
+        if self.stage is not None:
+            session.chain.add(self.stage, self._link, self.order)
+
+    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        """The link at :attr:`stage` of the chain."""
+        raise NotImplementedError
 
     def on_model(self, session: Session) -> None:
         """The module is complete, its checkpoint (if any) loaded, and the strategy has not wrapped it."""

@@ -124,6 +124,7 @@ class ActivationCompression(Technique):
     }
     needs_automatic_optimization: ClassVar[bool] = False
     neutral_at: ClassVar[Mapping[str, Any]] = {"bits": EXACT_BITS}
+    stage: ClassVar[Stage | None] = Stage.SAVE
 
     def __init__(
         self,
@@ -194,10 +195,6 @@ class ActivationCompression(Technique):
                 "ActivationCompression(offload=True): the module is on the CPU, so there is no device to offload from."
                 " Remove offload=True."
             )
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.SAVE, self._link)
 
     @override
     def on_model(self, session: Session) -> None:

@@ -124,6 +124,7 @@ class Rematerialization(Technique):
     )
     needs_automatic_optimization: ClassVar[bool] = False
     needs: ClassVar[Need] = Need.SAVED
+    stage: ClassVar[Stage | None] = Stage.SAVE
 
     def __init__(
         self,
@@ -199,10 +200,6 @@ class Rematerialization(Technique):
                 f"Rematerialization(policy='optimal'): {type(session.module).__name__} has automatic_optimization=False,"
                 " so measuring the blocks would step its optimizers. Use policy='full', 'sqrt' or 'selective'."
             )
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.SAVE, self._link)
 
     @override
     def on_model(self, session: Session) -> None:

@@ -67,9 +67,6 @@ class Augmentation(Technique):
     uninterrupted one, and each rank draws differently. Batches of validation, test and prediction are not changed.
 
     Class attributes, in addition to those of :class:`Technique`:
-        stage: the stage of its link in the step chain.
-        order: its place among the augmentations of that stage, whatever the order of the callbacks.
-        saved: the names of the attributes that checkpoints hold, without the leading underscore.
         logged: the names of further figures that are logged. They are 0 at the start of each micro-batch.
 
     Attributes:
@@ -79,9 +76,8 @@ class Augmentation(Technique):
     """
 
     saves: ClassVar[str] = "no time per step: it regularises, for a better model after many epochs"
-    stage: ClassVar[Stage] = Stage.AUGMENT
+    stage: ClassVar[Stage | None] = Stage.AUGMENT
     needs: ClassVar[Need] = Need.BATCH
-    order: ClassVar[int] = 0
     checkpointed: ClassVar[tuple[str, ...]] = ("_share", "_milliseconds", "_batches", "_changed", "_shares", "_total")
     logged: ClassVar[tuple[str, ...]] = ()
     neutral_at: ClassVar[Mapping[str, Any]] = {"prob": 0.0, "until": 0.0}
@@ -113,10 +109,6 @@ class Augmentation(Technique):
     @override
     def check(self, session: Session) -> None:
         check_until(session, who=type(self).__name__, until=self.until)
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(self.stage, self._link, self.order)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         self._look_once(lambda: self.look(step, batch))
@@ -180,6 +172,7 @@ class ImageAugmentation(Augmentation):
     """Erases pixels of each image independently, with probability ``prob``. Labels are unchanged."""
 
     constraints: ClassVar[str] = "needs automatic optimization and normalised floating-point images (B, C, H, W)"
+    control: ClassVar[Control] = BASELINE
 
     @override
     def look(self, step: Step, batch: Any) -> None:

@@ -114,7 +114,7 @@ class Mixing(Augmentation):
     conflicts: ClassVar[Mapping[str, str]] = {
         "SAF": "it would compare a mixture with a different mixture of earlier epochs"
     }
-    stage: ClassVar[Stage] = Stage.MIX
+    stage: ClassVar[Stage | None] = Stage.MIX
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
     order: ClassVar[int] = 1
     by_sample: ClassVar[bool] = True

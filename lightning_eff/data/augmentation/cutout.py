@@ -9,10 +9,9 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
 from lightning_eff.data.augmentation._boxes import inside
-from lightning_eff.data.augmentation._engine import BASELINE, ImageAugmentation
+from lightning_eff.data.augmentation._engine import ImageAugmentation
 
 
 def squares(count: int, length: int, side: tuple[int, int], generator: Generator, device: torch.device) -> Tensor:
@@ -70,8 +69,6 @@ class Cutout(ImageAugmentation):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"length": Choice((0.25, 0.5)), "until": Choice((0.8, 1.0))}, no_images
     )
-    control: ClassVar[Control] = BASELINE
-    order: ClassVar[int] = 0
     neutral_at: ClassVar[Mapping[str, Any]] = {"length": 0.0}
 
     def __init__(

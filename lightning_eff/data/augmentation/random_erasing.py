@@ -10,10 +10,9 @@ from typing_extensions import override
 from lightning_eff._core._arguments.declared import refusal
 from lightning_eff._core._arguments.kinds import Alias, Each, Fraction, Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
 from lightning_eff.data.augmentation._boxes import inside
-from lightning_eff.data.augmentation._engine import BASELINE, ImageAugmentation
+from lightning_eff.data.augmentation._engine import ImageAugmentation
 
 Range = tuple[float, float]
 _TRIES = 64  # drawn at once; the distribution of rectangles does not depend on it
@@ -102,7 +101,6 @@ class RandomErasing(ImageAugmentation):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"prob": Uniform(0.1, 0.5), "until": Choice((0.8, 1.0))}, no_images
     )
-    control: ClassVar[Control] = BASELINE
     order: ClassVar[int] = 1
 
     def __init__(

@@ -47,6 +47,8 @@ class SmallerImages(Technique):
         " with global pooling or a ViT whose positions can be interpolated; every new size recompiles a compiled module"
     )
     needs: ClassVar[Need] = Need.CALLS
+    needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(self, *, multiple_of: int, keys: Sequence[str | int] | None) -> None:
         self.multiple_of = multiple_of

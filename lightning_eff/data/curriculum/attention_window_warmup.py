@@ -127,6 +127,7 @@ class AttentionWindowWarmup(Technique):
     _must_narrow: ClassVar[bool] = True  # refuse a first window that covers the whole sequence
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
     checkpointed: ClassVar[tuple[str, ...]] = ("_seen", "_window", "_length", "_steps", "_u")
+    stage: ClassVar[Stage | None] = Stage.TRANSFORM
 
     def __init__(
         self,
@@ -154,10 +155,6 @@ class AttentionWindowWarmup(Technique):
         if self.evaluate == "present":  # also after a fit and from a checkpoint
             module = session.module
             session.patches.set(module, "validation_step", self._windowed(module.validation_step))
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.TRANSFORM, self._link)
 
     @override
     def on_model(self, session: Session) -> None:

@@ -111,8 +111,6 @@ class EfficientTrain(SmallerImages):
     conflicts: ClassVar[Mapping[str, str]] = {
         "ProgressiveResizing": "both set the size of each step's images",
     }
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,

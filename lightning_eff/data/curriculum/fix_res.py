@@ -107,8 +107,6 @@ class FixRes(SmallerImages):
         "ProgressiveResizing": "both set the size of each step's images",
         "EfficientTrain": "both set the size of each step's images",
     }
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
     checkpointed: ClassVar[tuple[str, ...]] = ("_tuned", "_adapting", "_tuning")
 
     def __init__(

@@ -90,8 +90,6 @@ class ProgressiveResizing(SmallerImages):
         no_images,
     )
     control: ClassVar[Control] = Control("small images throughout, validated at full size", _small_throughout)
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0, "scale": 1.0}
 
     def __init__(

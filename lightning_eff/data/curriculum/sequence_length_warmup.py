@@ -15,7 +15,6 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._tokens.sequences import Sequences, find_sequences, shorten
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
-from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.curriculum._sizes import SizesUsed
@@ -138,6 +137,7 @@ class SequenceLengthWarmup(Technique):
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
+    stage: ClassVar[Stage | None] = Stage.TRANSFORM
 
     def __init__(
         self,
@@ -172,10 +172,6 @@ class SequenceLengthWarmup(Technique):
     @override
     def changes_shapes(self) -> bool:
         return not self.neutral
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.TRANSFORM, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if self._full and self.session.progress.u >= self.until:

@@ -12,7 +12,7 @@ from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.by_index import of_each_sample
 from lightning_eff._core._samples.technique import Choice, Epoch, SampleChooser
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.data.curriculum._difficulty import sample_length
@@ -148,7 +148,6 @@ class TokenBudgetBatches(SampleChooser):
         "needs one DataLoader over a map-style data set, whose collate function pads a batch to its longest sample"
     )
     needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"share": Uniform(0.25, 1.0, log=True)}, pointless=_pointless, make=_search
     )

@@ -11,7 +11,6 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff.data.selection._counting import CountsSamples
 from lightning_eff.data.selection._random_subset import RandomSubset
@@ -69,6 +68,7 @@ class Choosing(CountsSamples):
     )
     needs: ClassVar[Need] = Need.STEP
     checkpointed: ClassVar[tuple[str, ...]] = ("_scorer.checked",)
+    stage: ClassVar[Stage | None] = Stage.CHOOSE
     sample_loss: SampleLoss | None
 
     @override
@@ -99,10 +99,6 @@ class Choosing(CountsSamples):
         return proceed(batch)
 
     # -- the step
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.CHOOSE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         size = trained = num_samples(batch)

@@ -47,6 +47,7 @@ class RandomSubset(CountsSamples):
     needs_automatic_optimization: ClassVar[bool] = False
     neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
     checkpointed: ClassVar[tuple[str, ...]] = ("_checked",)
+    stage: ClassVar[Stage | None] = Stage.CHOOSE
 
     def __init__(
         self,
@@ -73,10 +74,6 @@ class RandomSubset(CountsSamples):
         if self.start > 0 or self.end < 1:
             setting = f"RandomSubset(start={self.start}, end={self.end})"
             check_budget(session, setting, "use start=0 and end=1")
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.CHOOSE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         session, size = self.session, num_samples(batch)

@@ -15,7 +15,6 @@ from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
-from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.selection._counting import CountsSamples
@@ -123,6 +122,7 @@ class ImportanceSampling(CountsSamples):
     conflicts: ClassVar[Mapping[str, str]] = {"SelectiveBackprop": "both choose the samples"}
     neutral_at: ClassVar[Mapping[str, Any]] = {"threshold": math.inf}
     checkpointed: ClassVar[tuple[str, ...]] = ("_tau", "_on", "_scorer.checked")
+    stage: ClassVar[Stage | None] = Stage.CHOOSE
 
     def __init__(
         self,
@@ -145,10 +145,6 @@ class ImportanceSampling(CountsSamples):
         self._scorer = Scorer("ImportanceSampling", self.sample_loss, bounds=self.score == "gradient_bound")
         self._tau = 0.0
         self._on = self.threshold is not None and self.threshold < 1
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.CHOOSE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         size = num_samples(batch)

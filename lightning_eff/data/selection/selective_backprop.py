@@ -121,6 +121,7 @@ class SelectiveBackprop(CountsSamples):
     conflicts: ClassVar[Mapping[str, str]] = {"ImportanceSampling": "both choose the samples"}
     neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
     checkpointed: ClassVar[tuple[str, ...]] = ("_losses", "_scorer.checked")
+    stage: ClassVar[Stage | None] = Stage.CHOOSE
 
     def __init__(
         self,
@@ -156,10 +157,6 @@ class SelectiveBackprop(CountsSamples):
         if self.start > 0 or self.end < 1:
             setting = f"SelectiveBackprop(start={self.start}, end={self.end})"
             check_budget(session, setting, "use start=0 and end=1")
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.CHOOSE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         session, size = self.session, num_samples(batch)

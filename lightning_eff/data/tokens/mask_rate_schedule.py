@@ -176,6 +176,7 @@ class MaskRateSchedule(Technique):
     needs_budget: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
     checkpointed: ClassVar[tuple[str, ...]] = ("_seen", "_mask_token", "_rate", "_loader_rate")
+    stage: ClassVar[Stage | None] = Stage.TRANSFORM
 
     def __init__(
         self,
@@ -209,10 +210,6 @@ class MaskRateSchedule(Technique):
         self._seen = False
         self._rate = self._loader_rate = 0.0
         self._special: Tensor | None = None
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.TRANSFORM, self._link)
 
     @override
     def on_model(self, session: Session) -> None:

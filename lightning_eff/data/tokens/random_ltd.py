@@ -102,7 +102,6 @@ class RandomLTD(ComputesFewerTokens):
     )
     sparse_gradients: ClassVar[bool] = True
     control: ClassVar[Control] = Control("the baseline for the same time with a learning rate that decays to zero")
-    conflicts: ClassVar[Mapping[str, str]] = {}
     needs_budget: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"start": 1.0, "until": 0.0}
 

@@ -134,6 +134,7 @@ class SpanMasking(Technique):
     sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"ratio": 0.0}
     checkpointed: ClassVar[tuple[str, ...]] = ("_seen", "_masked")
+    stage: ClassVar[Stage | None] = Stage.TRANSFORM
 
     def __init__(
         self,
@@ -160,10 +161,6 @@ class SpanMasking(Technique):
         self._seen, self._masked = False, 0.0
         self._mask_token = -1
         self._special: Tensor | None = None
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.TRANSFORM, self._link)
 
     @override
     def on_model(self, session: Session) -> None:

@@ -73,6 +73,7 @@ class Adapter(Architecture):
         Part.FLAT: "it cannot distinguish trained parameters from frozen ones there",
     }
     neutral_at: ClassVar[Mapping[str, Any]] = {"names": []}
+    control: ClassVar[Control] = CONTROL
     _partial: Partial | None = None
     _trained = 0
     _frozen = 0

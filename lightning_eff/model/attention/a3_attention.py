@@ -13,8 +13,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core._attention.calls import Call
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.selecting import SLOWER, SelectedKeys, with_best
+from lightning_eff.model.attention._replacing.selecting import SelectedKeys, with_best
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS, no_sequences
 
 _MOST = 2**22  # products that are searched at a time
@@ -100,7 +99,6 @@ class A3Attention(SelectedKeys):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"search": Choice((0.125, 0.5)), "cut": Choice((0.05, 0.1))}, no_sequences
     )
-    control: ClassVar[Control] = SLOWER
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
 
     def __init__(

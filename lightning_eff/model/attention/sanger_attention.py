@@ -11,8 +11,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Count, Either, Number, OneOf
 from lightning_eff._core._attention.calls import Call
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
-from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.selecting import SLOWER, SelectedKeys, with_best
+from lightning_eff.model.attention._replacing.selecting import SelectedKeys, with_best
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS, no_sequences
 
 
@@ -68,14 +67,9 @@ class SangerAttention(SelectedKeys):
         MICRO, doi:10.1145/3466752.3480125.
     """
 
-    saves: ClassVar[str] = "attention products on hardware that skips single pairs; costs time elsewhere"
     paper: ClassVar[str] = "Lu et al. 2021, doi:10.1145/3466752.3480125"
-    constraints: ClassVar[str] = (
-        "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; no faster on a CPU or GPU"
-    )
     survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (Sanger)", zhuang="4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"threshold": Uniform(5e-4, 0.02, log=True)}, no_sequences)
-    control: ClassVar[Control] = SLOWER
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
     neutral_at: ClassVar[Mapping[str, Any]] = {"threshold": -math.inf}
 

@@ -143,6 +143,7 @@ class RegionalCompilation(Technique):
     compiles: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"backend": None}
+    stage: ClassVar[Stage | None] = Stage.SAVE
 
     def __init__(
         self,
@@ -201,10 +202,6 @@ class RegionalCompilation(Technique):
                 raise ValueError(
                     f"{WHO}: torch's inductor needs Triton, and a GPU that Triton supports. Install triton, or remove {WHO}."
                 )
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.SAVE, self._link)
 
     @override
     def on_model(self, session: Session) -> None:

@@ -34,8 +34,7 @@ class Stacking(Growing):
     """
 
     needs_automatic_optimization: ClassVar[bool] = False
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
+    saves: ClassVar[str] = "compute, activation memory and optimizer memory of the blocks that do not run yet"
     stages: list[tuple[float, int]]
     layers: str | Sequence[str] | None
     copy_optimizer_state: bool

@@ -157,8 +157,6 @@ class CompoundGrowth(Growing):
         **dict.fromkeys(_WHOLE, "it works on whole parameters, and some of their hidden units are not used yet"),
         **dict.fromkeys(_HIDING, "it hides the linear layers of the feed-forward networks"),
     }
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,

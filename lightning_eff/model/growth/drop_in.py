@@ -112,8 +112,6 @@ class DropIn(Growing):
         "both set how many blocks run",
     )
     needs_automatic_optimization: ClassVar[bool] = False
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"end": 0.0}
 
     def __init__(

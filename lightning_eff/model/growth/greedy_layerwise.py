@@ -72,7 +72,6 @@ class GreedyLayerwise(Freezing):
             ("MESA", "Lookahead"), "it averages what trains, so the result would depend on the order of the callbacks"
         ),
     }
-    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
 
     def __init__(self, until: Annotated[float, Fraction()] = 0.5, *, layers: Layers | None = None) -> None:

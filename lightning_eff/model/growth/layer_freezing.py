@@ -71,7 +71,6 @@ class LayerFreezing(Freezing):
     conflicts: ClassVar[Mapping[str, str]] = {
         "GreedyLayerwise": "both set which blocks train",
     }
-    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"depth": 0.0}
 
     def __init__(

@@ -80,7 +80,6 @@ class ProgressiveStacking(Stacking):
         Transformers", arXiv:2405.15319.
     """
 
-    saves: ClassVar[str] = "compute, activation memory and optimizer memory of the blocks that do not run yet"
     paper: ClassVar[str] = "Gong et al. 2019 (ICML); Du et al. 2024, arXiv:2405.15319"
     constraints: ClassVar[str] = (
         "blocks of one class and shape; the loss rises at a switch; init='identity' needs pre-norm residual blocks and"

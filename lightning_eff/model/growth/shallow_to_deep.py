@@ -102,7 +102,6 @@ class ShallowToDeep(Stacking):
         Li et al. 2020, "Shallow-to-Deep Training for Neural Machine Translation", arXiv:2010.03737.
     """
 
-    saves: ClassVar[str] = "compute, activation memory and optimizer memory of the blocks that do not run yet"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:2010.03737"
     constraints: ClassVar[str] = (
         "blocks of one class whose number is a multiple of the group size; automatic optimization; the loss rises at a switch"

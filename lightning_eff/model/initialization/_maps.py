@@ -18,6 +18,7 @@ from lightning_eff._core._branches.graph import Graph, kind
 from lightning_eff._core._branches.sharded_step import take_apart
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.attention import Given, attentions_given
 from lightning_eff.model.initialization._once import Initialization, Turn, traced
 from lightning_eff.model.initialization._orthogonal import orthogonal
@@ -180,6 +181,9 @@ class OfMaps(Initialization):
 
     turn: ClassVar[Turn] = Turn.MAPS
     neutral_at: ClassVar[Mapping[str, Any]] = {"maps": ()}
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
+    )
     maps: tuple[str, ...] | None
     attention: Given | None
 

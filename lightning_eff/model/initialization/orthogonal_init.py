@@ -12,7 +12,6 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._divided.writing import whole
 from lightning_eff.model.initialization._given.attention import Attentions
 from lightning_eff.model.initialization._maps import (
@@ -65,9 +64,6 @@ class OrthogonalInit(OfMaps):
     paper: ClassVar[str] = "Saxe et al. 2013, arXiv:1312.6120"
     survey: ClassVar[Survey | None] = Survey("initialisation: orthogonal", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"gain": Choice((1.0, 2**0.5))}, no_maps)
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
-    )
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "TFixup", "ZerO"), SAME_WEIGHTS),
         "ACTPrecision": UNSEEN,

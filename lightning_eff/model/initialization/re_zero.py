@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from lightning_eff._core.search_space import SearchSpace, Survey
-from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.names import Ends
 from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts, pointless
 
@@ -47,15 +46,10 @@ class ReZero(BranchScale):
 
     saves: ClassVar[str] = "steps: deep networks start as identities, with undamped gradients"
     paper: ClassVar[str] = "Bachlechner et al. 2020, arXiv:2003.04887"
-    constraints: ClassVar[str] = "modules with residual branches"
     survey: ClassVar[Survey | None] = Survey(
         "initialisation: residual branches with a learnt scale (ReZero)", shen="4.3"
     )
     search_space: ClassVar[SearchSpace | None] = SearchSpace({}, pointless)
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product more per number"
-        " of the layers that end a branch"
-    )
     conflicts: ClassVar[Mapping[str, str]] = conflicts("ReZero", zero=True)
 
     def __init__(self, *, branches: Ends | None = None, force: bool = False) -> None:

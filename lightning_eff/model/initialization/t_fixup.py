@@ -14,7 +14,6 @@ from lightning_eff._core._branches.finding import Branch, branches
 from lightning_eff._core._branches.graph import Graph, kind
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._divided.writing import whole
 from lightning_eff.model.initialization._given.attention import Attentions, Branches, branches_given
 from lightning_eff.model.initialization._maps import SAME_WEIGHTS, UNSEEN, Map, OfMaps, Patterns, listed
@@ -83,9 +82,6 @@ class TFixup(OfMaps):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"draw": Choice((True, False))},
         pointless=lambda profile: None if profile.num_blocks else "there is no stack of blocks with residual branches",
-    )
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "OrthogonalInit", "ZerO"), SAME_WEIGHTS),

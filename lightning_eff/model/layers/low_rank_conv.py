@@ -4,7 +4,6 @@ The rule is ``W_nc(y, x) ~ sum_k H_nk(x) V_kc(y)``, the best product of rank r o
 ``_low_rank.factored.conv_matrix`` makes of W. ``_low_rank.factors.factors`` computes it.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
-from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._low_rank.factored import FactoredConv2d, conv_matrix
 from lightning_eff.model.layers._low_rank.technique import Energy, LowRank, Place
 from lightning_eff.model.layers._shared.arguments import COUNT_OR_FRACTION, Paths
@@ -66,11 +64,7 @@ class LowRankConv(LowRank):
     constraints: ClassVar[str] = "two-dimensional convolutions with groups=1; seldom faster than a 3 x 3 kernel"
     survey: ClassVar[Survey | None] = Survey("low-rank convolutions", shen="4.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, _pointless)
-    control: ClassVar[Control] = Control(
-        "the baseline for the same time, and a baseline with narrower layers and as many weights"
-    )
     what: ClassVar[str] = "convolution"
-    conflicts: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,

@@ -10,11 +10,9 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.sparsity._masks.arguments import Dense, Distribution, Sides, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.masked import RIVALS_IN_STATE, agreed, no_time, rivals
 from lightning_eff.model.sparsity._masks.rewired import Rewired, drawn
-from lightning_eff.model.sparsity._random_mask import fixed
 
 WHO = "RigL"
 Grow = Literal["gradient", "random"]
@@ -81,14 +79,11 @@ class RigL(Rewired):
         Chen et al. 2021, "Chasing Sparsity in Vision Transformers: An End-to-End Exploration", arXiv:2106.04533 (SViTE).
     """
 
-    saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
     paper: ClassVar[str] = "Evci et al. 2019, arXiv:1911.11134"
-    constraints: ClassVar[str] = "optimizers with separate moments for each weight"
     survey: ClassVar[Survey | None] = Survey("RigL", zhuang="2.1", shen="4.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"sparsity": Uniform(0.5, 0.9), "grow": Choice(("gradient", "random"))}, no_time
     )
-    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
 
     def __init__(

@@ -32,6 +32,7 @@ class SnapshotWindow(ActsLate, AveragedWeights):
 
     fewest: ClassVar[int] = 1
     neutral_at: ClassVar[Mapping[str, Any]] = {"start": 1.0}
+    constraints: ClassVar[str] = "keeps window + 1 copies of the weights; BatchNorm needs automatic optimization"
     window: int
     interval: Literal["epoch"] | int
     start: float

@@ -23,7 +23,7 @@ from lightning_eff._core._optim.group_multipliers import Multiples
 from lightning_eff._core._optim.pinned_rates import HeldRates
 from lightning_eff._core._optim.scheduled import optimizers_of, put_to_rest, reference_rates, schedulers_of
 from lightning_eff._core.optimizers import evaluates_anew
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.averaging._engine import AveragedWeights, BNBatches, rivals
@@ -164,7 +164,6 @@ class ScheduleFree(AveragedWeights):
     refuses: ClassVar[Reasons] = {
         Part.PIPELINE: "runs that resume there were found to differ from those that never stopped"
     }
-    survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
             "lr_factor": Uniform(1.0, 10.0, log=True),

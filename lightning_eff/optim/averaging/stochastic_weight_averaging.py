@@ -87,7 +87,6 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         **rivals("ExponentialMovingAverage", "LatestWeightAveraging", "Lookahead"),
         "LearningRateSchedule": "both set the learning rate",
     }
-    needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"start": 1.0}
 

@@ -21,7 +21,6 @@ from lightning_eff.optim.preconditioning._gradients import (
     check_room,
     dtype_of_rows,
     length_of_rows,
-    rivals,
     stepped,
 )
 
@@ -106,7 +105,6 @@ class MFAC(Preconditioner):
     control: ClassVar[Control] = Control(
         "the baseline for the same time with a learning rate that decays to zero; the learning rate is tuned in both arms"
     )
-    conflicts: ClassVar = rivals()
     neutral_at: ClassVar[Mapping[str, Any]] = {"num_gradients": 0}
 
     def __init__(

@@ -96,7 +96,7 @@ class Trajectory(Technique):
         labels: names or positions of the labels in the batch, if they cannot be found by looking.
     """
 
-    stage: ClassVar[Stage] = Stage.REWEIGHT
+    stage: ClassVar[Stage | None] = Stage.REWEIGHT
     neutral_at: ClassVar[Mapping[str, Any]] = {"weight": 0.0, "start": 1.0}
     checkpointed: ClassVar[tuple[str, ...]] = ("_checked", "_last")
     weight: float
@@ -144,7 +144,7 @@ class Trajectory(Technique):
     @override
     def attach(self, session: Session) -> None:
         self._targets = Targets(session, who=type(self).__name__, labels=self.labels)
-        session.chain.add(self.stage, self._link)
+        super().attach(session)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if not self._targets.labels(step, batch):

@@ -13,7 +13,6 @@ from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Technique
 
@@ -87,7 +86,7 @@ class Uphill(Technique):
     """
 
     needs_optimizer: ClassVar[bool] = True
-    stage: ClassVar[Stage] = Stage.PERTURB
+    stage: ClassVar[Stage | None] = Stage.PERTURB
     neutral_at: ClassVar[Mapping[str, Any]] = {"rho": 0.0}
     checkpointed: ClassVar[tuple[str, ...]] = ("_passes", "_last")
     rho: float
@@ -129,10 +128,6 @@ class Uphill(Technique):
         return self.rho
 
     # -- the passes
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(self.stage, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if not self.due(step):

@@ -13,7 +13,8 @@ from lightning_eff._core._images.images import find_images
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
-from lightning_eff.data.augmentation._engine import Augmentation, replaced
+from lightning_eff._core.technique import Control
+from lightning_eff.data.augmentation._engine import BASELINE, Augmentation, replaced
 from lightning_eff.data.augmentation.images import _kornia
 from lightning_eff.data.augmentation.images._operations import OPERATIONS, operated
 from lightning_eff.data.augmentation.images._pixels import Pixels, beyond
@@ -35,6 +36,7 @@ class Policy(Augmentation):
     )
     order: ClassVar[int] = -1  # before boxes are erased
     checkpointed: ClassVar[tuple[str, ...]] = ("_clipped",)
+    control: ClassVar[Control] = BASELINE
 
     def __init__(
         self,

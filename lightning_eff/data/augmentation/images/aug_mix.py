@@ -19,9 +19,7 @@ from lightning_eff._core.batches import join, num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation.images._operations import FARTHEST, OPERATIONS, SOME, operated, signed
 from lightning_eff.data.augmentation.images._pixels import Fill, Mean, Scale, Std
 from lightning_eff.data.augmentation.images._policies import Policy
@@ -194,8 +192,6 @@ class AugMix(Policy):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"severity": Uniform(1.0, 6.0), "until": Choice((0.8, 1.0))}, no_images
     )
-    control: ClassVar[Control] = BASELINE
-    order: ClassVar[int] = -1
     checkpointed: ClassVar[tuple[str, ...]] = ("_divergence",)
 
     def __init__(

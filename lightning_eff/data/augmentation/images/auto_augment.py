@@ -8,9 +8,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation.images._operations import signed
 from lightning_eff.data.augmentation.images._pixels import Fill, Mean, Scale, Std
 from lightning_eff.data.augmentation.images._policies import Policy
@@ -93,7 +91,6 @@ class AutoAugment(Policy):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"policy": Choice(tuple(TABLES)), "until": Choice((0.8, 1.0))}, no_images
     )
-    control: ClassVar[Control] = BASELINE
     order: ClassVar[int] = -3
 
     def __init__(

@@ -178,6 +178,8 @@ class DiffAugment(Technique):
     control: ClassVar[Control] = BASELINE
     needs_automatic_optimization: ClassVar[bool] = False
     checkpointed: ClassVar[tuple[str, ...]] = ("_calls", "_milliseconds", "_total", "_called")
+    stage: ClassVar[Stage | None] = Stage.REWEIGHT
+    order: ClassVar[int] = 2  # each pass of a two-pass method repeats its draws
 
     def __init__(
         self,
@@ -208,10 +210,6 @@ class DiffAugment(Technique):
     @override
     def check(self, session: Session) -> None:
         check_until(session, who=WHO, until=self.until)
-
-    @override
-    def attach(self, session: Session) -> None:
-        session.chain.add(Stage.REWEIGHT, self._link, order=2)  # each pass of a two-pass method repeats its draws
 
     @override
     def on_model(self, session: Session) -> None:

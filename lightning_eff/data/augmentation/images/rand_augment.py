@@ -9,9 +9,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count, Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation.images._operations import OPERATIONS, SOME, signed
 from lightning_eff.data.augmentation.images._pixels import Fill, Mean, Scale, Std
 from lightning_eff.data.augmentation.images._policies import Policy
@@ -98,7 +96,6 @@ class RandAugment(Policy):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"num_operations": Choice((1, 2, 3)), "magnitude": Uniform(2.0, 10.0), "until": Choice((0.8, 1.0))}, no_images
     )
-    control: ClassVar[Control] = BASELINE
     order: ClassVar[int] = -2
     neutral_at: ClassVar[Mapping[str, Any]] = {"num_operations": 0}
 

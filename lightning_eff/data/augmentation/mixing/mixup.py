@@ -4,9 +4,7 @@ from typing import Annotated, ClassVar
 
 from lightning_eff._core._arguments.kinds import Alias
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import AlphaOrZero, Keys, Probability, Until, no_mixing
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation.mixing._convex import Convex
 
 
@@ -64,7 +62,6 @@ class Mixup(Convex):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"alpha": Uniform(0.1, 1.0, log=True), "until": Choice((0.8, 1.0))}, no_mixing
     )
-    control: ClassVar[Control] = BASELINE
     mend: ClassVar[str] = "Remove Mixup."
 
     def __init__(

@@ -17,9 +17,7 @@ from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import AlphaOrZero, Keys, Probability, Until, no_text
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation._tokens import found_tokens
 from lightning_eff.data.augmentation.mixing._convex import Convex
 from lightning_eff.data.augmentation.mixing._hook import CHOOSERS, OutputHook, mixed_rows, standing_around
@@ -146,7 +144,6 @@ class SeqMix(Convex):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"alpha": Choice((0.1, 0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless
     )
-    control: ClassVar[Control] = BASELINE
     conflicts: ClassVar[Mapping[str, str]] = {
         **CHOOSERS,
         **dict.fromkeys(("MaskRateSchedule", "SpanMasking"), _OWN),

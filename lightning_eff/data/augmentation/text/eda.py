@@ -14,7 +14,6 @@ from lightning_eff._core.batches import lies_at, tensors
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import (
     Keys,
     Probability,
@@ -25,7 +24,6 @@ from lightning_eff.data.augmentation._arguments import (
     Until,
     no_text,
 )
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation._tokens import attended, configs, found_tokens
 from lightning_eff.data.augmentation.text._edits import Edited, apply_edits
 from lightning_eff.data.augmentation.text._texts import TextAugmentation
@@ -166,7 +164,6 @@ class EDA(TextAugmentation):
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"alpha": Uniform(0.02, 0.3, log=True), "prob": Choice((0.5, 0.8))}, no_text
     )
-    control: ClassVar[Control] = BASELINE
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("SpanMasking", "MaskRateSchedule"), "the tokens that it hides and predicts would be moved"
     )

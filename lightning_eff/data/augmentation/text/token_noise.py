@@ -8,12 +8,10 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import Keys, SpecialTokens, TokenId, Until, no_text
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation._tokens import attended, configs, found_tokens
 from lightning_eff.data.augmentation.text._texts import TextAugmentation
 
@@ -84,11 +82,9 @@ class TokenNoise(TextAugmentation):
     constraints: ClassVar[str] = (
         "needs automatic optimization, integer tokens (B, T), labels in another tensor and a loss of torch.nn.functional"
     )
-    survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"rate": Uniform(0.02, 0.3, log=True), "until": Choice((0.8, 1.0))}, no_text
     )
-    control: ClassVar[Control] = BASELINE
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("SpanMasking", "MaskRateSchedule"), "the tokens that it hides and predicts would be noise"
     )

@@ -14,6 +14,7 @@ from lightning_eff._core._branches.ends import channels_of, tensors_that_end
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.probing import probed
 from lightning_eff._core.search_space import RunProfile
+from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.names import by_hand, outputs_dim
 from lightning_eff.model.initialization._once import refuse_pretrained
 from lightning_eff.model.initialization._scales.scaled import Scaled, scaled
@@ -87,6 +88,12 @@ class OfBranches(Architecture):
 
 class BranchScale(OfBranches):
     """Computes ``x + s F(x)`` for each residual branch F of a module, with a learnt s per branch."""
+
+    control: ClassVar[Control] = Control(
+        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product more per number"
+        " of the layers that end a branch"
+    )
+    constraints: ClassVar[str] = "modules with residual branches"
 
     def _take(self, branches: Sequence[str] | None, force: bool) -> None:
         """Keep the arguments that all have."""
