@@ -255,5 +255,7 @@ def test_two_plugins_are_refused_by_lightning() -> None:
 def test_a_plugin_among_the_callbacks_is_told_where_it_belongs(name: str, of: str) -> None:
     package = pytest.importorskip(of)
     plugin = PLUGINS[name].build(PLUGINS[name].precisions[0])
-    with pytest.raises(TypeError, match=rf"^Trainer\(callbacks=\[{name}\(\.\.\.\)\]\): .* Use Trainer\(plugins=\[{name}\("):
+    with pytest.raises(
+        TypeError, match=rf"^Trainer\(callbacks=\[{name}\(\.\.\.\)\]\): .* Use Trainer\(plugins=\[{name}\("
+    ):
         package.Trainer(callbacks=[plugin], accelerator="cpu", logger=False, enable_checkpointing=False)

@@ -26,26 +26,6 @@ _SAMPLES = 2  # of a batch that the trial takes: one would leave BatchNorm a sin
 _FAILS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, NotImplementedError)
 
 
-def check_multiple(multiple_of: int, *, who: str) -> None:
-    """Raise ``ValueError`` unless it is a number of pixels."""
-    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
-        raise ValueError(f"{who}({multiple_of=}): expected an integer >= 1, a number of pixels.")
-
-
-def check_keys(keys: Sequence[str | int] | None, *, who: str) -> None:
-    """Raise ``ValueError`` unless they are names or positions."""
-    if keys is not None and (
-        isinstance(keys, str)
-        or not isinstance(keys, Sequence)
-        or not keys
-        or any(isinstance(key, bool) or not isinstance(key, str | int) for key in keys)
-    ):
-        raise ValueError(
-            f"{who}({keys=}): expected a list of names or positions, such as ['pixel_values'] or [0], or None to look for"
-            " the images."
-        )
-
-
 class Resizing:
     """Makes the images of a run smaller, and lets its module take them.
 

@@ -12,7 +12,7 @@ from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.by_index import of_each_sample
 from lightning_eff._core._samples.technique import Choice, Epoch, SampleChooser
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Uniform
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Uniform, needs_sequences
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.data.curriculum._difficulty import sample_length
@@ -94,10 +94,6 @@ def budgeted(
     return found
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return "samples are not sequences" if profile.sequence_length is None else None
-
-
 def _search(cls: Callable[..., Any], values: Mapping[str, Any], profile: RunProfile) -> Any:
     """Set the budget to ``share`` of the positions in the run's batches, but at least to one sample."""
     assert profile.sequence_length is not None, "else it is pointless"
@@ -149,7 +145,7 @@ class TokenBudgetBatches(SampleChooser):
     )
     needs: ClassVar[Need] = Need.BATCH
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"share": Uniform(0.25, 1.0, log=True)}, pointless=_pointless, make=_search
+        {"share": Uniform(0.25, 1.0, log=True)}, pointless=needs_sequences, make=_search
     )
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds, with as many tokens per batch on average, because the batch size alone changes"

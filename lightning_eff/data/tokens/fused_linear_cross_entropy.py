@@ -17,7 +17,7 @@ from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import LossNotVisible, loss_of
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace, Survey, needs_sequences
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -59,10 +59,6 @@ class _Look:
 
     def read(self, node: Node, name: str) -> None:
         self.reads.setdefault(node.call.site, f"torch's {name!r} at {reader()}")
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return "samples are not sequences, so the output layer has few rows" if profile.sequence_length is None else None
 
 
 class FusedLinearCrossEntropy(Technique):
@@ -120,7 +116,7 @@ class FusedLinearCrossEntropy(Technique):
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey: ClassVar[Survey | None] = Survey("token masking (sparse token prediction)", zhuang="2.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        pointless=_pointless, measured_on=lambda profile: profile.masked_labels
+        pointless=needs_sequences, measured_on=lambda profile: profile.masked_labels
     )
     sparse_gradients: ClassVar[bool] = True
     control: ClassVar[Control] = Control(

@@ -12,7 +12,7 @@ from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import lies_at, map_tensors, tensors
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_sequences
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -75,10 +75,6 @@ def is_encoder_decoder(module: nn.Module) -> bool:
     )
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return "samples are not sequences" if profile.sequence_length is None else None
-
-
 class SpanMasking(Technique):
     """Pretrain an encoder-decoder on plain text: hide one span of each text from the encoder, and let the decoder predict it.
 
@@ -122,7 +118,7 @@ class SpanMasking(Technique):
     constraints: ClassVar[str] = "needs an encoder-decoder, with the same tokens as input and as labels in the batch"
     needs: ClassVar[Need] = Need.BATCH
     survey: ClassVar[Survey | None] = Survey("token masking (MASS)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"ratio": Choice((0.3, 0.5, 0.7))}, _pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"ratio": Choice((0.3, 0.5, 0.7))}, needs_sequences)
     control: ClassVar[Control] = Control(
         "the baseline on its loader's own task for the same time, compared on a downstream task"
     )

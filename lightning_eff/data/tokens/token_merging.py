@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Layers
 from lightning_eff._core._tokens.merging import MergingTokens
-from lightning_eff._core.search_space import Integer, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Integer, SearchSpace, Survey, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Stage, Step
 from lightning_eff._core.technique import Control
@@ -47,12 +47,6 @@ def match(keys: Tensor, r: int, protected: Tensor) -> Tensor:
 def mergeable(protected: Tensor) -> int:
     """Return how many tokens can join others: those at even places, if one at an odd place can take them."""
     return int((~protected[::2]).sum()) if bool((~protected[1::2]).any()) else 0
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    if profile.num_blocks < 2:
-        return "found no stack of two or more repeated blocks"
-    return None
 
 
 class TokenMerging(ComputesFewerTokens):
@@ -101,7 +95,7 @@ class TokenMerging(ComputesFewerTokens):
         " scaled_dot_product_attention or a softmax of a product; automatic optimization"
     )
     survey: ClassVar[Survey | None] = Survey("token merging (ToMe)", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"r": Integer(2, 16, log=True)}, _pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"r": Integer(2, 16, log=True)}, needs_blocks)
     control: ClassVar[Control] = Control(
         "the baseline for the same time with a learning rate that decays to zero; and PatchDropout, which drops tokens"
     )

@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_attention
 from lightning_eff.model.attention._replacing.selecting import SelectedKeys, with_best
-from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS, no_sequences
+from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS
 
 _MOST = 2**22  # products that are searched at a time
 
@@ -97,7 +97,7 @@ class A3Attention(SelectedKeys):
     )
     survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (A3)", zhuang="4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"search": Choice((0.125, 0.5)), "cut": Choice((0.05, 0.1))}, no_sequences
+        {"search": Choice((0.125, 0.5)), "cut": Choice((0.05, 0.1))}, needs_attention
     )
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
 

@@ -15,13 +15,13 @@ from lightning_eff._core._attention.calls import Call
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_attention
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.inside import Inside, InsideAttention, Place, put_inside
 from lightning_eff.model.attention._replacing.selecting import SLOWER
-from lightning_eff.model.attention._replacing.technique import CONFLICTS, NO_PAIRS, SOME_KEYS, no_sequences
+from lightning_eff.model.attention._replacing.technique import CONFLICTS, NO_PAIRS, SOME_KEYS
 
 WHO = "DOTAAttention"
 QUERY, KEY, PROJECTION = "dota_query", "dota_key", "dota_projection"
@@ -133,7 +133,7 @@ class DOTAAttention(InsideAttention):
         " device or DDP"
     )
     survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (DOTA)", zhuang="4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"share": Choice((0.1, 0.25, 0.5))}, no_sequences)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"share": Choice((0.1, 0.25, 0.5))}, needs_attention)
     control: ClassVar[Control] = SLOWER
     conflicts: ClassVar[Mapping[str, str]] = {
         **CONFLICTS,

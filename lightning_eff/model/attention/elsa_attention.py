@@ -13,11 +13,10 @@ from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._attention.calls import Call
 from lightning_eff._core._needs.needs import Part, Reasons
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_attention
 from lightning_eff._core.session import Session
 from lightning_eff.model.attention._replacing.projections import orthogonal_rows
 from lightning_eff.model.attention._replacing.selecting import SelectedKeys, with_best
-from lightning_eff.model.attention._replacing.technique import no_sequences
 
 WHO = "ELSAAttention"
 
@@ -119,7 +118,7 @@ class ELSAAttention(SelectedKeys):
     paper: ClassVar[str] = "Ham et al. 2021, doi:10.1109/ISCA52012.2021.00060"
     refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique learns its thresholds from whole batches"}
     survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (ELSA)", zhuang="4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"p": Uniform(0.5, 4.0, log=True)}, no_sequences)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"p": Uniform(0.5, 4.0, log=True)}, needs_attention)
     neutral_at: ClassVar[Mapping[str, Any]] = {"p": 0.0}
     checkpointed: ClassVar[tuple[str, ...]] = ("_threshold",)
 

@@ -14,11 +14,11 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, needs_attention
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.chunks import chunked_attention
-from lightning_eff.model.attention._replacing.technique import OUTSIDE, ReplacedAttention, no_sequences
+from lightning_eff.model.attention._replacing.technique import OUTSIDE, ReplacedAttention
 
 WHO = "MemoryEfficientAttention"
 #: torch's kernels, in the words of the summary.
@@ -53,7 +53,7 @@ def _as_autocast(t: Tensor | None, kind: str) -> Tensor | None:
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    if (why := no_sequences(profile)) is not None:
+    if (why := needs_attention(profile)) is not None:
         return why
     return None if profile.memory_bound else "memory limits neither the batch nor the model, and this costs time"
 

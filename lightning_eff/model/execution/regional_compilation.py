@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Layers, Text
 from lightning_eff._core._branches.side_by_side import seen_chains, side_by_side
 from lightning_eff._core.blocks import Candidate, find_stack, refuse_compiled_around
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -25,10 +25,6 @@ WHO = "RegionalCompilation"
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 _SAVES = "compiled code decides itself what to save, and does not tell what a saved tensor is"
 _MAPS = "each of its linear layers runs its own code, so every block would be compiled separately"
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return "there is no stack of blocks" if profile.num_blocks < 2 else None
 
 
 def stacks_of(module: nn.Module, layers: str | Sequence[str] | None) -> list[Candidate]:
@@ -130,7 +126,7 @@ class RegionalCompilation(Technique):
     paper: ClassVar[str] = "Ansel et al. 2024, doi:10.1145/3620665.3640366 (PyTorch 2)"
     constraints: ClassVar[str] = "a stack of repeated blocks; a compiler for inductor"
     survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"same_random": Choice((True, False))}, _pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"same_random": Choice((True, False))}, needs_blocks)
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds, compile time included; results are equal up to rounding, and the baseline can be"
         " compiled too"

@@ -16,7 +16,6 @@ from lightning_eff._core._branches.attention import Attention, attentions, outpu
 from lightning_eff._core._branches.ends import alike_unused
 from lightning_eff._core._branches.graph import Graph, kind
 from lightning_eff._core._branches.sharded_step import take_apart
-from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.attention import Given, attentions_given
@@ -148,11 +147,6 @@ def draw_orthogonal(one: Map, weight: Tensor, *, gain: float, generator: torch.G
     """Set each matrix of ``weight`` to an orthonormal one, times ``gain``."""
     for matrix, put in one.split(weight):
         put(orthogonal(matrix.shape, gain=gain, generator=generator).to(matrix))
-
-
-def no_maps(profile: RunProfile) -> str | None:
-    """Return why there is nothing to set, in words."""
-    return None if profile.num_matrices else "there are no hidden linear layers"
 
 
 class Seen(NamedTuple):

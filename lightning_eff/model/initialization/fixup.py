@@ -18,18 +18,12 @@ from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core._branches.probing import Probe, probed
 from lightning_eff._core._branches.tracing import traced
 from lightning_eff._core._needs.offers import is_plain
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.attention import Branches, branches_given
 from lightning_eff.model.initialization._given.names import by_hand
-from lightning_eff.model.initialization._scales.branch_scale import (
-    OfBranches,
-    apart,
-    conflicts,
-    listed,
-    pointless,
-)
+from lightning_eff.model.initialization._scales.branch_scale import OfBranches, apart, conflicts, listed
 from lightning_eff.model.initialization._scales.fixed import fixed, takes_biases
 from lightning_eff.model.initialization._scales.scaled import Scaled
 
@@ -89,7 +83,7 @@ class Fixup(OfBranches):
     paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1901.09321"
     constraints: ClassVar[str] = "modules with residual branches; no tensor parallelism"
     survey: ClassVar[Survey | None] = Survey("initialisation: Fixup", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"biases": Choice((True, False))}, pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"biases": Choice((True, False))}, needs_blocks)
     control: ClassVar[Control] = Control(
         "the baseline, with its norms, for as many seconds with its learning rate decayed to zero"
     )

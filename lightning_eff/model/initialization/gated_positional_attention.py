@@ -15,7 +15,7 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Alias, Count, Number
 from lightning_eff._core._needs.needs import Need, Part, Reasons
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._gated.finding import find
 from lightning_eff.model.initialization._gated.gated import gated
@@ -80,7 +80,7 @@ class GatedPositionalAttention(Architecture):
     survey: ClassVar[Survey | None] = Survey("initialisation: gated positional self-attention (ConViT)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"locality": Choice((0.5, 1.0, 2.0))},
-        pointless=lambda profile: None if profile.image_side else "samples are not images",
+        needs_images,
     )
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate decayed to zero, since a step costs more"

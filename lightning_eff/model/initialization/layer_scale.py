@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Number
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
 from lightning_eff.model.initialization._given.names import Ends
-from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts, pointless
+from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts
 
 
 def layer_scale(blocks: int) -> float:
@@ -58,7 +58,7 @@ class LayerScale(BranchScale):
     survey: ClassVar[Survey | None] = Survey(
         "initialisation: residual branches scaled by channel (LayerScale)", shen="4.3"
     )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"init": Choice((None, 0.1, 1e-5))}, pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"init": Choice((None, 0.1, 1e-5))}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("LayerScale", zero=False)
 
     by_channel: ClassVar[bool] = True

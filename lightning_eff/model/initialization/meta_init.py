@@ -17,7 +17,7 @@ from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.batches import map_tensors, num_samples
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.passes import training_batches
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import takes_index
 from lightning_eff._core.technique import Control
@@ -130,7 +130,7 @@ class MetaInit(Initialization):
     survey: ClassVar[Survey | None] = Survey("initialisation: searched for by gradients (MetaInit)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"steps": Choice((100, 500)), "lr": Choice((0.1, 0.01))},
-        pointless=lambda profile: None if profile.num_matrices else "there are no hidden linear layers",
+        needs_matrices,
     )
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds, including the search, with its learning rate decayed to zero"

@@ -10,19 +10,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Number
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
 from lightning_eff._core.session import Session
 from lightning_eff.model.initialization._divided.writing import whole
 from lightning_eff.model.initialization._given.attention import Attentions
-from lightning_eff.model.initialization._maps import (
-    SAME_WEIGHTS,
-    UNSEEN,
-    OfMaps,
-    Patterns,
-    draw_orthogonal,
-    listed,
-    no_maps,
-)
+from lightning_eff.model.initialization._maps import SAME_WEIGHTS, UNSEEN, OfMaps, Patterns, draw_orthogonal, listed
 
 WHO = "OrthogonalInit"
 
@@ -63,7 +55,7 @@ class OrthogonalInit(OfMaps):
     saves: ClassVar[str] = "steps: deep networks keep the length of signals and gradients"
     paper: ClassVar[str] = "Saxe et al. 2013, arXiv:1312.6120"
     survey: ClassVar[Survey | None] = Survey("initialisation: orthogonal", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"gain": Choice((1.0, 2**0.5))}, no_maps)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"gain": Choice((1.0, 2**0.5))}, needs_matrices)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "TFixup", "ZerO"), SAME_WEIGHTS),
         "ACTPrecision": UNSEEN,

@@ -6,9 +6,9 @@ The rule is ``x + alpha F(x)`` with alpha = 0, which ``_scales.scaled.Scaled`` c
 from collections.abc import Mapping
 from typing import ClassVar
 
-from lightning_eff._core.search_space import SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace, Survey, needs_blocks
 from lightning_eff.model.initialization._given.names import Ends
-from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts, pointless
+from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts
 
 
 class ReZero(BranchScale):
@@ -49,7 +49,7 @@ class ReZero(BranchScale):
     survey: ClassVar[Survey | None] = Survey(
         "initialisation: residual branches with a learnt scale (ReZero)", shen="4.3"
     )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("ReZero", zero=True)
 
     def __init__(self, *, branches: Ends | None = None, force: bool = False) -> None:

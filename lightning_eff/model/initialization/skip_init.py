@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar, Literal
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Either, Number, OneOf
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
 from lightning_eff.model.initialization._given.names import Ends
-from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts, pointless
+from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts
 
 
 def skip_init_scale(branches: int) -> float:
@@ -62,7 +62,7 @@ class SkipInit(BranchScale):
     survey: ClassVar[Survey | None] = Survey(
         "initialisation: residual branches with a learnt scale (SkipInit)", shen="4.3"
     )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"alpha": Choice((0.0, "depth"))}, pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"alpha": Choice((0.0, "depth"))}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("SkipInit", zero=True)
 
     def __init__(

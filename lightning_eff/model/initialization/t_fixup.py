@@ -12,7 +12,7 @@ from lightning_eff._core._branches.attention import Attention, Part
 from lightning_eff._core._branches.ends import alike_unused, biases_beside, refuse_unequal
 from lightning_eff._core._branches.finding import Branch, branches
 from lightning_eff._core._branches.graph import Graph, kind
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff.model.initialization._divided.writing import whole
 from lightning_eff.model.initialization._given.attention import Attentions, Branches, branches_given
@@ -81,7 +81,7 @@ class TFixup(OfMaps):
     survey: ClassVar[Survey | None] = Survey("initialisation: scaled by depth (T-Fixup)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"draw": Choice((True, False))},
-        pointless=lambda profile: None if profile.num_blocks else "there is no stack of blocks with residual branches",
+        needs_blocks,
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "OrthogonalInit", "ZerO"), SAME_WEIGHTS),

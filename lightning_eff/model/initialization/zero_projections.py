@@ -11,7 +11,7 @@ from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._branches.ends import biases_beside, tensors_that_end
 from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core._branches.sharded_step import take_apart
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.names import Ends, by_hand
@@ -77,7 +77,7 @@ class ZeroProjections(Initialization):
     survey: ClassVar[Survey | None] = Survey("initialisation: zero-initialised residual branches (Fixup)", shen="4.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"scale": Choice((0.0, 0.25)), "head": Choice((True, False))},
-        pointless=lambda profile: None if profile.num_blocks else "there is no stack of blocks with residual branches",
+        needs_blocks,
     )
     control: ClassVar[Control] = Control(
         "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"

@@ -19,7 +19,7 @@ from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Alias, Either, Number, OneOf
 from lightning_eff._core._branches.probing import Divided, probed
 from lightning_eff._core._stack.finding import candidates
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._marks import Marked
 from lightning_eff.model.layers._shared.arguments import Paths
@@ -58,10 +58,6 @@ class CappedLinear(Marked, nn.Linear):
         return f"{super().extra_repr()}, cap={self.cap:g}"
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "the module has no hidden linear layer before a head"
-
-
 class LogitSoftcap(ByName, Architecture):
     """Cap the logits of the module's head smoothly: ``c tanh(z / c)``.
 
@@ -96,7 +92,7 @@ class LogitSoftcap(ByName, Architecture):
     paper: ClassVar[str] = "Gemma Team 2024, arXiv:2408.00118"
     constraints: ClassVar[str] = "heads that are nn.Linear; costs time with large vocabularies"
     survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"cap": Choice((15.0, 30.0))}, _pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"cap": Choice((15.0, 30.0))}, needs_matrices)
     control: ClassVar[Control] = Control("the baseline for the same time with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = {}
     change_at: ClassVar[Change] = Change.SWAP

@@ -24,7 +24,7 @@ from lightning_eff._core._tokens.embeddings import token_embeddings
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.optimizers import evaluates_anew, rewrite_configured
 from lightning_eff._core.patches import hook_before
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_sequences
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -52,10 +52,6 @@ def _orders(n: int | Sequence[int]) -> tuple[int, ...]:
 
 def _named(orders: Sequence[int]) -> str:
     return " and ".join(f"{n}-grams" for n in orders)
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return "the samples are not sequences of tokens" if profile.sequence_length is None else None
 
 
 class NgramEmbedding(Architecture):
@@ -114,7 +110,7 @@ class NgramEmbedding(Architecture):
     constraints: ClassVar[str] = "models that look up tokens with nn.Embedding; no cache in generation"
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, _pointless
+        {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, needs_sequences
     )
     control: ClassVar[Control] = Control(
         "the same table under the module's optimizer, and a baseline with as many additional parameters in its layers, each for"

@@ -16,7 +16,7 @@ from lightning_eff._core._architecture.naming import check_met
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._branches.attention import Attention, Part
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace, Survey, needs_attention
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._attention.normed import EPS, NormedHeads, runs
 from lightning_eff.model.layers._attention.parts import attended, handed, is_meant
@@ -26,14 +26,6 @@ from lightning_eff.model.layers._shared.choosing import ByName
 WHO = "QKNorm"
 #: How far the mean squares of normalised queries may differ.
 ALIKE = 1e-2
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return (
-        None
-        if profile.sequence_length is not None or profile.image_side is not None
-        else "the samples are not sequences"
-    )
 
 
 class QKNorm(ByName, Architecture):
@@ -74,7 +66,7 @@ class QKNorm(ByName, Architecture):
     paper: ClassVar[str] = "Henry et al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442"
     constraints: ClassVar[str] = "attention by scaled_dot_product_attention"
     survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, needs_attention)
     control: ClassVar[Control] = Control(
         "the baseline for the same time with its learning rate decayed to zero, and the best learning rate of each"
     )

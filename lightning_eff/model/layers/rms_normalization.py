@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace, Survey, needs_matrices
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._fast_paths import REASON, read_in_evaluation
 from lightning_eff.model.layers._marks import Marked, device_of
@@ -58,10 +58,6 @@ class RMSNorm(Marked):
         return f"{tuple(self.normalized_shape)}, eps={self.eps}"
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "the module has no hidden linear layer with a LayerNorm before it"
-
-
 class RMSNormalization(ByName, Architecture):
     """Replace LayerNorm with RMSNorm, which subtracts no mean and adds no bias.
 
@@ -95,7 +91,7 @@ class RMSNormalization(ByName, Architecture):
     paper: ClassVar[str] = "Zhang & Sennrich 2019, arXiv:1910.07467"
     constraints: ClassVar[str] = "modules with nn.LayerNorm; gains nothing if it is fused"
     survey: ClassVar[Survey | None] = Survey("normalisation (RMSNorm)", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, needs_matrices)
     control: ClassVar[Control] = Control("the baseline for the same time with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = {}
     change_at: ClassVar[Change] = Change.SWAP

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._ghosts.groups import GhostSize, chosen, normed, refuse_synchronized
@@ -69,10 +69,6 @@ class SequentialNorm(Marked, _BatchNorm):
         return f"{super().extra_repr()}, size={self.size}, channel_groups={self.channel_groups}"
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.image_side is not None else "the samples are not images, whose networks have BatchNorm"
-
-
 class SeqNorm(ByName, Architecture):
     """Replace BatchNorm with two norms in sequence: over groups of each sample's channels, then over groups of samples.
 
@@ -112,7 +108,7 @@ class SeqNorm(ByName, Architecture):
     constraints: ClassVar[str] = "modules with BatchNorm; without sync_batchnorm"
     survey: ClassVar[Survey | None] = Survey("sequential normalisation (SeqNorm)", shen="4.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"size": Choice((8, 16, 32)), "channel_groups": Choice((2, 4, 8))}, _pointless
+        {"size": Choice((8, 16, 32)), "channel_groups": Choice((2, 4, 8))}, needs_images
     )
     control: ClassVar[Control] = Control(
         "the baseline for the same time, and the baseline at the ghost batch's size with its own best learning rate"

@@ -15,7 +15,7 @@ from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count, OneOf
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._activations.finding import between, computes, is_activation, is_rectifier
 from lightning_eff.model.layers._activations.functions import ELEMENTWISE, GATED, NAMES
@@ -26,10 +26,6 @@ from lightning_eff.model.layers._shared.arguments import Paths
 from lightning_eff.model.layers._shared.choosing import ByName, select
 
 WHO = "SwapActivation"
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "the module has no hidden linear layers with an activation between them"
 
 
 class SwapActivation(ByName, Architecture):
@@ -78,7 +74,7 @@ class SwapActivation(ByName, Architecture):
     paper: ClassVar[str] = "Shazeer 2020, arXiv:2002.05202; So et al. 2021, arXiv:2109.08668"
     constraints: ClassVar[str] = "activations that are modules; for swiglu, between two linear layers"
     survey: ClassVar[Survey | None] = Survey("activation functions (ELU, SELU, GELU, ISRLU, SwiGLU)", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"to": Choice(("relu2", "swiglu"))}, _pointless)
+    search_space: ClassVar[SearchSpace | None] = SearchSpace({"to": Choice(("relu2", "swiglu"))}, needs_matrices)
     control: ClassVar[Control] = Control(
         "the baseline for the same time: the activations cost about the same, and swiglu has as many weights"
     )

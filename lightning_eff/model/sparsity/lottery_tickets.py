@@ -89,11 +89,6 @@ class LotteryTickets(Masked):
         self._round = 0
         self._then: dict[str, Any] | None = None
 
-    @property
-    def remembered(self) -> Mapping[str, Tensor]:
-        """The parameters and buffers that the reset uses, by name; empty until they are saved."""
-        return {} if self._then is None else self._then["weights"]
-
     @override
     def asked(self) -> dict[str, Any]:
         return {"rounds": self.rounds, "share": self.share, "rewind": self.rewind, "scope": self.scope}

@@ -10,9 +10,11 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control
 from lightning_eff.model.sparsity._masks.arguments import Dense, Distribution, Sides, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.masked import RIVALS_IN_STATE, agreed, no_time, rivals
 from lightning_eff.model.sparsity._masks.rewired import Rewired, drawn
+from lightning_eff.model.sparsity._random_mask import fixed
 
 WHO = "RigL"
 Grow = Literal["gradient", "random"]
@@ -81,6 +83,7 @@ class RigL(Rewired):
 
     paper: ClassVar[str] = "Evci et al. 2019, arXiv:1911.11134"
     survey: ClassVar[Survey | None] = Survey("RigL", zhuang="2.1", shen="4.2")
+    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"sparsity": Uniform(0.5, 0.9), "grow": Choice(("gradient", "random"))}, no_time
     )

@@ -9,9 +9,11 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
 from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control
 from lightning_eff.model.sparsity._masks.arguments import Dense, Distribution, Sides, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.masked import RIVALS_IN_STATE, no_time, rivals
 from lightning_eff.model.sparsity._masks.rewired import Rewired, drawn
+from lightning_eff.model.sparsity._random_mask import fixed
 
 WHO = "SET"
 
@@ -49,6 +51,7 @@ class SET(Rewired):
 
     paper: ClassVar[str] = "Mocanu et al. 2018, Nature Communications 9, 2383"
     survey: ClassVar[Survey | None] = Survey("SET", zhuang="2.1", shen="4.2")
+    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
 

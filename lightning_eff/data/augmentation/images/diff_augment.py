@@ -15,7 +15,7 @@ from lightning_eff._core._arguments.kinds import Number, Text
 from lightning_eff._core._needs.needs import DIFFERS, Need, Part, Reasons
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.patches import hook_before
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
 from lightning_eff._core.technique import Control, Technique
@@ -118,10 +118,6 @@ def find_discriminator(module: nn.Module, path: str | None) -> str:
     return outer[0]
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return "samples are not images" if profile.image_side is None else None
-
-
 class DiffAugment(Technique):
     """Show real and generated images to the discriminator of a GAN through the same random, differentiable transforms.
 
@@ -173,7 +169,7 @@ class DiffAugment(Technique):
     survey: ClassVar[Survey | None] = Survey("data augmentation (DiffAugment)", shen="3.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"policy": Choice((("color", "translation", "cutout"), ("translation", "cutout"), ("translation",)))},
-        _pointless,
+        needs_images,
     )
     control: ClassVar[Control] = BASELINE
     needs_automatic_optimization: ClassVar[bool] = False

@@ -27,21 +27,6 @@ _MASK = re.compile("attention_mask")
 _OWN = "it hides tokens of one sequence only, and those of the other sequence would be lost"
 
 
-def seq_mix(embedding: Tensor, ids: Tensor, partner: Tensor, share: Tensor) -> Tensor:
-    """Return ``(lambda X + (1 - lambda) X') E = lambda E(x) + (1 - lambda) E(x')``: (B, T, D).
-
-    ``X`` are the one-hot codes of a sequence, (T, V), and ``X'`` those of the other sequence. A run computes the right-hand
-    side from the output of an ``nn.Embedding``, without any one-hot codes.
-
-    Args:
-        embedding: ``E``, (V, D).
-        ids: ``x``, (B, T), integers.
-        partner: the other sequence of each mixture, (B,), integers.
-        share: ``lambda``, (B,) or (1,), in [0, 1].
-    """
-    return mixed_rows(embedding[ids], partner, share)
-
-
 def made_of(ids: Tensor, tokens: Tensor) -> bool:
     """Return whether ``ids`` are ``tokens`` (B, T), some of their columns, or tokens shifted right, as a decoder's inputs are.
 

@@ -13,7 +13,6 @@ from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._branches.ends import channels_of, tensors_that_end
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.probing import probed
-from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.names import by_hand, outputs_dim
 from lightning_eff.model.initialization._once import refuse_pretrained
@@ -35,11 +34,6 @@ CONFLICTS: Mapping[str, str] = {
 def conflicts(who: str, *, zero: bool) -> dict[str, str]:
     """Return the conflicts of one of these techniques, whose scale starts at zero or not."""
     return {name: why for name, why in CONFLICTS.items() if name != who and (zero or why is not _ZEROS)}
-
-
-def pointless(profile: RunProfile) -> str | None:
-    """Return why there is nothing to scale, in words."""
-    return None if profile.num_blocks else "there is no stack of blocks with residual branches"
 
 
 class OfBranches(Architecture):

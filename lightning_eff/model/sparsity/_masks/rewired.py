@@ -11,11 +11,9 @@ from typing_extensions import override
 
 from lightning_eff._core._run.delayed_start import ActsLate, Length
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.sparsity._masks.allotting import allotted
 from lightning_eff.model.sparsity._masks.finding import largest
 from lightning_eff.model.sparsity._masks.masked import Masked, agreed
-from lightning_eff.model.sparsity._random_mask import fixed
 
 _OTHER_BASES = ("SOAP", "Shampoo")
 
@@ -64,7 +62,6 @@ class Rewired(ActsLate, Masked):
     needs_budget: ClassVar[bool] = True
     saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
     constraints: ClassVar[str] = "optimizers with separate moments for each weight"
-    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
 
     @override
     def _reset(self) -> None:
