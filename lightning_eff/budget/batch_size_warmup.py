@@ -132,20 +132,20 @@ class BatchSizeWarmup(Technique):
         Goyal et al. 2017, arXiv:1706.02677 (linear scaling). Malladi et al. 2022, arXiv:2205.10287 (square root, for Adam).
     """
 
-    saves: ClassVar[str] = "samples early in training, where small batches learn as much per step"
-    paper: ClassVar[str] = "Smith et al. 2017, arXiv:1711.00489"
-    constraints: ClassVar[str] = "needs more batches per epoch than the first steps take"
-    needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "samples early in training, where small batches learn as much per step"
+    paper = "Smith et al. 2017, arXiv:1711.00489"
+    constraints = "needs more batches per epoch than the first steps take"
+    needs = Need.BATCH
+    survey = Survey("large batches", shen="5.2")
+    search_space = SearchSpace(
         {"full": Choice((2, 3, 4)), "until": Uniform(0.2, 0.8), "power": Choice((0.0, 0.5, 1.0))}
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "a constant batch size, with the learning rate divided along the same path of learning rate / batch size",
         _decayed_rate,
     )
-    needs_budget: ClassVar[bool] = True
-    needs_optimizer: ClassVar[bool] = True
+    needs_budget = True
+    needs_optimizer = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"full": 1}
 
     def __init__(

@@ -80,13 +80,13 @@ class GradientNoiseScale(Technique):
         McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", arXiv:1812.06162, appendix A.
     """
 
-    saves: ClassVar[str] = "nothing by itself: it shows which batch size pays off"
-    paper: ClassVar[str] = "McCandlish et al. 2018, arXiv:1812.06162"
-    needs: ClassVar[Need] = Need.PIECES
+    saves = "nothing by itself: it shows which batch size pays off"
+    paper = "McCandlish et al. 2018, arXiv:1812.06162"
+    needs = Need.PIECES
     refuses: ClassVar[Reasons] = {Part.COMPRESSED: "it compares gradients with their exact mean over processes"}
-    survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_gains_nothing)
-    control: ClassVar[Control] = Control("the baseline, which trains identically")
+    survey = Survey("large batches", shen="5.2")
+    search_space = SearchSpace(pointless=_gains_nothing)
+    control = Control("the baseline, which trains identically")
     neutral_at: ClassVar[Mapping[str, Any]] = {"every": 0}
 
     def __init__(

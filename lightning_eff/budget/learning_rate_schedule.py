@@ -4,7 +4,7 @@ Li et al. 2019 (arXiv:1905.04753): the progress variable matters more than the s
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -77,25 +77,25 @@ class LearningRateSchedule(Technique):
         Izsak et al. 2021, arXiv:2104.07705 (a budget in seconds).
     """
 
-    saves: ClassVar[str] = "steps: full decay over the true budget gains more than most techniques"
-    paper: ClassVar[str] = "Li et al. 2019, arXiv:1905.04753; Bergsma et al. 2025, arXiv:2502.15938"
-    constraints: ClassVar[str] = "needs a run with an end and automatic optimization"
-    needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("learning rate schedules", zhuang="2.1", shen="5.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps: full decay over the true budget gains more than most techniques"
+    paper = "Li et al. 2019, arXiv:1905.04753; Bergsma et al. 2025, arXiv:2502.15938"
+    constraints = "needs a run with an end and automatic optimization"
+    needs = Need.BATCH
+    survey = Survey("learning rate schedules", zhuang="2.1", shen="5.1")
+    search_space = SearchSpace(
         {
             "shape": Choice(("linear", "cosine", "rex", "wsd")),
             "warmup": Choice((0.0, 0.02, 0.1)),
             "final": Choice((0.0, 0.1)),
         }
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "a linear decay to zero over the same budget; for linear decay, the baseline with a tuned learning rate",
         _linear,
     )
-    needs_optimizer: ClassVar[bool] = True
-    sets_rates: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
+    needs_optimizer = True
+    sets_rates = True
+    sparse_gradients = True
 
     def __init__(
         self,

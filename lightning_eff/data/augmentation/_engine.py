@@ -75,11 +75,11 @@ class Augmentation(Technique):
         keys: names or positions of the tensors that are changed. None looks for them.
     """
 
-    saves: ClassVar[str] = "no time per step: it regularises, for a better model after many epochs"
-    stage: ClassVar[Stage | None] = Stage.AUGMENT
-    needs: ClassVar[Need] = Need.BATCH
-    checkpointed: ClassVar[tuple[str, ...]] = ("_share", "_milliseconds", "_batches", "_changed", "_shares", "_total")
-    logged: ClassVar[tuple[str, ...]] = ()
+    saves = "no time per step: it regularises, for a better model after many epochs"
+    stage = Stage.AUGMENT
+    needs = Need.BATCH
+    checkpointed = ("_share", "_milliseconds", "_batches", "_changed", "_shares", "_total")
+    logged = ()
     neutral_at: ClassVar[Mapping[str, Any]] = {"prob": 0.0, "until": 0.0}
 
     def __init__(self, *, prob: float, until: float, keys: Sequence[str | int] | None) -> None:
@@ -171,8 +171,8 @@ class Augmentation(Technique):
 class ImageAugmentation(Augmentation):
     """Erases pixels of each image independently, with probability ``prob``. Labels are unchanged."""
 
-    constraints: ClassVar[str] = "needs automatic optimization and normalised floating-point images (B, C, H, W)"
-    control: ClassVar[Control] = BASELINE
+    constraints = "needs automatic optimization and normalised floating-point images (B, C, H, W)"
+    control = BASELINE
 
     @override
     def look(self, step: Step, batch: Any) -> None:

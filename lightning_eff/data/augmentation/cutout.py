@@ -64,11 +64,9 @@ class Cutout(ImageAugmentation):
         DeVries & Taylor 2017, "Improved Regularization of Convolutional Neural Networks with Cutout", arXiv:1708.04552.
     """
 
-    paper: ClassVar[str] = "DeVries & Taylor 2017, arXiv:1708.04552"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (Cutout)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"length": Choice((0.25, 0.5)), "until": Choice((0.8, 1.0))}, no_images
-    )
+    paper = "DeVries & Taylor 2017, arXiv:1708.04552"
+    survey = Survey("data augmentation (Cutout)", shen="3.1")
+    search_space = SearchSpace({"length": Choice((0.25, 0.5)), "until": Choice((0.8, 1.0))}, no_images)
     neutral_at: ClassVar[Mapping[str, Any]] = {"length": 0.0}
 
     def __init__(

@@ -87,16 +87,14 @@ class LabelSmoothing(Technique):
         Szegedy et al. 2015, "Rethinking the Inception Architecture for Computer Vision", arXiv:1512.00567.
     """
 
-    saves: ClassVar[str] = "no time per step: it regularises, at no measurable cost"
-    paper: ClassVar[str] = "Szegedy et al. 2015, arXiv:1512.00567"
-    constraints: ClassVar[str] = (
-        "needs automatic optimization, labels that are classes and a loss of torch.nn.functional"
-    )
-    needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"epsilon": Uniform(0.05, 0.2)}, _pointless)
-    control: ClassVar[Control] = Control("the baseline with hard labels, trained for the same time")
+    saves = "no time per step: it regularises, at no measurable cost"
+    paper = "Szegedy et al. 2015, arXiv:1512.00567"
+    constraints = "needs automatic optimization, labels that are classes and a loss of torch.nn.functional"
+    needs = Need.CALLS | Need.STEP
+    search_space = SearchSpace({"epsilon": Uniform(0.05, 0.2)}, _pointless)
+    control = Control("the baseline with hard labels, trained for the same time")
     neutral_at: ClassVar[Mapping[str, Any]] = {"epsilon": 0.0}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_calls", "_batches")
+    checkpointed = ("_calls", "_batches")
 
     def __init__(
         self, epsilon: Annotated[float, Fraction(below=1), Alias("label_smoothing")] = 0.1, *, labels: Keys = None

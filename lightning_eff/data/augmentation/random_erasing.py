@@ -1,7 +1,7 @@
 """Random erasing: fill a random rectangle of an image with noise (Zhong et al. 2017)."""
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Generator, Tensor
@@ -96,12 +96,10 @@ class RandomErasing(ImageAugmentation):
         Zhong et al. 2017, "Random Erasing Data Augmentation", arXiv:1708.04896.
     """
 
-    paper: ClassVar[str] = "Zhong et al. 2017, arXiv:1708.04896"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (random erasing)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"prob": Uniform(0.1, 0.5), "until": Choice((0.8, 1.0))}, no_images
-    )
-    order: ClassVar[int] = 1
+    paper = "Zhong et al. 2017, arXiv:1708.04896"
+    survey = Survey("data augmentation (random erasing)", shen="3.1")
+    search_space = SearchSpace({"prob": Uniform(0.1, 0.5), "until": Choice((0.8, 1.0))}, no_images)
+    order = 1
 
     def __init__(
         self,

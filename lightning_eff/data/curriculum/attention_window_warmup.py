@@ -15,7 +15,7 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -98,18 +98,18 @@ class AttentionWindowWarmup(Technique):
         window grows by 64 or 128 tokens to the end of the run.
     """
 
-    saves: ClassVar[str] = "attention outside the window, while the window is small"
-    paper: ClassVar[str] = "Jordan et al. 2024, github.com/KellerJordan/modded-nanogpt"
-    constraints: ClassVar[str] = (
+    saves = "attention outside the window, while the window is small"
+    paper = "Jordan et al. 2024, github.com/KellerJordan/modded-nanogpt"
+    constraints = (
         "needs automatic optimization and self-attention by scaled_dot_product_attention, nn.MultiheadAttention or a softmax"
         " over its scores, not compiled; pays only for long sequences"
     )
-    needs: ClassVar[Need] = Need.CALLS
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    needs = Need.CALLS
+    survey = None
+    search_space = SearchSpace(
         {"start": Choice((0.0625, 0.125, 0.25)), "until": Uniform(0.3, 1.0)}, _pointless, _from_shares
     )
-    control: ClassVar[Control] = Control("the first window throughout, validated as the recipe is", _narrow_throughout)
+    control = Control("the first window throughout, validated as the recipe is", _narrow_throughout)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("RandomLTD", "TokenDropping", "PatchDropout", "TokenMerging"),
@@ -122,12 +122,12 @@ class AttentionWindowWarmup(Technique):
             "it runs attention again with the kernel of the plain call, which may not take a mask",
         ),
     }
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
+    needs_budget = True
+    sparse_gradients = True
     _must_narrow: ClassVar[bool] = True  # refuse a first window that covers the whole sequence
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_seen", "_window", "_length", "_steps", "_u")
-    stage: ClassVar[Stage | None] = Stage.TRANSFORM
+    checkpointed = ("_seen", "_window", "_length", "_steps", "_u")
+    stage = Stage.TRANSFORM
 
     def __init__(
         self,
@@ -268,10 +268,10 @@ class NarrowAttention(AttentionWindowWarmup):
         ValueError: as the warm-up does, except for a window that covers the whole sequence.
     """
 
-    saves: ClassVar[str] = "attention outside the window, throughout"
-    search_space: ClassVar[SearchSpace | None] = None
-    control: ClassVar[Control] = Control("itself the control of AttentionWindowWarmup")
-    needs_budget: ClassVar[bool] = False
+    saves = "attention outside the window, throughout"
+    search_space = None
+    control = Control("itself the control of AttentionWindowWarmup")
+    needs_budget = False
     _must_narrow: ClassVar[bool] = False
 
     def __init__(self, *, start: int, multiple_of: int = 64, evaluate: Literal["full", "present"] = "full") -> None:

@@ -122,14 +122,12 @@ class DifficultyPacing(SampleChooser):
         Machine Translation", arXiv:1903.09848 (the pacing). Wu et al. 2021, "When Do Curricula Work?", arXiv:2012.03107.
     """
 
-    saves: ClassVar[str] = "steps, in short or noisy training (Wu et al. find none in ordinary training)"
-    paper: ClassVar[str] = "Wu et al. 2021, arXiv:2012.03107; Platanios et al. 2019, arXiv:1903.09848"
-    constraints: ClassVar[str] = (
-        "needs one DataLoader over a map-style data set, and a visible loss per sample for score='loss'"
-    )
-    needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("curriculum learning", shen="3.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps, in short or noisy training (Wu et al. find none in ordinary training)"
+    paper = "Wu et al. 2021, arXiv:2012.03107; Platanios et al. 2019, arXiv:1903.09848"
+    constraints = "needs one DataLoader over a map-style data set, and a visible loss per sample for score='loss'"
+    needs = Need.STEP
+    survey = Survey("curriculum learning", shen="3.3")
+    search_space = SearchSpace(
         {
             "score": Choice(("loss",)),
             "c0": Uniform(0.1, 0.6),
@@ -138,12 +136,12 @@ class DifficultyPacing(SampleChooser):
         },
         _pointless,
     )
-    control: ClassVar[Control] = Control("as many samples at a time, whether easy or hard", _random_order)
-    needs_automatic_optimization: ClassVar[bool] = False
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
+    control = Control("as many samples at a time, whether easy or hard", _random_order)
+    needs_automatic_optimization = False
+    needs_budget = True
+    sparse_gradients = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"c0": 1.0, "until": 0.0}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_share", "_scores", "_plain", "_samples", "_whole_from")
+    checkpointed = ("_share", "_scores", "_plain", "_samples", "_whole_from")
 
     def __init__(
         self,

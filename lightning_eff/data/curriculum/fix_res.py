@@ -88,26 +88,24 @@ class FixRes(SmallerImages):
         Touvron et al. 2019, "Fixing the train-test resolution discrepancy", arXiv:1906.06423.
     """
 
-    saves: ClassVar[str] = (
-        "compute and activations: small images for most of the run, and short backward passes at the end"
-    )
-    paper: ClassVar[str] = "Touvron et al. 2019, arXiv:1906.06423"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations: small images for most of the run, and short backward passes at the end"
+    paper = "Touvron et al. 2019, arXiv:1906.06423"
+    constraints = (
         "needs automatic optimization, batches with images (N, C, H, W), a module for images of any size whose classifier is"
         " called last or named by classifier=, and a learning rate above zero at until"
     )
-    survey: ClassVar[Survey | None] = Survey("train-test resolution (FixRes)", shen="3.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("train-test resolution (FixRes)", shen="3.3")
+    search_space = SearchSpace(
         {"scale": Uniform(0.5, 0.85), "until": Uniform(0.7, 0.95), "norms": Choice(("all", "last"))}, no_images
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "small images throughout, validated at full size; and all parameters tuned on full images for as long", _arms
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         "ProgressiveResizing": "both set the size of each step's images",
         "EfficientTrain": "both set the size of each step's images",
     }
-    checkpointed: ClassVar[tuple[str, ...]] = ("_tuned", "_adapting", "_tuning")
+    checkpointed = ("_tuned", "_adapting", "_tuning")
 
     def __init__(
         self,

@@ -115,15 +115,15 @@ class SequenceLengthWarmup(Technique):
         (linear growth).
     """
 
-    saves: ClassVar[str] = "time and activation memory early in training; stability at large batches and learning rates"
-    paper: ClassVar[str] = "Press et al. 2020, arXiv:2012.15832; Li et al. 2021, arXiv:2108.06084"
-    constraints: ClassVar[str] = (
+    saves = "time and activation memory early in training; stability at large batches and learning rates"
+    paper = "Press et al. 2020, arXiv:2012.15832; Li et al. 2021, arXiv:2108.06084"
+    constraints = (
         "needs batches of sequences, found by shape or named by keys=; reshape needs a T with divisors and no per-sample"
         " tensors; every new length recompiles a compiled module"
     )
-    needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("sequence length warm-up", shen="3.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    needs = Need.BATCH
+    survey = Survey("sequence length warm-up", shen="3.3")
+    search_space = SearchSpace(
         {
             "start": Choice((0.125, 0.25, 0.5)),  # of the full length
             "until": Uniform(0.1, 0.8),
@@ -132,12 +132,12 @@ class SequenceLengthWarmup(Technique):
         _pointless,
         _from_shares,
     )
-    control: ClassVar[Control] = Control("the first length throughout, validated at the full one", _short_throughout)
-    needs_automatic_optimization: ClassVar[bool] = False
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
+    control = Control("the first length throughout, validated at the full one", _short_throughout)
+    needs_automatic_optimization = False
+    needs_budget = True
+    sparse_gradients = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
-    stage: ClassVar[Stage | None] = Stage.TRANSFORM
+    stage = Stage.TRANSFORM
 
     def __init__(
         self,
@@ -264,11 +264,11 @@ class ShortSequences(SequenceLengthWarmup):
         ValueError: as the warm-up does.
     """
 
-    saves: ClassVar[str] = "time and activation memory throughout"
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = None
-    control: ClassVar[Control] = Control("itself the control of SequenceLengthWarmup")
-    needs_budget: ClassVar[bool] = False
+    saves = "time and activation memory throughout"
+    survey = None
+    search_space = None
+    control = Control("itself the control of SequenceLengthWarmup")
+    needs_budget = False
 
     def __init__(
         self,

@@ -138,16 +138,14 @@ class TokenBudgetBatches(SampleChooser):
         Vaswani et al. 2017, "Attention Is All You Need", arXiv:1706.03762, section 5.1 (batches of about 25,000 tokens).
     """
 
-    saves: ClassVar[str] = "padding, and the memory of the longest batch"
-    paper: ClassVar[str] = "Vaswani et al. 2017, arXiv:1706.03762"
-    constraints: ClassVar[str] = (
+    saves = "padding, and the memory of the longest batch"
+    paper = "Vaswani et al. 2017, arXiv:1706.03762"
+    constraints = (
         "needs one DataLoader over a map-style data set, whose collate function pads a batch to its longest sample"
     )
-    needs: ClassVar[Need] = Need.BATCH
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"share": Uniform(0.25, 1.0, log=True)}, pointless=needs_sequences, make=_search
-    )
-    control: ClassVar[Control] = Control(
+    needs = Need.BATCH
+    search_space = SearchSpace({"share": Uniform(0.25, 1.0, log=True)}, pointless=needs_sequences, make=_search)
+    control = Control(
         "the baseline for as many seconds, with as many tokens per batch on average, because the batch size alone changes"
         " training"
     )
@@ -156,8 +154,8 @@ class TokenBudgetBatches(SampleChooser):
         "GradientNoiseScale": "it needs batches of one size",
         "BatchSizeWarmup": "both set the number of samples in a batch",
     }
-    needs_automatic_optimization: ClassVar[bool] = False
-    sparse_gradients: ClassVar[bool] = True
+    needs_automatic_optimization = False
+    sparse_gradients = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"max_tokens": 0}
 
     def __init__(

@@ -1,7 +1,7 @@
 """The base class of techniques that train on a part of each batch, chosen by the losses of its samples."""
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning.pytorch import Callback
 from torch import Tensor
@@ -63,12 +63,10 @@ class Choosing(CountsSamples):
         sample_loss: the user's function for a loss that is not visible per sample, or None.
     """
 
-    constraints: ClassVar[str] = (
-        "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
-    )
-    needs: ClassVar[Need] = Need.STEP
-    checkpointed: ClassVar[tuple[str, ...]] = ("_scorer.checked",)
-    stage: ClassVar[Stage | None] = Stage.CHOOSE
+    constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
+    needs = Need.STEP
+    checkpointed = ("_scorer.checked",)
+    stage = Stage.CHOOSE
     sample_loss: SampleLoss | None
 
     @override

@@ -40,7 +40,7 @@ class CountsSamples(Technique):
     """
 
     did: ClassVar[str] = "chose"
-    checkpointed: ClassVar[tuple[str, ...]] = ("_active", "_fraction", "_steps", "_samples")
+    checkpointed = ("_active", "_fraction", "_steps", "_samples")
 
     def _reset(self) -> None:
         self._active, self._fraction = False, 1.0

@@ -35,19 +35,19 @@ class RandomSubset(CountsSamples):
             step that acts, on all ranks, if a batch has one sample.
     """
 
-    saves: ClassVar[str] = "forward and backward passes: only a part of each batch is trained on"
-    paper: ClassVar[str] = "none: a control"
-    constraints: ClassVar[str] = "needs batches of several samples"
+    saves = "forward and backward passes: only a part of each batch is trained on"
+    paper = "none: a control"
+    constraints = "needs batches of several samples"
     did: ClassVar[str] = "drew"
-    control: ClassVar[Control] = Control("itself the control of techniques that choose samples by a score")
+    control = Control("itself the control of techniques that choose samples by a score")
     conflicts: ClassVar[Mapping[str, str]] = {
         "ImportanceSampling": "both choose the samples",
         "SelectiveBackprop": "both choose the samples",
     }
-    needs_automatic_optimization: ClassVar[bool] = False
+    needs_automatic_optimization = False
     neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_checked",)
-    stage: ClassVar[Stage | None] = Stage.CHOOSE
+    checkpointed = ("_checked",)
+    stage = Stage.CHOOSE
 
     def __init__(
         self,

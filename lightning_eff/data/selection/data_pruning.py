@@ -110,24 +110,22 @@ class DataPruning(SampleChooser):
         2023, "Does 'Deep Learning on a Data Diet' reproduce?", arXiv:2303.14753.
     """
 
-    saves: ClassVar[str] = "steps on samples that a score removes, after the cost of scoring"
-    paper: ClassVar[str] = "Paul et al. 2021, arXiv:2107.07075; Sorscher et al. 2022, arXiv:2206.14486"
-    constraints: ClassVar[str] = (
-        "needs one DataLoader over a map-style data set; 'el2n' also needs a visible loss per sample"
-    )
-    needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("data pruning (GraNd, EL2N, prototypes)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps on samples that a score removes, after the cost of scoring"
+    paper = "Paul et al. 2021, arXiv:2107.07075; Sorscher et al. 2022, arXiv:2206.14486"
+    constraints = "needs one DataLoader over a map-style data set; 'el2n' also needs a visible loss per sample"
+    needs = Need.STEP
+    survey = Survey("data pruning (GraNd, EL2N, prototypes)", zhuang="2.2")
+    search_space = SearchSpace(
         {"score": Choice(("el2n",)), "keep": Uniform(0.4, 0.9), "easy": Choice((False, True))}, _pointless
     )
-    control: ClassVar[Control] = Control("as many samples at random, from the same epoch on", _at_random)
+    control = Control("as many samples at random, from the same epoch on", _at_random)
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("DifficultyPacing", "SampleSubset", "TokenBudgetBatches"), "both choose the samples of an epoch"
     )
-    needs_automatic_optimization: ClassVar[bool] = False
-    sparse_gradients: ClassVar[bool] = True
+    needs_automatic_optimization = False
+    sparse_gradients = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
-    checkpointed: ClassVar[tuple[str, ...]] = (
+    checkpointed = (
         "_sum",
         "_labels",
         "_kept",

@@ -108,9 +108,9 @@ class ImportanceSampling(CountsSamples):
     paper = "Katharopoulos & Fleuret 2018, arXiv:1803.00942; score='loss': 2017, arXiv:1706.00043"
     constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     did = "drew"
-    needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("importance sampling", zhuang="2.2", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    needs = Need.STEP
+    survey = Survey("importance sampling", zhuang="2.2", shen="3.2")
+    search_space = SearchSpace(
         {
             "presample": Uniform(1.5, 5.0),
             "score": Choice(("gradient_bound", "loss")),
@@ -121,8 +121,8 @@ class ImportanceSampling(CountsSamples):
     control = Control("as many samples drawn at random from the first step on, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"SelectiveBackprop": "both choose the samples"}
     neutral_at: ClassVar[Mapping[str, Any]] = {"threshold": math.inf}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_tau", "_on", "_scorer.checked")
-    stage: ClassVar[Stage | None] = Stage.CHOOSE
+    checkpointed = ("_tau", "_on", "_scorer.checked")
+    stage = Stage.CHOOSE
 
     def __init__(
         self,

@@ -84,16 +84,16 @@ class OrderedSGD(Choosing):
         arXiv:1907.04371.
     """
 
-    saves: ClassVar[str] = "backward passes: only the samples with the largest loss of each batch are trained on"
-    paper: ClassVar[str] = "Kawaguchi & Lu 2020, arXiv:1907.04371"
-    survey: ClassVar[Survey | None] = Survey("ordered SGD", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"keep": Choice(("accuracy", 0.25, 0.5))}, needs_samples)
-    control: ClassVar[Control] = Control(
+    saves = "backward passes: only the samples with the largest loss of each batch are trained on"
+    paper = "Kawaguchi & Lu 2020, arXiv:1907.04371"
+    survey = Survey("ordered SGD", shen="3.2")
+    search_space = SearchSpace({"keep": Choice(("accuracy", 0.25, 0.5))}, needs_samples)
+    control = Control(
         "as many samples drawn at random, without scoring; for keep='accuracy' the baseline for as many seconds",
         _random_subset,
     )
     conflicts: ClassVar[Mapping[str, str]] = others("OrderedSGD")
-    checkpointed: ClassVar[tuple[str, ...]] = ("_accuracy", "_counts")
+    checkpointed = ("_accuracy", "_counts")
 
     def __init__(
         self,

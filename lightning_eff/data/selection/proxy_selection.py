@@ -70,15 +70,14 @@ class ProxySelection(Choosing):
         arXiv:1906.11829, select with a separate, smaller model before training.
     """
 
-    saves: ClassVar[str] = "backward passes, and most of the scoring pass, which runs only the first blocks"
-    paper: ClassVar[str] = "this package's own, after selection via proxy, Coleman et al. 2020, arXiv:1906.11829"
-    constraints: ClassVar[str] = (
-        "needs a stack of repeated blocks, a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
+    saves = "backward passes, and most of the scoring pass, which runs only the first blocks"
+    paper = "this package's own, after selection via proxy, Coleman et al. 2020, arXiv:1906.11829"
+    constraints = (
+        "needs a stack of repeated blocks, a mean loss of torch.nn.functional, or sample_loss=, and batches "
+        "of several samples"
     )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"keep": Choice((0.25, 0.5, 0.75)), "depth": Choice((0.25, 0.5))}, _pointless
-    )
-    control: ClassVar[Control] = Control("as many samples drawn at random, without scoring", _random_subset)
+    search_space = SearchSpace({"keep": Choice((0.25, 0.5, 0.75)), "depth": Choice((0.25, 0.5))}, _pointless)
+    control = Control("as many samples drawn at random, without scoring", _random_subset)
     refuses: ClassVar[Reasons] = {Part.PIPELINE: "it scores samples with the first blocks only"}
     conflicts: ClassVar[Mapping[str, str]] = others("ProxySelection")
     neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1}

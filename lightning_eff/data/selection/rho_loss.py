@@ -90,20 +90,19 @@ class RHOLoss(Choosing):
         arXiv:2206.07137. Kaddour et al. 2023, "No Train No Gain", arXiv:2307.06440, find no gain for the same training time.
     """
 
-    saves: ClassVar[str] = "backward passes: only the samples whose loss can still fall are trained on"
-    paper: ClassVar[str] = "Mindermann et al. 2022, arXiv:2206.07137"
-    constraints: ClassVar[str] = (
-        "needs a DataLoader over a map-style data set, a mean loss of torch.nn.functional, or sample_loss=, and several epochs"
+    saves = "backward passes: only the samples whose loss can still fall are trained on"
+    paper = "Mindermann et al. 2022, arXiv:2206.07137"
+    constraints = (
+        "needs a DataLoader over a map-style data set, a mean loss of torch.nn.functional, or sample_loss=, "
+        "and several epochs"
     )
-    needs: ClassVar[Need] = Need.WHOLE
-    survey: ClassVar[Survey | None] = Survey("RHO-LOSS", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"keep": Choice((0.1, 0.25, 0.5)), "epochs": Choice((1, 3))}, _pointless
-    )
-    control: ClassVar[Control] = Control("as many samples drawn at random, without scoring", _random_subset)
+    needs = Need.WHOLE
+    survey = Survey("RHO-LOSS", shen="3.2")
+    search_space = SearchSpace({"keep": Choice((0.1, 0.25, 0.5)), "epochs": Choice((1, 3))}, _pointless)
+    control = Control("as many samples drawn at random, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = others("RHOLoss")
     neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1}
-    checkpointed: ClassVar[tuple[str, ...]] = ("irreducible_losses",)
+    checkpointed = ("irreducible_losses",)
 
     def __init__(
         self,

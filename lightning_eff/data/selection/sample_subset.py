@@ -72,13 +72,13 @@ class SampleSubset(SampleChooser):
         ``lightning-eff select dsir`` implements.
     """
 
-    saves: ClassVar[str] = "steps on samples that a selection before training removed"
-    paper: ClassVar[str] = "Xie et al. 2023, arXiv:2302.03169"
-    constraints: ClassVar[str] = "needs one DataLoader over a map-style data set"
-    needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("data selection before training (DSIR)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"samples": Uniform(0.3, 0.9)}, _pointless)
-    control: ClassVar[Control] = Control(
+    saves = "steps on samples that a selection before training removed"
+    paper = "Xie et al. 2023, arXiv:2302.03169"
+    constraints = "needs one DataLoader over a map-style data set"
+    needs = Need.BATCH
+    survey = Survey("data selection before training (DSIR)", zhuang="2.2")
+    search_space = SearchSpace({"samples": Uniform(0.3, 0.9)}, _pointless)
+    control = Control(
         "as many samples at random, the same ones for the whole run; for a random subset, the baseline for as many seconds",
         _as_many,
     )
@@ -86,9 +86,9 @@ class SampleSubset(SampleChooser):
         "DifficultyPacing": "both choose the samples of an epoch",
         "TokenBudgetBatches": "both choose the samples of an epoch",
     }
-    needs_automatic_optimization: ClassVar[bool] = False
-    sparse_gradients: ClassVar[bool] = True
-    checkpointed: ClassVar[tuple[str, ...]] = ("_samples", "_size")
+    needs_automatic_optimization = False
+    sparse_gradients = True
+    checkpointed = ("_samples", "_size")
 
     def __init__(self, samples: float | str | Path) -> None:
         self.told: Told | None = None

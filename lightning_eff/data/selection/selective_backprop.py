@@ -106,9 +106,9 @@ class SelectiveBackprop(CountsSamples):
     saves = "backward passes: only the hard samples of each batch are trained on"
     paper = "Jiang et al. 2019, arXiv:1910.00762"
     constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
-    needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("selective backprop", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    needs = Need.STEP
+    survey = Survey("selective backprop", shen="3.2")
+    search_space = SearchSpace(
         {
             "keep": Uniform(0.3, 0.8),
             "start": Choice((0.0, 0.25, 0.5)),
@@ -120,8 +120,8 @@ class SelectiveBackprop(CountsSamples):
     control = Control("as many samples drawn at random in the same steps, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"ImportanceSampling": "both choose the samples"}
     neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_losses", "_scorer.checked")
-    stage: ClassVar[Stage | None] = Stage.CHOOSE
+    checkpointed = ("_losses", "_scorer.checked")
+    stage = Stage.CHOOSE
 
     def __init__(
         self,

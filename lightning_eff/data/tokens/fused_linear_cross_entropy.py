@@ -107,21 +107,17 @@ class FusedLinearCrossEntropy(Technique):
         Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989.
     """
 
-    saves: ClassVar[str] = "the memory of the logits, and the output layer's time on positions without a label"
-    paper: ClassVar[str] = "Izsak et al. 2021, arXiv:2104.07705; Hsu et al. 2024, arXiv:2410.10989"
-    constraints: ClassVar[str] = (
+    saves = "the memory of the logits, and the output layer's time on positions without a label"
+    paper = "Izsak et al. 2021, arXiv:2104.07705; Hsu et al. 2024, arXiv:2410.10989"
+    constraints = (
         "needs F.cross_entropy of a linear layer's output, outside compiled modules; automatic optimization; no second-order"
         " gradients"
     )
-    needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    survey: ClassVar[Survey | None] = Survey("token masking (sparse token prediction)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        pointless=needs_sequences, measured_on=lambda profile: profile.masked_labels
-    )
-    sparse_gradients: ClassVar[bool] = True
-    control: ClassVar[Control] = Control(
-        "the baseline for the same time, since loss and gradients differ only by rounding"
-    )
+    needs = Need.CALLS | Need.STEP
+    survey = Survey("token masking (sparse token prediction)", zhuang="2.2")
+    search_space = SearchSpace(pointless=needs_sequences, measured_on=lambda profile: profile.masked_labels)
+    sparse_gradients = True
+    control = Control("the baseline for the same time, since loss and gradients differ only by rounding")
     conflicts: ClassVar = {"KFAC": "it needs the gradients of each layer's output, so the logits must exist"}
     neutral_at: ClassVar[Mapping[str, Any]] = {"min_classes": math.inf}
 

@@ -15,7 +15,7 @@ from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import map_tensors
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -163,20 +163,18 @@ class MaskRateSchedule(Technique):
         Devlin et al. 2019, arXiv:1810.04805 (80/10/10).
     """
 
-    saves: ClassVar[str] = "steps: up to 1.89 times fewer for BERT-base in the paper"
-    paper: ClassVar[str] = "Ankner et al. 2023, arXiv:2305.15096"
-    constraints: ClassVar[str] = "needs a masked language model, with tokens and labels in the batch"
-    needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"start": Uniform(0.2, 0.5), "until": Choice((0.5, 1.0))}, _pointless
-    )
-    control: ClassVar[Control] = Control("either rate throughout, for the same time", _throughout)
-    needs_automatic_optimization: ClassVar[bool] = False
-    needs_budget: ClassVar[bool] = True
+    saves = "steps: up to 1.89 times fewer for BERT-base in the paper"
+    paper = "Ankner et al. 2023, arXiv:2305.15096"
+    constraints = "needs a masked language model, with tokens and labels in the batch"
+    needs = Need.BATCH
+    survey = None
+    search_space = SearchSpace({"start": Uniform(0.2, 0.5), "until": Choice((0.5, 1.0))}, _pointless)
+    control = Control("either rate throughout, for the same time", _throughout)
+    needs_automatic_optimization = False
+    needs_budget = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_seen", "_mask_token", "_rate", "_loader_rate")
-    stage: ClassVar[Stage | None] = Stage.TRANSFORM
+    checkpointed = ("_seen", "_mask_token", "_rate", "_loader_rate")
+    stage = Stage.TRANSFORM
 
     def __init__(
         self,

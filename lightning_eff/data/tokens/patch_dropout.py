@@ -66,21 +66,19 @@ class PatchDropout(ComputesFewerTokens):
         He et al. 2021, arXiv:2111.06377 (MAE). Li et al. 2022, arXiv:2212.00794 (FLIP).
     """
 
-    saves: ClassVar[str] = "compute and activations of the dropped patches in every block: half at ratio 0.5"
-    paper: ClassVar[str] = "Liu et al. 2022, arXiv:2208.07220"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of the dropped patches in every block: half at ratio 0.5"
+    paper = "Liu et al. 2022, arXiv:2208.07220"
+    constraints = (
         "needs images, a stack of blocks on (B, T, D) with positions added before it or passed to it, and a head on class"
         " tokens or on the mean of the patches; automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("token masking (MAE, FLIP)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"ratio": Uniform(0.25, 0.75), "until": Choice((0.8, 1.0))}, no_patches
-    )
-    control: ClassVar[Control] = Control(
+    survey = Survey("token masking (MAE, FLIP)", zhuang="2.2")
+    search_space = SearchSpace({"ratio": Uniform(0.25, 0.75), "until": Choice((0.8, 1.0))}, no_patches)
+    control = Control(
         "the baseline for the same time with a learning rate that decays to zero; and smaller images throughout"
     )
     conflicts: ClassVar[Mapping[str, str]] = {"RandomLTD": "both choose the tokens that blocks compute"}
-    needs_budget: ClassVar[bool] = True
+    needs_budget = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"ratio": 0.0, "until": 0.0}
 
     def __init__(

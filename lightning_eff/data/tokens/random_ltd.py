@@ -90,19 +90,17 @@ class RandomLTD(ComputesFewerTokens):
         Transformers", arXiv:2211.11586. The schedule is that of DeepSpeed's ``random_ltd``.
     """
 
-    saves: ClassVar[str] = "compute and activations of the tokens that middle blocks skip, about a third"
-    paper: ClassVar[str] = "Yao et al. 2022, arXiv:2211.11586"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of the tokens that middle blocks skip, about a third"
+    paper = "Yao et al. 2022, arXiv:2211.11586"
+    constraints = (
         "needs a stack of three or more blocks on (B, T, D) that do not depend on token positions; automatic optimization;"
         " blocks that you compile yourself are recompiled for each number of tokens, unless dynamic=True"
     )
-    survey: ClassVar[Survey | None] = Survey("random layerwise token dropping (random-LTD)", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"start": Choice((0.125, 0.25, 0.5)), "until": Uniform(0.3, 0.9)}, _pointless
-    )
-    sparse_gradients: ClassVar[bool] = True
-    control: ClassVar[Control] = Control("the baseline for the same time with a learning rate that decays to zero")
-    needs_budget: ClassVar[bool] = True
+    survey = Survey("random layerwise token dropping (random-LTD)", shen="3.2")
+    search_space = SearchSpace({"start": Choice((0.125, 0.25, 0.5)), "until": Uniform(0.3, 0.9)}, _pointless)
+    sparse_gradients = True
+    control = Control("the baseline for the same time with a learning rate that decays to zero")
+    needs_budget = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"start": 1.0, "until": 0.0}
 
     def __init__(

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Layers
 from lightning_eff._core._needs.needs import Part, Reasons
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Stage
 from lightning_eff._core.technique import Control, Technique
@@ -76,17 +76,17 @@ class SequencePacking(Technique):
         Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027.
     """
 
-    saves: ClassVar[str] = "compute and activations of padding in every block, half of them at 50 % padding"
-    paper: ClassVar[str] = "Krell et al. 2021, arXiv:2107.02027"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of padding in every block, half of them at 50 % padding"
+    paper = "Krell et al. 2021, arXiv:2107.02027"
+    constraints = (
         "needs a padding mask in the batch and uncompiled blocks on (B, T, D) that mix tokens by scaled_dot_product_attention,"
         " flex_attention or masks passed to them; automatic optimization"
     )
     refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank packs whole micro-batches
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
-    sparse_gradients: ClassVar[bool] = True
-    control: ClassVar[Control] = Control(
+    survey = None
+    search_space = SearchSpace(pointless=_pointless)
+    sparse_gradients = True
+    control = Control(
         "the baseline for the same time, since loss and gradients differ only by rounding; and batches of samples with similar"
         " lengths, which have less padding"
     )
@@ -98,7 +98,7 @@ class SequencePacking(Technique):
         "RegionalCompilation": "each batch has rows of other lengths, and attention in compiled code cannot be replaced",
     }
     neutral_at: ClassVar[Mapping[str, Any]] = {"max_tokens": 0}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_tokens", "_rows", "_places", "_shares", "_batches")
+    checkpointed = ("_tokens", "_rows", "_places", "_shares", "_batches")
 
     def __init__(
         self,

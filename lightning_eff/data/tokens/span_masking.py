@@ -113,24 +113,22 @@ class SpanMasking(Technique):
         Song et al. 2019, "MASS: Masked Sequence to Sequence Pre-training for Language Generation", arXiv:1905.02450.
     """
 
-    saves: ClassVar[str] = "labelled data: encoder-decoders learn from plain text"
-    paper: ClassVar[str] = "Song et al. 2019, arXiv:1905.02450"
-    constraints: ClassVar[str] = "needs an encoder-decoder, with the same tokens as input and as labels in the batch"
-    needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("token masking (MASS)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"ratio": Choice((0.3, 0.5, 0.7))}, needs_sequences)
-    control: ClassVar[Control] = Control(
-        "the baseline on its loader's own task for the same time, compared on a downstream task"
-    )
+    saves = "labelled data: encoder-decoders learn from plain text"
+    paper = "Song et al. 2019, arXiv:1905.02450"
+    constraints = "needs an encoder-decoder, with the same tokens as input and as labels in the batch"
+    needs = Need.BATCH
+    survey = Survey("token masking (MASS)", zhuang="2.2")
+    search_space = SearchSpace({"ratio": Choice((0.3, 0.5, 0.7))}, needs_sequences)
+    control = Control("the baseline on its loader's own task for the same time, compared on a downstream task")
     conflicts: ClassVar[Mapping[str, str]] = {
         "MaskRateSchedule": "both choose the masked tokens",
         "SequenceLengthWarmup": "it cuts texts into pieces, and a span may cross them",
     }
-    needs_automatic_optimization: ClassVar[bool] = False
-    sparse_gradients: ClassVar[bool] = True
+    needs_automatic_optimization = False
+    sparse_gradients = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"ratio": 0.0}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_seen", "_masked")
-    stage: ClassVar[Stage | None] = Stage.TRANSFORM
+    checkpointed = ("_seen", "_masked")
+    stage = Stage.TRANSFORM
 
     def __init__(
         self,

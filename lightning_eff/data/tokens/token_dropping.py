@@ -111,17 +111,15 @@ class TokenDropping(Technique):
         Hou et al. 2022, "Token Dropping for Efficient BERT Pretraining", arXiv:2203.13240.
     """
 
-    saves: ClassVar[str] = "compute and activations of the tokens that middle blocks skip, a quarter for BERT"
-    paper: ClassVar[str] = "Hou et al. 2022, arXiv:2203.13240"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of the tokens that middle blocks skip, a quarter for BERT"
+    paper = "Hou et al. 2022, arXiv:2203.13240"
+    constraints = (
         "needs a language model with an nn.Embedding of its ids, a loss on the vocabulary by torch.nn.functional, and three"
         " or more blocks that do not depend on token positions; automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("token dropping", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"keep": Uniform(0.25, 0.75), "beta": Choice((0.95, 0.995))}, _pointless
-    )
-    control: ClassVar[Control] = Control(
+    survey = Survey("token dropping", shen="3.2")
+    search_space = SearchSpace({"keep": Uniform(0.25, 0.75), "beta": Choice((0.95, 0.995))}, _pointless)
+    control = Control(
         "the baseline for the same time with a learning rate that decays to zero; and RandomLTD, which chooses at random"
     )
     conflicts: ClassVar[Mapping[str, str]] = {

@@ -88,15 +88,15 @@ class TokenMerging(ComputesFewerTokens):
         Bolya et al. 2022, "Token Merging: Your ViT But Faster", arXiv:2210.09461.
     """
 
-    saves: ClassVar[str] = "compute and activations of merged tokens, more in deeper blocks"
-    paper: ClassVar[str] = "Bolya et al. 2022, arXiv:2210.09461"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of merged tokens, more in deeper blocks"
+    paper = "Bolya et al. 2022, arXiv:2210.09461"
+    constraints = (
         "needs images and uncompiled blocks on (B, T, D) with positions added before them, whose attention is torch's"
         " scaled_dot_product_attention or a softmax of a product; automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("token merging (ToMe)", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"r": Integer(2, 16, log=True)}, needs_blocks)
-    control: ClassVar[Control] = Control(
+    survey = Survey("token merging (ToMe)", shen="4.1")
+    search_space = SearchSpace({"r": Integer(2, 16, log=True)}, needs_blocks)
+    control = Control(
         "the baseline for the same time with a learning rate that decays to zero; and PatchDropout, which drops tokens"
     )
     conflicts: ClassVar[Mapping[str, str]] = {

@@ -67,13 +67,13 @@ class Adapter(Architecture):
         names: patterns of the modules to act on; None looks for them, and an empty list is plain training.
     """
 
-    change_at: ClassVar[Change] = Change.ADAPT
+    change_at = Change.ADAPT
     refuses: ClassVar[Reasons] = {
         **Architecture.refuses,
         Part.FLAT: "it cannot distinguish trained parameters from frozen ones there",
     }
     neutral_at: ClassVar[Mapping[str, Any]] = {"names": []}
-    control: ClassVar[Control] = CONTROL
+    control = CONTROL
     _partial: Partial | None = None
     _trained = 0
     _frozen = 0

@@ -65,12 +65,12 @@ class BitFit(Adapter):
         arXiv:2106.10199.
     """
 
-    saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Ben Zaken et al. 2022, arXiv:2106.10199"
-    constraints: ClassVar[str] = "fine-tuning of modules that have biases"
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (BitFit)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, unless_memory_bound)
-    change_at: ClassVar[Change] = Change.FREEZE
+    saves = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Ben Zaken et al. 2022, arXiv:2106.10199"
+    constraints = "fine-tuning of modules that have biases"
+    survey = Survey("parameter-efficient tuning (BitFit)", zhuang="3")
+    search_space = SearchSpace({}, unless_memory_bound)
+    change_at = Change.FREEZE
     conflicts: ClassVar[Mapping[str, str]] = {
         "LoRA": RIVALS,
         **FROZEN,

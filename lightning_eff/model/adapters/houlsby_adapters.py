@@ -131,12 +131,12 @@ class HoulsbyAdapters(Adapter):
         Houlsby et al. 2019, "Parameter-Efficient Transfer Learning for NLP", arXiv:1902.00751.
     """
 
-    saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Houlsby et al. 2019, arXiv:1902.00751"
-    constraints: ClassVar[str] = "fine-tuning of residual networks of linear layers"
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (adapters)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"bottleneck": Choice((8, 64))}, _pointless)
-    stays: ClassVar[str] = "an adapter has an activation function, so it cannot be merged into a linear layer"
+    saves = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Houlsby et al. 2019, arXiv:1902.00751"
+    constraints = "fine-tuning of residual networks of linear layers"
+    survey = Survey("parameter-efficient tuning (adapters)", zhuang="3")
+    search_space = SearchSpace({"bottleneck": Choice((8, 64))}, _pointless)
+    stays = "an adapter has an activation function, so it cannot be merged into a linear layer"
     conflicts: ClassVar[Mapping[str, str]] = {**DEAD, **blockwise("adapters"), "LoRA": RIVALS, "BitFit": RIVALS}
     _adapters = 0
 

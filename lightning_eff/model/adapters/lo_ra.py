@@ -87,12 +87,10 @@ class LoRA(OnLinearLayers):
         Hayou et al. 2024, "LoRA+: Efficient Low Rank Adaptation of Large Models", arXiv:2402.12354.
     """
 
-    saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Hu et al. 2022, arXiv:2106.09685"
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (LoRA)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"rank": Choice((4, 8, 16)), "b_rate": Choice((1.0, 16.0))}, pointless
-    )
+    saves = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Hu et al. 2022, arXiv:2106.09685"
+    survey = Survey("parameter-efficient tuning (LoRA)", zhuang="3")
+    search_space = SearchSpace({"rank": Choice((4, 8, 16)), "b_rate": Choice((1.0, 16.0))}, pointless)
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,
         **blockwise("factors"),

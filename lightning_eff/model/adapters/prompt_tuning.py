@@ -99,12 +99,12 @@ class PromptTuning(Adapter):
         Lester et al. 2021, "The Power of Scale for Parameter-Efficient Prompt Tuning", arXiv:2104.08691.
     """
 
-    saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Lester et al. 2021, arXiv:2104.08691"
-    constraints: ClassVar[str] = "language models of one text with room for k more tokens; no cache in generation"
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (prompts)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"length": Choice((5, 20, 100))}, _pointless)
-    stays: ClassVar[str] = "its prompts are not tokens, and a plain module has no place for them before each text"
+    saves = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Lester et al. 2021, arXiv:2104.08691"
+    constraints = "language models of one text with room for k more tokens; no cache in generation"
+    survey = Survey("parameter-efficient tuning (prompts)", zhuang="3")
+    search_space = SearchSpace({"length": Choice((5, 20, 100))}, _pointless)
+    stays = "its prompts are not tokens, and a plain module has no place for them before each text"
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,
         **FROZEN,
@@ -118,7 +118,7 @@ class PromptTuning(Adapter):
         **Adapter.refuses,
         Part.PIPELINE: "it runs the whole network to verify it, and cuts what it returns",
     }
-    needs_automatic_optimization: ClassVar[bool] = True
+    needs_automatic_optimization = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"length": 0}
     _length = 0
 

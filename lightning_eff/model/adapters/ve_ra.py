@@ -70,10 +70,10 @@ class VeRA(OnLinearLayers):
         Kopiczko et al. 2023, "VeRA: Vector-based Random Matrix Adaptation", arXiv:2310.11454.
     """
 
-    saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Kopiczko et al. 2023, arXiv:2310.11454"
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (VeRA)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((64, 256, 1024))}, pointless)
+    saves = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Kopiczko et al. 2023, arXiv:2310.11454"
+    survey = Survey("parameter-efficient tuning (VeRA)", zhuang="3")
+    search_space = SearchSpace({"rank": Choice((64, 256, 1024))}, pointless)
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,
         **FROZEN,

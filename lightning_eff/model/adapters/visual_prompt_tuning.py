@@ -93,14 +93,12 @@ class VisualPromptTuning(Adapter):
         Jia et al. 2022, "Visual Prompt Tuning", arXiv:2203.12119.
     """
 
-    saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Jia et al. 2022, arXiv:2203.12119"
-    constraints: ClassVar[str] = "fine-tuning of vision transformers whose blocks do not depend on positions"
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (visual prompts)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"length": Choice((5, 10, 50)), "deep": Choice((True, False))}, _pointless
-    )
-    stays: ClassVar[str] = "its prompts are tokens that no image has, and a plain module has no place for them"
+    saves = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Jia et al. 2022, arXiv:2203.12119"
+    constraints = "fine-tuning of vision transformers whose blocks do not depend on positions"
+    survey = Survey("parameter-efficient tuning (visual prompts)", zhuang="3")
+    search_space = SearchSpace({"length": Choice((5, 10, 50)), "deep": Choice((True, False))}, _pointless)
+    stays = "its prompts are tokens that no image has, and a plain module has no place for them"
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,
         **FROZEN,

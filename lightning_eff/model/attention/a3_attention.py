@@ -90,15 +90,13 @@ class A3Attention(SelectedKeys):
         arXiv:2002.10941.
     """
 
-    saves: ClassVar[str] = "attention products on special hardware; costs much time elsewhere"
-    paper: ClassVar[str] = "Ham et al. 2020, arXiv:2002.10941"
-    constraints: ClassVar[str] = (
+    saves = "attention products on special hardware; costs much time elsewhere"
+    paper = "Ham et al. 2020, arXiv:2002.10941"
+    constraints = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; slower on a CPU or GPU"
     )
-    survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (A3)", zhuang="4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"search": Choice((0.125, 0.5)), "cut": Choice((0.05, 0.1))}, needs_attention
-    )
+    survey = Survey("sparse attention in hardware (A3)", zhuang="4")
+    search_space = SearchSpace({"search": Choice((0.125, 0.5)), "cut": Choice((0.05, 0.1))}, needs_attention)
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
 
     def __init__(

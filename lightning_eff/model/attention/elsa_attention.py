@@ -115,12 +115,12 @@ class ELSAAttention(SelectedKeys):
         Neural Networks", ISCA, doi:10.1109/ISCA52012.2021.00060.
     """
 
-    paper: ClassVar[str] = "Ham et al. 2021, doi:10.1109/ISCA52012.2021.00060"
+    paper = "Ham et al. 2021, doi:10.1109/ISCA52012.2021.00060"
     refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique learns its thresholds from whole batches"}
-    survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (ELSA)", zhuang="4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"p": Uniform(0.5, 4.0, log=True)}, needs_attention)
+    survey = Survey("sparse attention in hardware (ELSA)", zhuang="4")
+    search_space = SearchSpace({"p": Uniform(0.5, 4.0, log=True)}, needs_attention)
     neutral_at: ClassVar[Mapping[str, Any]] = {"p": 0.0}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_threshold",)
+    checkpointed = ("_threshold",)
 
     def __init__(
         self,

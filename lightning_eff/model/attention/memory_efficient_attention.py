@@ -98,14 +98,12 @@ class MemoryEfficientAttention(ReplacedAttention):
         "FlashAttention", arXiv:2205.14135 (the backward pass).
     """
 
-    saves: ClassVar[str] = "the quadratic memory of attention weights, where torch has no fused kernel for the call"
-    paper: ClassVar[str] = "Rabe & Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135"
-    constraints: ClassVar[str] = "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled"
-    survey: ClassVar[Survey | None] = Survey(
-        "self-attention in less than O(n²) memory (Rabe & Staats; FlashAttention)", zhuang="3", shen="6"
-    )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control(
+    saves = "the quadratic memory of attention weights, where torch has no fused kernel for the call"
+    paper = "Rabe & Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135"
+    constraints = "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled"
+    survey = Survey("self-attention in less than O(n²) memory (Rabe & Staats; FlashAttention)", zhuang="3", shen="6")
+    search_space = SearchSpace({}, _pointless)
+    control = Control(
         "the baseline for as many seconds, since torch's own scaled_dot_product_attention computes the same"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -114,7 +112,7 @@ class MemoryEfficientAttention(ReplacedAttention):
     }
     turn: ClassVar[int] = 0  # it computes what other techniques leave of a call
     neutral_at: ClassVar[Mapping[str, Any]] = {"kernel": "torch"}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_kernels",)
+    checkpointed = ("_kernels",)
 
     def __init__(
         self,

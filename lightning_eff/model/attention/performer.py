@@ -20,7 +20,6 @@ from lightning_eff._core._arguments.kinds import Alias, Count
 from lightning_eff._core._attention.calls import Call, CannotReplace, keys_alone
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.masks import in_full, refuse_dropout
 from lightning_eff.model.attention._replacing.projections import orthogonal_rows
 from lightning_eff.model.attention._replacing.technique import (
@@ -117,15 +116,15 @@ class Performer(ReplacedAttention):
         Choromanski et al. 2020, "Rethinking Attention with Performers", arXiv:2009.14794.
     """
 
-    saves: ClassVar[str] = "the quadratic cost of attention, above about 8,000 tokens; an estimate"
-    paper: ClassVar[str] = "Choromanski et al. 2020, arXiv:2009.14794"
-    constraints: ClassVar[str] = (
+    saves = "the quadratic cost of attention, above about 8,000 tokens; an estimate"
+    paper = "Choromanski et al. 2020, arXiv:2009.14794"
+    constraints = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, without dropout of weights, not compiled; pays"
         " for thousands of tokens"
     )
-    survey: ClassVar[Survey | None] = Survey("linear attention (Performer)", zhuang="4", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"features": Choice((64, 256))}, too_short)
-    control: ClassVar[Control] = EXACT
+    survey = Survey("linear attention (Performer)", zhuang="4", shen="4.1")
+    search_space = SearchSpace({"features": Choice((64, 256))}, too_short)
+    control = EXACT
     conflicts: ClassVar[Mapping[str, str]] = {
         **OUTSIDE,
         **dict.fromkeys(
@@ -141,7 +140,7 @@ class Performer(ReplacedAttention):
         ),
     }
     neutral_at: ClassVar[Mapping[str, Any]] = {"features": 0}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_draw", "_features")
+    checkpointed = ("_draw", "_features")
     _features = 0
 
     def __init__(

@@ -67,11 +67,9 @@ class SangerAttention(SelectedKeys):
         MICRO, doi:10.1145/3466752.3480125.
     """
 
-    paper: ClassVar[str] = "Lu et al. 2021, doi:10.1145/3466752.3480125"
-    survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (Sanger)", zhuang="4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"threshold": Uniform(5e-4, 0.02, log=True)}, needs_attention
-    )
+    paper = "Lu et al. 2021, doi:10.1145/3466752.3480125"
+    survey = Survey("sparse attention in hardware (Sanger)", zhuang="4")
+    search_space = SearchSpace({"threshold": Uniform(5e-4, 0.02, log=True)}, needs_attention)
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
     neutral_at: ClassVar[Mapping[str, Any]] = {"threshold": -math.inf}
 

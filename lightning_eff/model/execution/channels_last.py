@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Kind
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.batches import map_tensors
-from lightning_eff._core.search_space import SearchSpace, Survey, needs_images
+from lightning_eff._core.search_space import SearchSpace, needs_images
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.model.execution._plain_order import FORMATS, PlainOrder
@@ -174,18 +174,18 @@ class ChannelsLast(Technique):
         PyTorch 2020, "Channels Last Memory Format in PyTorch" (tutorial); MosaicML 2022, Composer's method card.
     """
 
-    saves: ClassVar[str] = "time of convolutions whose kernels read channels last"
-    paper: ClassVar[str] = "PyTorch 2020, Channels Last Memory Format in PyTorch"
-    constraints: ClassVar[str] = "modules with nn.Conv2d, nn.Conv3d or their transposed versions; no 8-bit optimizer"
+    saves = "time of convolutions whose kernels read channels last"
+    paper = "PyTorch 2020, Channels Last Memory Format in PyTorch"
+    constraints = "modules with nn.Conv2d, nn.Conv3d or their transposed versions; no 8-bit optimizer"
     refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), "")
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, needs_images)
-    control: ClassVar[Control] = Control("the baseline for as many seconds, since results are equal up to rounding")
+    survey = None
+    search_space = SearchSpace({}, needs_images)
+    control = Control("the baseline for as many seconds, since results are equal up to rounding")
     conflicts: ClassVar[Mapping[str, str]] = {
         "EightBitOptimizer": "its scales belong to blocks of adjacent elements, and a checkpoint has other blocks"
     }
-    needs_automatic_optimization: ClassVar[bool] = False
-    sparse_gradients: ClassVar[bool] = True
+    needs_automatic_optimization = False
+    sparse_gradients = True
 
     def __init__(self, dims: Annotated[Sequence[int], Dimensions()] = (2, 3)) -> None:
         self.dims = tuple(dims)

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Layers, Text
 from lightning_eff._core._branches.side_by_side import seen_chains, side_by_side
 from lightning_eff._core.blocks import Candidate, find_stack, refuse_compiled_around
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -122,12 +122,12 @@ class RegionalCompilation(Technique):
         Compilation", doi:10.1145/3620665.3640366.
     """
 
-    saves: ClassVar[str] = "step time, by fused kernels; compile time does not grow with depth"
-    paper: ClassVar[str] = "Ansel et al. 2024, doi:10.1145/3620665.3640366 (PyTorch 2)"
-    constraints: ClassVar[str] = "a stack of repeated blocks; a compiler for inductor"
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"same_random": Choice((True, False))}, needs_blocks)
-    control: ClassVar[Control] = Control(
+    saves = "step time, by fused kernels; compile time does not grow with depth"
+    paper = "Ansel et al. 2024, doi:10.1145/3620665.3640366 (PyTorch 2)"
+    constraints = "a stack of repeated blocks; a compiler for inductor"
+    survey = None
+    search_space = SearchSpace({"same_random": Choice((True, False))}, needs_blocks)
+    control = Control(
         "the baseline for as many seconds, compile time included; results are equal up to rounding, and the baseline can be"
         " compiled too"
     )
@@ -135,11 +135,11 @@ class RegionalCompilation(Technique):
         **dict.fromkeys(("ActivationCompression", "ACTPrecision"), _SAVES),
         **dict.fromkeys(("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), _MAPS),
     }
-    needs_automatic_optimization: ClassVar[bool] = False
-    compiles: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
+    needs_automatic_optimization = False
+    compiles = True
+    sparse_gradients = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"backend": None}
-    stage: ClassVar[Stage | None] = Stage.SAVE
+    stage = Stage.SAVE
 
     def __init__(
         self,

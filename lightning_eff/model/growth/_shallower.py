@@ -33,11 +33,11 @@ class Shallower(Technique):
             with other blocks.
     """
 
-    saves: ClassVar[str] = "compute, activation and optimizer memory of the last blocks"
-    paper: ClassVar[str] = "none: a control"
-    control: ClassVar[Control] = Control("itself the control of techniques that run fewer blocks per step")
+    saves = "compute, activation and optimizer memory of the last blocks"
+    paper = "none: a control"
+    control = Control("itself the control of techniques that run fewer blocks per step")
     conflicts: ClassVar[Mapping[str, str]] = {"ProgressiveStacking": "both set how many blocks run"}
-    needs_automatic_optimization: ClassVar[bool] = False
+    needs_automatic_optimization = False
 
     def __init__(
         self, *, kept: Callable[[int], float], layers: str | Sequence[str] | None = None, stages: bool = False

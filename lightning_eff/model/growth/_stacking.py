@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -33,8 +33,8 @@ class Stacking(Growing):
     what ProgressiveStacking documents.
     """
 
-    needs_automatic_optimization: ClassVar[bool] = False
-    saves: ClassVar[str] = "compute, activation memory and optimizer memory of the blocks that do not run yet"
+    needs_automatic_optimization = False
+    saves = "compute, activation memory and optimizer memory of the blocks that do not run yet"
     stages: list[tuple[float, int]]
     layers: str | Sequence[str] | None
     copy_optimizer_state: bool

@@ -126,16 +126,14 @@ class CompoundGrowth(Growing):
         Gu et al. 2020, "On the Transformer Growth for Progressive BERT Training", arXiv:2010.12562.
     """
 
-    saves: ClassVar[str] = (
-        "compute, activation memory and optimizer memory of blocks and hidden units that are not used yet"
-    )
-    paper: ClassVar[str] = "Gu et al. 2020, arXiv:2010.12562"
-    constraints: ClassVar[str] = (
+    saves = "compute, activation memory and optimizer memory of blocks and hidden units that are not used yet"
+    paper = "Gu et al. 2020, arXiv:2010.12562"
+    constraints = (
         "blocks of one class and shape; feed-forward networks with a whole number of hidden units at each stage, called as"
         " modules; the loss rises when blocks are added; automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("CompoundGrow", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("CompoundGrow", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace(
         {
             "first": Choice((0.25, 0.5)),  # of all blocks
             "width": Choice((0.25, 0.5, 1.0)),
@@ -146,7 +144,7 @@ class CompoundGrowth(Growing):
         needs_blocks,
         _from_shares,
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "the small model throughout, once for each stage but the last: its depth, width and sequence length",
         _small_models,
     )

@@ -53,18 +53,16 @@ class GreedyLayerwise(Freezing):
         Bengio et al. 2006, "Greedy Layer-Wise Training of Deep Networks", NeurIPS.
     """
 
-    saves: ClassVar[str] = (
+    saves = (
         "about half of a step's compute while blocks train one by one (the weight gradients of all other blocks, and the"
         " backward pass below); the optimizer state of blocks that have not trained yet"
     )
-    paper: ClassVar[str] = "Bengio et al. 2006 (NeurIPS)"
-    constraints: ClassVar[str] = (
-        "automatic optimization; blocks not checkpointed with use_reentrant=True; best with residual blocks"
-    )
+    paper = "Bengio et al. 2006 (NeurIPS)"
+    constraints = "automatic optimization; blocks not checkpointed with use_reentrant=True; best with residual blocks"
     refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), DIFFERS)
-    survey: ClassVar[Survey | None] = Survey("greedy layer-wise training", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"until": Uniform(0.1, 0.6)}, needs_blocks)
-    control: ClassVar[Control] = Control("the baseline for as many seconds")
+    survey = Survey("greedy layer-wise training", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace({"until": Uniform(0.1, 0.6)}, needs_blocks)
+    control = Control("the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
         "LayerFreezing": "both set which blocks train",
         "FixRes": "both set what trains, and FixRes freezes the blocks in its last phase, before all of them have trained",

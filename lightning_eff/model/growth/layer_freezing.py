@@ -57,17 +57,15 @@ class LayerFreezing(Freezing):
         Freezing Layers", arXiv:1706.04983.
     """
 
-    saves: ClassVar[str] = (
+    saves = (
         "the backward pass, kept activations and communicated gradients of the frozen blocks: about a sixth of a run's compute"
         " at start 0.5 and depth 1"
     )
-    paper: ClassVar[str] = "MosaicML Composer, layer freezing; Brock et al. 2017, arXiv:1706.04983"
-    constraints: ClassVar[str] = "automatic optimization; blocks not checkpointed with use_reentrant=True"
-    survey: ClassVar[Survey | None] = Survey("layer freezing", zhuang="2.2", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"start": Uniform(0.3, 0.8), "depth": Uniform(0.3, 1.0)}, needs_blocks
-    )
-    control: ClassVar[Control] = Control("the baseline for as many seconds")
+    paper = "MosaicML Composer, layer freezing; Brock et al. 2017, arXiv:1706.04983"
+    constraints = "automatic optimization; blocks not checkpointed with use_reentrant=True"
+    survey = Survey("layer freezing", zhuang="2.2", shen="4.4")
+    search_space = SearchSpace({"start": Uniform(0.3, 0.8), "depth": Uniform(0.3, 1.0)}, needs_blocks)
+    control = Control("the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
         "GreedyLayerwise": "both set which blocks train",
     }

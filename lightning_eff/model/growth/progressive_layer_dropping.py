@@ -84,23 +84,19 @@ class ProgressiveLayerDropping(Dropping):
         arXiv:2010.13369.
     """
 
-    saves: ClassVar[str] = (
-        "compute of the dropped blocks, forward and backward: about a quarter of the total at theta_min 0.5"
-    )
-    paper: ClassVar[str] = "Zhang & He 2020, arXiv:2010.13369"
-    constraints: ClassVar[str] = (
+    saves = "compute of the dropped blocks, forward and backward: about a quarter of the total at theta_min 0.5"
+    paper = "Zhang & He 2020, arXiv:2010.13369"
+    constraints = (
         "residual blocks, best pre-norm; DDP without static_graph, and with use_reentrant=False where blocks are"
         " checkpointed"
     )
-    survey: ClassVar[Survey | None] = Survey("progressive layer dropping", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"theta_min": Uniform(0.4, 0.9), "gamma": Uniform(5.0, 200.0, log=True)}, needs_blocks
-    )
-    control: ClassVar[Control] = Control(
+    survey = Survey("progressive layer dropping", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace({"theta_min": Uniform(0.4, 0.9), "gamma": Uniform(5.0, 200.0, log=True)}, needs_blocks)
+    control = Control(
         "a shallower model with as many FLOPs per step: only the first blocks, as many as are kept on average",
         _shallower,
     )
-    needs_budget: ClassVar[bool] = True
+    needs_budget = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"theta_min": 1.0}
 
     def __init__(

@@ -80,13 +80,13 @@ class ProgressiveStacking(Stacking):
         Transformers", arXiv:2405.15319.
     """
 
-    paper: ClassVar[str] = "Gong et al. 2019 (ICML); Du et al. 2024, arXiv:2405.15319"
-    constraints: ClassVar[str] = (
+    paper = "Gong et al. 2019 (ICML); Du et al. 2024, arXiv:2405.15319"
+    constraints = (
         "blocks of one class and shape; the loss rises at a switch; init='identity' needs pre-norm residual blocks and"
         " automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("progressive stacking", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("progressive stacking", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace(
         {
             "first": Choice((0.25, 0.5)),  # of all blocks
             "until": Uniform(0.1, 0.7),
@@ -96,7 +96,7 @@ class ProgressiveStacking(Stacking):
         needs_blocks,
         doubling,
     )
-    control: ClassVar[Control] = Control("the small model throughout, once for each stage but the last", _small_models)
+    control = Control("the small model throughout, once for each stage but the last", _small_models)
 
     finishes: ClassVar[bool] = True
 

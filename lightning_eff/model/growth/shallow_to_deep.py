@@ -102,12 +102,13 @@ class ShallowToDeep(Stacking):
         Li et al. 2020, "Shallow-to-Deep Training for Neural Machine Translation", arXiv:2010.03737.
     """
 
-    paper: ClassVar[str] = "Li et al. 2020, arXiv:2010.03737"
-    constraints: ClassVar[str] = (
-        "blocks of one class whose number is a multiple of the group size; automatic optimization; the loss rises at a switch"
+    paper = "Li et al. 2020, arXiv:2010.03737"
+    constraints = (
+        "blocks of one class whose number is a multiple of the group size; automatic optimization; the loss "
+        "rises at a switch"
     )
-    survey: ClassVar[Survey | None] = Survey("shallow-to-deep training", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("shallow-to-deep training", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace(
         {
             "first": Choice((0.25, 0.5)),
             "until": Uniform(0.1, 0.7),
@@ -116,7 +117,7 @@ class ShallowToDeep(Stacking):
         needs_blocks,
         _groups,
     )
-    control: ClassVar[Control] = Control("only the first group, throughout", _small_model)
+    control = Control("only the first group, throughout", _small_model)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("ProgressiveStacking", "CompoundGrowth", "Shallower"),
@@ -124,9 +125,9 @@ class ShallowToDeep(Stacking):
         ),
         **dict.fromkeys(BY_RATE, "both set the learning rate"),
     }
-    needs_automatic_optimization: ClassVar[bool] = True
-    needs_optimizer: ClassVar[bool] = True
-    sets_rates: ClassVar[bool] = True
+    needs_automatic_optimization = True
+    needs_optimizer = True
+    sets_rates = True
 
     def __init__(
         self,

@@ -175,9 +175,7 @@ class OfMaps(Initialization):
 
     turn: ClassVar[Turn] = Turn.MAPS
     neutral_at: ClassVar[Mapping[str, Any]] = {"maps": ()}
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
-    )
+    control = Control("the baseline for as many seconds with its learning rate decayed to zero: a step costs the same")
     maps: tuple[str, ...] | None
     attention: Given | None
 

@@ -59,11 +59,11 @@ class Initialization(Technique):
         turn: when it acts.
     """
 
-    needs: ClassVar[Need] = Need.MODULE
-    refuses: ClassVar[Reasons] = _WHOLE
+    needs = Need.MODULE
+    refuses = _WHOLE
     needs_all: ClassVar[bool] = False
     turn: ClassVar[Turn]
-    checkpointed: ClassVar[tuple[str, ...]] = ("_done", "_numbers")
+    checkpointed = ("_done", "_numbers")
 
     force: bool
     _done = False

@@ -13,7 +13,6 @@ from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._branches.finding import Head, heads_of
 from lightning_eff._core._branches.graph import SHAPES, Graph, kind
-from lightning_eff._core._needs.needs import Reasons
 from lightning_eff._core.passes import loss_of, training_batches, unseen
 from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
@@ -122,22 +121,22 @@ class DataDrivenInit(Initialization):
         mutual information). The combination follows speed runs (modded-nanogpt, airbench), not a paper.
     """
 
-    saves: ClassVar[str] = "steps: simple statistics of the data need not be learnt"
-    paper: ClassVar[str] = "Jordan 2024, arXiv:2404.00498 (whitening); Levy & Goldberg 2014 (bigrams)"
-    constraints: ClassVar[str] = "texts and images"
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps: simple statistics of the data need not be learnt"
+    paper = "Jordan 2024, arXiv:2404.00498 (whitening); Levy & Goldberg 2014 (bigrams)"
+    constraints = "texts and images"
+    search_space = SearchSpace(
         {"bigram": Choice((True, False))},
         pointless=lambda profile: (
             None if profile.sequence_length or profile.image_side else "samples are neither texts nor images"
         ),
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "the baseline for as many seconds, including the counting, with its learning rate decayed to zero"
     )
 
     turn: ClassVar[Turn] = Turn.DATA
     needs_all: ClassVar[bool] = True
-    refuses: ClassVar[Reasons] = TOGETHER
+    refuses = TOGETHER
     neutral_at: ClassVar[Mapping[str, Any]] = {"batches": 0}
 
     def __init__(

@@ -79,14 +79,12 @@ class Fixup(OfBranches):
         Zhang et al. 2019, "Fixup Initialization: Residual Learning Without Normalization", arXiv:1901.09321.
     """
 
-    saves: ClassVar[str] = "norms and steps: residual networks of any depth train without norms"
-    paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1901.09321"
-    constraints: ClassVar[str] = "modules with residual branches; no tensor parallelism"
-    survey: ClassVar[Survey | None] = Survey("initialisation: Fixup", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"biases": Choice((True, False))}, needs_blocks)
-    control: ClassVar[Control] = Control(
-        "the baseline, with its norms, for as many seconds with its learning rate decayed to zero"
-    )
+    saves = "norms and steps: residual networks of any depth train without norms"
+    paper = "Zhang et al. 2019, arXiv:1901.09321"
+    constraints = "modules with residual branches; no tensor parallelism"
+    survey = Survey("initialisation: Fixup", shen="4.3")
+    search_space = SearchSpace({"biases": Choice((True, False))}, needs_blocks)
+    control = Control("the baseline, with its norms, for as many seconds with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = conflicts(WHO, zero=False) | {
         "ZeroProjections": "both start the last layer of each residual branch at zero",
         "ZerO": "both set the layers of residual branches, and the later one would undo the other",

@@ -53,12 +53,10 @@ class LayerScale(BranchScale):
         Touvron et al. 2021, "Going Deeper with Image Transformers" (CaiT), arXiv:2103.17239.
     """
 
-    saves: ClassVar[str] = "steps: deep vision transformers become trainable, and end better"
-    paper: ClassVar[str] = "Touvron et al. 2021, arXiv:2103.17239"
-    survey: ClassVar[Survey | None] = Survey(
-        "initialisation: residual branches scaled by channel (LayerScale)", shen="4.3"
-    )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"init": Choice((None, 0.1, 1e-5))}, needs_blocks)
+    saves = "steps: deep vision transformers become trainable, and end better"
+    paper = "Touvron et al. 2021, arXiv:2103.17239"
+    survey = Survey("initialisation: residual branches scaled by channel (LayerScale)", shen="4.3")
+    search_space = SearchSpace({"init": Choice((None, 0.1, 1e-5))}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("LayerScale", zero=False)
 
     by_channel: ClassVar[bool] = True

@@ -52,10 +52,10 @@ class OrthogonalInit(OfMaps):
         Networks", arXiv:1312.6120.
     """
 
-    saves: ClassVar[str] = "steps: deep networks keep the length of signals and gradients"
-    paper: ClassVar[str] = "Saxe et al. 2013, arXiv:1312.6120"
-    survey: ClassVar[Survey | None] = Survey("initialisation: orthogonal", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"gain": Choice((1.0, 2**0.5))}, needs_matrices)
+    saves = "steps: deep networks keep the length of signals and gradients"
+    paper = "Saxe et al. 2013, arXiv:1312.6120"
+    survey = Survey("initialisation: orthogonal", shen="4.3")
+    search_space = SearchSpace({"gain": Choice((1.0, 2**0.5))}, needs_matrices)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "TFixup", "ZerO"), SAME_WEIGHTS),
         "ACTPrecision": UNSEEN,

@@ -44,12 +44,10 @@ class ReZero(BranchScale):
         Bachlechner et al. 2020, "ReZero is All You Need: Fast Convergence at Large Depth", arXiv:2003.04887.
     """
 
-    saves: ClassVar[str] = "steps: deep networks start as identities, with undamped gradients"
-    paper: ClassVar[str] = "Bachlechner et al. 2020, arXiv:2003.04887"
-    survey: ClassVar[Survey | None] = Survey(
-        "initialisation: residual branches with a learnt scale (ReZero)", shen="4.3"
-    )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, needs_blocks)
+    saves = "steps: deep networks start as identities, with undamped gradients"
+    paper = "Bachlechner et al. 2020, arXiv:2003.04887"
+    survey = Survey("initialisation: residual branches with a learnt scale (ReZero)", shen="4.3")
+    search_space = SearchSpace({}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("ReZero", zero=True)
 
     def __init__(self, *, branches: Ends | None = None, force: bool = False) -> None:

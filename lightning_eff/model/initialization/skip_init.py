@@ -57,12 +57,10 @@ class SkipInit(BranchScale):
         arXiv:2002.10444.
     """
 
-    saves: ClassVar[str] = "steps: deep networks start as identities, with undamped gradients"
-    paper: ClassVar[str] = "De & Smith 2020, arXiv:2002.10444"
-    survey: ClassVar[Survey | None] = Survey(
-        "initialisation: residual branches with a learnt scale (SkipInit)", shen="4.3"
-    )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"alpha": Choice((0.0, "depth"))}, needs_blocks)
+    saves = "steps: deep networks start as identities, with undamped gradients"
+    paper = "De & Smith 2020, arXiv:2002.10444"
+    survey = Survey("initialisation: residual branches with a learnt scale (SkipInit)", shen="4.3")
+    search_space = SearchSpace({"alpha": Choice((0.0, "depth"))}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("SkipInit", zero=True)
 
     def __init__(

@@ -75,11 +75,11 @@ class TFixup(OfMaps):
         Huang, Perez, Ba, Volkovs 2020, "Improving Transformer Optimization Through Better Initialization", ICML.
     """
 
-    saves: ClassVar[str] = "steps: deep transformers train without warm-up, and without norms"
-    paper: ClassVar[str] = "Huang et al. 2020, ICML"
-    constraints: ClassVar[str] = "transformers"
-    survey: ClassVar[Survey | None] = Survey("initialisation: scaled by depth (T-Fixup)", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps: deep transformers train without warm-up, and without norms"
+    paper = "Huang et al. 2020, ICML"
+    constraints = "transformers"
+    survey = Survey("initialisation: scaled by depth (T-Fixup)", shen="4.3")
+    search_space = SearchSpace(
         {"draw": Choice((True, False))},
         needs_blocks,
     )

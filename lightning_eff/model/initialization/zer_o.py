@@ -82,10 +82,10 @@ class ZerO(OfMaps):
         arXiv:2110.12661.
     """
 
-    saves: ClassVar[str] = "steps: deep residual networks start as identities, and the result depends less on the seed"
-    paper: ClassVar[str] = "Zhao et al. 2021, arXiv:2110.12661"
-    survey: ClassVar[Survey | None] = Survey("initialisation: without random numbers (ZerO)", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"last": Choice((True, False))}, needs_matrices)
+    saves = "steps: deep residual networks start as identities, and the result depends less on the seed"
+    paper = "Zhao et al. 2021, arXiv:2110.12661"
+    survey = Survey("initialisation: without random numbers (ZerO)", shen="4.3")
+    search_space = SearchSpace({"last": Choice((True, False))}, needs_matrices)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "OrthogonalInit", "TFixup"), SAME_WEIGHTS),
         "ZeroProjections": "ZerO already starts the last layers of residual branches at zero",

@@ -71,17 +71,15 @@ class ZeroProjections(Initialization):
         modded-nanogpt (output projections and an untied head of GPT-2).
     """
 
-    saves: ClassVar[str] = "steps: deep networks start as identities, with undamped gradients"
-    paper: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677; Zhang et al. 2019, arXiv:1901.09321"
-    constraints: ClassVar[str] = "modules with residual branches"
-    survey: ClassVar[Survey | None] = Survey("initialisation: zero-initialised residual branches (Fixup)", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps: deep networks start as identities, with undamped gradients"
+    paper = "Goyal et al. 2017, arXiv:1706.02677; Zhang et al. 2019, arXiv:1901.09321"
+    constraints = "modules with residual branches"
+    survey = Survey("initialisation: zero-initialised residual branches (Fixup)", shen="4.3")
+    search_space = SearchSpace(
         {"scale": Choice((0.0, 0.25)), "head": Choice((True, False))},
         needs_blocks,
     )
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
-    )
+    control = Control("the baseline for as many seconds with its learning rate decayed to zero: a step costs the same")
 
     turn: ClassVar[Turn] = Turn.ENDS
     neutral_at: ClassVar[Mapping[str, Any]] = {"scale": 1.0}

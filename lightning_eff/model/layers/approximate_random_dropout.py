@@ -62,12 +62,12 @@ class ApproximateRandomDropout(Technique):
         Song et al. 2018, "Approximate Random Dropout", arXiv:1805.08939.
     """
 
-    saves: ClassVar[str] = "products of feed-forward networks, forward and backward, for the dropped hidden units"
-    paper: ClassVar[str] = "Song et al. 2018, arXiv:1805.08939"
-    constraints: ClassVar[str] = "feed-forward networks whose layers are called as modules"
-    survey: ClassVar[Survey | None] = Survey("approximate random dropout", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"rate": Choice((0.25, 0.5, 0.7))}, needs_blocks)
-    control: ClassVar[Control] = Control(
+    saves = "products of feed-forward networks, forward and backward, for the dropped hidden units"
+    paper = "Song et al. 2018, arXiv:1805.08939"
+    constraints = "feed-forward networks whose layers are called as modules"
+    survey = Survey("approximate random dropout", shen="4.1")
+    search_space = SearchSpace({"rate": Choice((0.25, 0.5, 0.7))}, needs_blocks)
+    control = Control(
         "the baseline for the same time, and a baseline with a fraction 1 - rate of the hidden units throughout"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -83,8 +83,8 @@ class ApproximateRandomDropout(Technique):
             "the plugin computes linear layers itself and would use the whole weight",
         ),
     }
-    needs_automatic_optimization: ClassVar[bool] = False
-    sparse_gradients: ClassVar[bool] = True
+    needs_automatic_optimization = False
+    sparse_gradients = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"rate": 0.0}
 
     def __init__(

@@ -70,14 +70,12 @@ class ButterflyLinear(ByName, Architecture):
         Dao et al. 2019, "Learning Fast Algorithms for Linear Transforms Using Butterfly Factorizations", arXiv:1903.05895.
     """
 
-    saves: ClassVar[str] = (
-        "products and weights of large linear layers, at some cost in quality; seldom time without custom kernels"
-    )
-    paper: ClassVar[str] = "Dao et al. 2022, arXiv:2204.00595; Dao et al. 2019, arXiv:1903.05895"
-    constraints: ClassVar[str] = "pays only for large linear layers; the number of blocks must divide their features"
-    survey: ClassVar[Survey | None] = Survey("butterfly and Monarch matrices", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"blocks": Choice((4, 8, 16))}, needs_matrices)
-    control: ClassVar[Control] = Control(
+    saves = "products and weights of large linear layers, at some cost in quality; seldom time without custom kernels"
+    paper = "Dao et al. 2022, arXiv:2204.00595; Dao et al. 2019, arXiv:1903.05895"
+    constraints = "pays only for large linear layers; the number of blocks must divide their features"
+    survey = Survey("butterfly and Monarch matrices", shen="4.1")
+    search_space = SearchSpace({"blocks": Choice((4, 8, 16))}, needs_matrices)
+    control = Control(
         "the baseline for the same time, and with as many weights a baseline with narrower layers and LowRankLinear"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -91,7 +89,7 @@ class ButterflyLinear(ByName, Architecture):
         "LoRA": "it adds factors to linear layers, and this replaces all of them",
         "CompoundGrowth": "it cannot tile the hidden units of feed-forward networks made of factors",
     }
-    change_at: ClassVar[Change] = Change.STRUCTURE
+    change_at = Change.STRUCTURE
     _count = 0
     _before = 0
     _after = 0

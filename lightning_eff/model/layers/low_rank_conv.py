@@ -55,11 +55,11 @@ class LowRankConv(LowRank):
         Tai et al. 2015, "Convolutional Neural Networks with Low-Rank Regularization", arXiv:1511.06067.
     """
 
-    saves: ClassVar[str] = "products and weights of wide convolutions, at some cost in quality; seldom time"
-    paper: ClassVar[str] = "Tai et al. 2015, arXiv:1511.06067"
-    constraints: ClassVar[str] = "two-dimensional convolutions with groups=1; seldom faster than a 3 x 3 kernel"
-    survey: ClassVar[Survey | None] = Survey("low-rank convolutions", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, needs_images)
+    saves = "products and weights of wide convolutions, at some cost in quality; seldom time"
+    paper = "Tai et al. 2015, arXiv:1511.06067"
+    constraints = "two-dimensional convolutions with groups=1; seldom faster than a 3 x 3 kernel"
+    survey = Survey("low-rank convolutions", shen="4.1")
+    search_space = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, needs_images)
     what: ClassVar[str] = "convolution"
 
     def __init__(

@@ -61,11 +61,11 @@ class LowRankLinear(LowRank):
         MosaicML 2022, Composer's method card "Factorize" (measured gain).
     """
 
-    saves: ClassVar[str] = "products and weights of large linear layers, at some cost in quality; seldom time"
-    paper: ClassVar[str] = "Khodak et al. 2021, arXiv:2105.01029"
-    constraints: ClassVar[str] = "pays only for large linear layers; below 512 features two layers take longer than one"
-    survey: ClassVar[Survey | None] = Survey("low-rank linear maps", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, needs_matrices)
+    saves = "products and weights of large linear layers, at some cost in quality; seldom time"
+    paper = "Khodak et al. 2021, arXiv:2105.01029"
+    constraints = "pays only for large linear layers; below 512 features two layers take longer than one"
+    survey = Survey("low-rank linear maps", shen="4.1")
+    search_space = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, needs_matrices)
     what: ClassVar[str] = "linear layer"
     conflicts: ClassVar[Mapping[str, str]] = {
         "CompoundGrowth": "it would take a pair of factors for a feed-forward network and tile its few channels",

@@ -24,7 +24,7 @@ from lightning_eff._core._tokens.embeddings import token_embeddings
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.optimizers import evaluates_anew, rewrite_configured
 from lightning_eff._core.patches import hook_before
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_sequences
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform, needs_sequences
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -105,14 +105,14 @@ class NgramEmbedding(Architecture):
         n-grams). Jordan et al. 2024, modded-nanogpt's speed-run records (bigrams).
     """
 
-    saves: ClassVar[str] = "steps: a table of parameters without products; costs its memory three times with Adam"
-    paper: ClassVar[str] = "Huang et al. 2025, arXiv:2501.16975; Pagnoni et al. 2024, arXiv:2412.09871"
-    constraints: ClassVar[str] = "models that look up tokens with nn.Embedding; no cache in generation"
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps: a table of parameters without products; costs its memory three times with Adam"
+    paper = "Huang et al. 2025, arXiv:2501.16975; Pagnoni et al. 2024, arXiv:2412.09871"
+    constraints = "models that look up tokens with nn.Embedding; no cache in generation"
+    survey = None
+    search_space = SearchSpace(
         {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, needs_sequences
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "the same table under the module's optimizer, and a baseline with as many additional parameters in its layers, each for"
         " the same time",
         _under_the_modules_optimizer,
@@ -121,9 +121,9 @@ class NgramEmbedding(Architecture):
         "OptimizerOffload": "it moves a single optimizer of torch.optim to the host, and here two step as one",
         "StochasticRoundingBF16": "it replaces the step of a single optimizer of torch.optim, and here two step as one",
     }
-    change_at: ClassVar[Change] = Change.ADAPT
-    needs: ClassVar[Need] = Need.WHOLE
-    sparse_gradients: ClassVar[bool] = True
+    change_at = Change.ADAPT
+    needs = Need.WHOLE
+    sparse_gradients = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"buckets": 0}
 
     def __init__(

@@ -65,16 +65,14 @@ class RemoveQKVBias(ByName, Architecture):
         Geiping & Goldstein 2022, "Cramming: Training a Language Model on a Single GPU in One Day", arXiv:2212.14034.
     """
 
-    saves: ClassVar[str] = "some parameters without effect; almost no time"
-    paper: ClassVar[str] = "Geiping & Goldstein 2022, arXiv:2212.14034"
-    constraints: ClassVar[str] = (
-        "attention without rotary embeddings and without normalised keys; no tensor parallelism"
-    )
-    survey: ClassVar[Survey | None] = Survey("attention without biases (Cramming)", shen="6")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, needs_attention)
-    control: ClassVar[Control] = Control("the baseline for the same time, which computes the same function")
+    saves = "some parameters without effect; almost no time"
+    paper = "Geiping & Goldstein 2022, arXiv:2212.14034"
+    constraints = "attention without rotary embeddings and without normalised keys; no tensor parallelism"
+    survey = Survey("attention without biases (Cramming)", shen="6")
+    search_space = SearchSpace({}, needs_attention)
+    control = Control("the baseline for the same time, which computes the same function")
     conflicts: ClassVar[Mapping[str, str]] = {}
-    change_at: ClassVar[Change] = Change.SWAP
+    change_at = Change.SWAP
     _removed = 0
 
     def __init__(

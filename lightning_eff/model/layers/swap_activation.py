@@ -70,17 +70,17 @@ class SwapActivation(ByName, Architecture):
         Klambauer et al. 2017, "Self-Normalizing Neural Networks", arXiv:1706.02515.
     """
 
-    saves: ClassVar[str] = "steps, if the model learns faster with another function; no time per step"
-    paper: ClassVar[str] = "Shazeer 2020, arXiv:2002.05202; So et al. 2021, arXiv:2109.08668"
-    constraints: ClassVar[str] = "activations that are modules; for swiglu, between two linear layers"
-    survey: ClassVar[Survey | None] = Survey("activation functions (ELU, SELU, GELU, ISRLU, SwiGLU)", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"to": Choice(("relu2", "swiglu"))}, needs_matrices)
-    control: ClassVar[Control] = Control(
+    saves = "steps, if the model learns faster with another function; no time per step"
+    paper = "Shazeer 2020, arXiv:2002.05202; So et al. 2021, arXiv:2109.08668"
+    constraints = "activations that are modules; for swiglu, between two linear layers"
+    survey = Survey("activation functions (ELU, SELU, GELU, ISRLU, SwiGLU)", shen="4.1")
+    search_space = SearchSpace({"to": Choice(("relu2", "swiglu"))}, needs_matrices)
+    control = Control(
         "the baseline for the same time: the activations cost about the same, and swiglu has as many weights"
     )
     conflicts: ClassVar[Mapping[str, str]] = {}
-    change_at: ClassVar[Change] = Change.SWAP
-    stays: ClassVar[str] = "it computes another function, which no weights of the plain module reproduce"
+    change_at = Change.SWAP
+    stays = "it computes another function, which no weights of the plain module reproduce"
     _count = 0
 
     def __init__(

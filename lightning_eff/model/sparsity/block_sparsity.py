@@ -112,15 +112,15 @@ class BlockSparsity(Masked):
         Conference on Parsimony and Learning, PMLR 234:282-301.
     """
 
-    saves: ClassVar[str] = "no time: a network of few dense blocks, for block-sparse kernels"
-    paper: ClassVar[str] = "Ma et al. 2023, PMLR 234"
-    constraints: ClassVar[str] = "weights whose rows form whole groups"
-    survey: ClassVar[Survey | None] = Survey("regrouping to dense blocks (HRBP)", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
-    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
+    saves = "no time: a network of few dense blocks, for block-sparse kernels"
+    paper = "Ma et al. 2023, PMLR 234"
+    constraints = "weights whose rows form whole groups"
+    survey = Survey("regrouping to dense blocks (HRBP)", zhuang="2.1", shen="4.2")
+    search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
+    control = Control("a fixed random mask of the same size", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
-    needs_budget: ClassVar[bool] = True
-    checkpointed: ClassVar[tuple[str, ...]] = ("orders", "_blocks")
+    needs_budget = True
+    checkpointed = ("orders", "_blocks")
 
     def __init__(
         self,

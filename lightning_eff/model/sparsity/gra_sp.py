@@ -87,9 +87,9 @@ class GraSP(Scored):
         Frankle et al. 2020, "Pruning Neural Networks at Initialization: Why are We Missing the Mark?", arXiv:2009.08576.
     """
 
-    paper: ClassVar[str] = "Wang et al. 2020, arXiv:2002.07376"
-    constraints: ClassVar[str] = "losses that have second derivatives"
-    survey: ClassVar[Survey | None] = Survey("GraSP", zhuang="2.1", shen="4.2")
+    paper = "Wang et al. 2020, arXiv:2002.07376"
+    constraints = "losses that have second derivatives"
+    survey = Survey("GraSP", zhuang="2.1", shen="4.2")
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **ZEROS}
 
     def __init__(

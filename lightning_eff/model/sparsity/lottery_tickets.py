@@ -55,19 +55,19 @@ class LotteryTickets(Masked):
         Frankle et al. 2019, "Stabilizing the Lottery Ticket Hypothesis", arXiv:1903.01611.
     """
 
-    saves: ClassVar[str] = "no time: it finds a sparse network that trains well, at the cost of several trainings"
-    paper: ClassVar[str] = "Frankle & Carbin 2018, arXiv:1803.03635"
-    constraints: ClassVar[str] = "an additional copy of weights and optimizer states"
-    survey: ClassVar[Survey | None] = Survey("lottery tickets, iterative magnitude pruning", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"rounds": Choice((2, 4))}, no_time)
-    control: ClassVar[Control] = Control("a fixed random mask of the final size for the same time", fixed)
+    saves = "no time: it finds a sparse network that trains well, at the cost of several trainings"
+    paper = "Frankle & Carbin 2018, arXiv:1803.03635"
+    constraints = "an additional copy of weights and optimizer states"
+    survey = Survey("lottery tickets, iterative magnitude pruning", zhuang="2.1", shen="4.2")
+    search_space = SearchSpace({"rounds": Choice((2, 4))}, no_time)
+    control = Control("a fixed random mask of the final size for the same time", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {
         **rivals(WHO),
         **RIVALS_IN_STATE,
         "LayerFreezing": "its frozen layers would be reset, and not train again",
     }
-    needs_budget: ClassVar[bool] = True
-    checkpointed: ClassVar[tuple[str, ...]] = ("_round", "_then")
+    needs_budget = True
+    checkpointed = ("_round", "_then")
 
     def __init__(
         self,

@@ -99,12 +99,12 @@ class ReSprop(Technique):
         https://openaccess.thecvf.com/content_CVPR_2020/html/Goli_ReSprop_Reuse_Sparsified_Backpropagation_CVPR_2020_paper.html.
     """
 
-    saves: ClassVar[str] = "no time: products of the backward pass on hardware that can skip reused ones"
-    paper: ClassVar[str] = "Goli & Aamodt 2020, CVPR"
-    constraints: ClassVar[str] = "layers that are called as modules, outside compiled code; no fp16 scaler"
-    survey: ClassVar[Survey | None] = Survey("ReSprop", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.1, 0.9)}, gains_nothing)
-    control: ClassVar[Control] = Control("the baseline with the full gradient for as many steps")
+    saves = "no time: products of the backward pass on hardware that can skip reused ones"
+    paper = "Goli & Aamodt 2020, CVPR"
+    constraints = "layers that are called as modules, outside compiled code; no fp16 scaler"
+    survey = Survey("ReSprop", zhuang="2.1", shen="4.2")
+    search_space = SearchSpace({"sparsity": Uniform(0.1, 0.9)}, gains_nothing)
+    control = Control("the baseline with the full gradient for as many steps")
     conflicts: ClassVar = {
         **dict.fromkeys(
             ("BitFit", "PromptTuning", "VeRA", "VisualPromptTuning"),
@@ -114,7 +114,7 @@ class ReSprop(Technique):
         "KFAC": "its factors would use gradients that are not those of the batch",
         "SequencePacking": "padding would get other samples' gradients, and it finds the tokens that count by their gradients",
     }
-    needs_budget: ClassVar[bool] = True
+    needs_budget = True
 
     def __init__(
         self,

@@ -93,15 +93,15 @@ class SemiStructuredSparsity(OtherWeights):
         Hu et al. 2024, "Accelerating Transformer Pre-training with 2:4 Sparsity", arXiv:2404.01847.
     """
 
-    saves: ClassVar[str] = "no time here: weights that some accelerators multiply at twice the throughput"
-    paper: ClassVar[str] = "Mishra et al. 2021, arXiv:2104.08378"
-    constraints: ClassVar[str] = "automatic optimization; an additional copy of the masked weights"
-    survey: ClassVar[Survey | None] = Survey("2:4 sparsity", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"tiles": Choice((False, True))}, no_time)
-    control: ClassVar[Control] = Control("a fixed random mask of half of the weights", _control)
+    saves = "no time here: weights that some accelerators multiply at twice the throughput"
+    paper = "Mishra et al. 2021, arXiv:2104.08378"
+    constraints = "automatic optimization; an additional copy of the masked weights"
+    survey = Survey("2:4 sparsity", zhuang="2.1", shen="4.2")
+    search_space = SearchSpace({"tiles": Choice((False, True))}, no_time)
+    control = Control("a fixed random mask of half of the weights", _control)
     conflicts: ClassVar[Mapping[str, str]] = neighbours(WHO)
-    needs_budget: ClassVar[bool] = True
-    needs_optimizer: ClassVar[bool] = True
+    needs_budget = True
+    needs_optimizer = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0, "names": []}
 
     def __init__(

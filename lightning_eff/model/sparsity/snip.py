@@ -57,8 +57,8 @@ class SNIP(Scored):
         Frankle et al. 2020, "Pruning Neural Networks at Initialization: Why are We Missing the Mark?", arXiv:2009.08576.
     """
 
-    paper: ClassVar[str] = "Lee et al. 2018, arXiv:1810.02340"
-    survey: ClassVar[Survey | None] = Survey("SNIP", zhuang="2.1", shen="4.2")
+    paper = "Lee et al. 2018, arXiv:1810.02340"
+    survey = Survey("SNIP", zhuang="2.1", shen="4.2")
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **ZEROS}
 
     def __init__(

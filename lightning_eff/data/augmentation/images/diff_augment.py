@@ -18,7 +18,7 @@ from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Technique
 from lightning_eff.data.augmentation._arguments import SomeOf, Until
 from lightning_eff.data.augmentation._boxes import inside
 from lightning_eff.data.augmentation._engine import BASELINE, check_until
@@ -156,26 +156,24 @@ class DiffAugment(Technique):
         Zhao et al. 2020, "Differentiable Augmentation for Data-Efficient GAN Training", arXiv:2006.10738.
     """
 
-    saves: ClassVar[str] = "real images: a GAN trains on fewer of them without its discriminator memorising them"
-    paper: ClassVar[str] = "Zhao et al. 2020, arXiv:2006.10738"
-    constraints: ClassVar[str] = (
-        "needs a discriminator that is a submodule, called on images (B, C, H, W) of a known range"
-    )
-    needs: ClassVar[Need] = Need.CALLS
+    saves = "real images: a GAN trains on fewer of them without its discriminator memorising them"
+    paper = "Zhao et al. 2020, arXiv:2006.10738"
+    constraints = "needs a discriminator that is a submodule, called on images (B, C, H, W) of a known range"
+    needs = Need.CALLS
     refuses: ClassVar[Reasons] = {
         Part.TENSOR: DIFFERS,
         Part.PIPELINE: "the technique draws for all images of a batch at once",
     }
-    survey: ClassVar[Survey | None] = Survey("data augmentation (DiffAugment)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("data augmentation (DiffAugment)", shen="3.1")
+    search_space = SearchSpace(
         {"policy": Choice((("color", "translation", "cutout"), ("translation", "cutout"), ("translation",)))},
         needs_images,
     )
-    control: ClassVar[Control] = BASELINE
-    needs_automatic_optimization: ClassVar[bool] = False
-    checkpointed: ClassVar[tuple[str, ...]] = ("_calls", "_milliseconds", "_total", "_called")
-    stage: ClassVar[Stage | None] = Stage.REWEIGHT
-    order: ClassVar[int] = 2  # each pass of a two-pass method repeats its draws
+    control = BASELINE
+    needs_automatic_optimization = False
+    checkpointed = ("_calls", "_milliseconds", "_total", "_called")
+    stage = Stage.REWEIGHT
+    order = 2  # each pass of a two-pass method repeats its draws
 
     def __init__(
         self,

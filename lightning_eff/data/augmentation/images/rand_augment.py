@@ -91,12 +91,12 @@ class RandAugment(Policy):
         Cubuk et al. 2019, "RandAugment: Practical automated data augmentation with a reduced search space", arXiv:1909.13719.
     """
 
-    paper: ClassVar[str] = "Cubuk et al. 2019, arXiv:1909.13719"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (RandAugment)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    paper = "Cubuk et al. 2019, arXiv:1909.13719"
+    survey = Survey("data augmentation (RandAugment)", shen="3.1")
+    search_space = SearchSpace(
         {"num_operations": Choice((1, 2, 3)), "magnitude": Uniform(2.0, 10.0), "until": Choice((0.8, 1.0))}, no_images
     )
-    order: ClassVar[int] = -2
+    order = -2
     neutral_at: ClassVar[Mapping[str, Any]] = {"num_operations": 0}
 
     def __init__(

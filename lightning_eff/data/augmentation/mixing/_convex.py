@@ -8,7 +8,6 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core.batches import lies_at, tensors, top_key
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._boxes import numbers
 from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation._mixing import Mixing, draw_shares
@@ -37,7 +36,7 @@ class Convex(Mixing):
     by_sample: ClassVar[bool] = False
     mend: ClassVar[str] = "Remove the technique."
     neutral_at: ClassVar[Mapping[str, Any]] = {"alpha": 0}
-    control: ClassVar[Control] = BASELINE
+    control = BASELINE
 
     @override
     def inputs(self, batch: Any, labels: dict[str, Tensor]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Each, Kind, Names
-from lightning_eff._core._needs.needs import WITHIN, Reasons
+from lightning_eff._core._needs.needs import WITHIN
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around, split_output
 from lightning_eff._core.losses import loss_of
@@ -100,17 +100,15 @@ class ManifoldMixup(Convex):
         Verma et al. 2019, "Manifold Mixup: Better Representations by Interpolating Hidden States", arXiv:1806.05236.
     """
 
-    paper: ClassVar[str] = "Verma et al. 2019, arXiv:1806.05236"
-    constraints: ClassVar[str] = (
+    paper = "Verma et al. 2019, arXiv:1806.05236"
+    constraints = (
         "needs automatic optimization, blocks that are called once on all samples, labels that are classes and a loss of"
         " torch.nn.functional"
     )
-    refuses: ClassVar[Reasons] = WITHIN
-    survey: ClassVar[Survey | None] = Survey("data augmentation (Manifold Mixup)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"alpha": Choice((0.2, 1.0, 2.0)), "until": Choice((0.8, 1.0))}, _pointless
-    )
-    control: ClassVar[Control] = Control(
+    refuses = WITHIN
+    survey = Survey("data augmentation (Manifold Mixup)", shen="3.1")
+    search_space = SearchSpace({"alpha": Choice((0.2, 1.0, 2.0)), "until": Choice((0.8, 1.0))}, _pointless)
+    control = Control(
         "the baseline without augmentation, trained for the same time, and depths=[0], which is Mixup",
         _inputs_alone,
     )

@@ -115,9 +115,9 @@ class SeqMix(Convex):
         Guo et al. 2020, "Sequence-Level Mixed Sample Data Augmentation", arXiv:2011.09039.
     """
 
-    saves: ClassVar[str] = "no time per step: it regularises, for a better model from few texts"
-    paper: ClassVar[str] = "Guo et al. 2020, arXiv:2011.09039"
-    constraints: ClassVar[str] = (
+    saves = "no time per step: it regularises, for a better model from few texts"
+    paper = "Guo et al. 2020, arXiv:2011.09039"
+    constraints = (
         "needs automatic optimization, integer tokens (B, T) that an nn.Embedding looks up, labels that are classes and a"
         " loss of torch.nn.functional"
     )
@@ -125,10 +125,8 @@ class SeqMix(Convex):
         Part.TENSOR: "the technique mixes the outputs of embeddings, which may be split",
         **WITHIN,
     }
-    survey: ClassVar[Survey | None] = Survey("data augmentation (SeqMix)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"alpha": Choice((0.1, 0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless
-    )
+    survey = Survey("data augmentation (SeqMix)", shen="3.1")
+    search_space = SearchSpace({"alpha": Choice((0.1, 0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless)
     conflicts: ClassVar[Mapping[str, str]] = {
         **CHOOSERS,
         **dict.fromkeys(("MaskRateSchedule", "SpanMasking"), _OWN),

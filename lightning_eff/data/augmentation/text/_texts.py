@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator, Tensor
@@ -14,7 +14,6 @@ from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.batches import map_tensors, tensors
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._engine import BASELINE, Augmentation
 from lightning_eff.data.augmentation._tokens import configured_special_tokens, found_tokens
 
@@ -27,9 +26,9 @@ class TextAugmentation(Augmentation):
         labels: names or positions of the labels in the batch. None looks for them.
     """
 
-    needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    saves: ClassVar[str] = "no time per step: it regularises, for a better model from few texts"
-    control: ClassVar[Control] = BASELINE
+    needs = Need.CALLS | Need.STEP
+    saves = "no time per step: it regularises, for a better model from few texts"
+    control = BASELINE
 
     def __init__(
         self,

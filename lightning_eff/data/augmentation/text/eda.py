@@ -158,16 +158,14 @@ class EDA(TextAugmentation):
         arXiv:1901.11196.
     """
 
-    paper: ClassVar[str] = "Wei & Zou 2019, arXiv:1901.11196"
-    constraints: ClassVar[str] = "needs automatic optimization, integer tokens (B, T) and a loss of torch.nn.functional"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (EDA)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"alpha": Uniform(0.02, 0.3, log=True), "prob": Choice((0.5, 0.8))}, no_text
-    )
+    paper = "Wei & Zou 2019, arXiv:1901.11196"
+    constraints = "needs automatic optimization, integer tokens (B, T) and a loss of torch.nn.functional"
+    survey = Survey("data augmentation (EDA)", shen="3.1")
+    search_space = SearchSpace({"alpha": Uniform(0.02, 0.3, log=True), "prob": Choice((0.5, 0.8))}, no_text)
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("SpanMasking", "MaskRateSchedule"), "the tokens that it hides and predicts would be moved"
     )
-    order: ClassVar[int] = -1  # before noise
+    order = -1  # before noise
     neutral_at: ClassVar[Mapping[str, Any]] = {"alpha": 0.0}
 
     def __init__(

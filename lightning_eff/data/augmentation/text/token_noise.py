@@ -78,13 +78,12 @@ class TokenNoise(TextAugmentation):
         Xie et al. 2017, "Data Noising as Smoothing in Neural Network Language Models", arXiv:1703.02573.
     """
 
-    paper: ClassVar[str] = "Xie et al. 2017, arXiv:1703.02573"
-    constraints: ClassVar[str] = (
-        "needs automatic optimization, integer tokens (B, T), labels in another tensor and a loss of torch.nn.functional"
+    paper = "Xie et al. 2017, arXiv:1703.02573"
+    constraints = (
+        "needs automatic optimization, integer tokens (B, T), labels in another tensor and a loss of "
+        "torch.nn.functional"
     )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"rate": Uniform(0.02, 0.3, log=True), "until": Choice((0.8, 1.0))}, no_text
-    )
+    search_space = SearchSpace({"rate": Uniform(0.02, 0.3, log=True), "until": Choice((0.8, 1.0))}, no_text)
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("SpanMasking", "MaskRateSchedule"), "the tokens that it hides and predicts would be noise"
     )

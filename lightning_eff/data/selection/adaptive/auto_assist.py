@@ -109,23 +109,19 @@ class AutoAssist(CountsSamples):
         code. Batches that shrink, hashed features and AdaGrad are this package's.
     """
 
-    saves: ClassVar[str] = "forward and backward passes of samples that a small model predicts to be easy"
-    paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1905.03381"
-    constraints: ClassVar[str] = (
-        "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
-    )
+    saves = "forward and backward passes of samples that a small model predicts to be easy"
+    paper = "Zhang et al. 2019, arXiv:1905.03381"
+    constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     did: ClassVar[str] = "picked"
-    needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("AutoAssist", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"gamma": Choice((0.2, 0.3, 0.5)), "start": Choice((0.0, 0.1, 0.3))}, needs_samples
-    )
-    control: ClassVar[Control] = Control(
+    needs = Need.STEP
+    survey = Survey("AutoAssist", shen="3.2")
+    search_space = SearchSpace({"gamma": Choice((0.2, 0.3, 0.5)), "start": Choice((0.0, 0.1, 0.3))}, needs_samples)
+    control = Control(
         "as many samples drawn at random as an untrained assistant picks, without an assistant", _random_subset
     )
     conflicts: ClassVar[Mapping[str, str]] = others("AutoAssist")
     neutral_at: ClassVar[Mapping[str, Any]] = {"gamma": 1, "start": 1}
-    checkpointed: ClassVar[tuple[str, ...]] = ("_scorer.checked",)
+    checkpointed = ("_scorer.checked",)
 
     def __init__(
         self,

@@ -86,17 +86,13 @@ class RobustImportanceSampling(SampleChooser):
         features, the uniform part, the estimate of the true gradient's second moment and the solver are this package's.
     """
 
-    saves: ClassVar[str] = "steps: the gradient varies less, so steps can be longer"
-    paper: ClassVar[str] = "Johnson & Guestrin 2018, NeurIPS 31"
-    constraints: ClassVar[str] = (
-        "needs one DataLoader over a map-style data set, a visible loss per sample, and several epochs"
-    )
-    needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("robust approximate importance sampling (RAIS)", zhuang="2.2", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"uniform": Choice((0.1, 0.3, 0.5)), "adapt": Choice((True, False))}, _pointless
-    )
-    control: ClassVar[Control] = Control("the baseline, which draws uniformly and scores nothing")
+    saves = "steps: the gradient varies less, so steps can be longer"
+    paper = "Johnson & Guestrin 2018, NeurIPS 31"
+    constraints = "needs one DataLoader over a map-style data set, a visible loss per sample, and several epochs"
+    needs = Need.STEP
+    survey = Survey("robust approximate importance sampling (RAIS)", zhuang="2.2", shen="3.2")
+    search_space = SearchSpace({"uniform": Choice((0.1, 0.3, 0.5)), "adapt": Choice((True, False))}, _pointless)
+    control = Control("the baseline, which draws uniformly and scores nothing")
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("DataPruning", "DifficultyPacing", "SampleSubset", "TokenBudgetBatches"),

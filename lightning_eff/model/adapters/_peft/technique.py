@@ -35,7 +35,7 @@ class OnLinearLayers(Adapter):
 
     trains: ClassVar[str]
     bounded: ClassVar[bool]
-    constraints: ClassVar[str] = "fine-tuning; needs peft"
+    constraints = "fine-tuning; needs peft"
     rank: int
     starts_alone: bool = True
     _maps = 0

@@ -90,8 +90,8 @@ def _called(module: nn.Module, args: Any) -> None:
 class InsideAttention(Architecture):
     """A technique that puts another attention, with its own parameters, into every module that attends."""
 
-    change_at: ClassVar[Change] = Change.ADAPT
-    needs: ClassVar[Need] = Need.WHOLE
+    change_at = Change.ADAPT
+    needs = Need.WHOLE
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.PIPELINE: ""}
     _replaced = 0  # modules
 

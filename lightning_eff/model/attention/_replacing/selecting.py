@@ -42,12 +42,12 @@ class SelectedKeys(ReplacedAttention):
     """
 
     conflicts: ClassVar[Mapping[str, str]] = OUTSIDE
-    checkpointed: ClassVar[tuple[str, ...]] = ("_kept", "_chosen")
-    control: ClassVar[Control] = SLOWER
-    constraints: ClassVar[str] = (
+    checkpointed = ("_kept", "_chosen")
+    control = SLOWER
+    constraints = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; no faster on a CPU or GPU"
     )
-    saves: ClassVar[str] = "attention products on hardware that skips single pairs; costs time elsewhere"
+    saves = "attention products on hardware that skips single pairs; costs time elsewhere"
 
     _kept: Tensor | float = 0.0  # fractions of pairs, summed over calls of the last step
     _chosen = 0

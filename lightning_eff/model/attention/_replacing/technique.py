@@ -60,9 +60,9 @@ class ReplacedAttention(Technique):
         turn: the technique with the largest value acts first.
     """
 
-    needs: ClassVar[Need] = Need.CALLS
+    needs = Need.CALLS
     turn: ClassVar[int] = 1
-    checkpointed: ClassVar[tuple[str, ...]] = ("_looked", "_calls", "_seed")
+    checkpointed = ("_looked", "_calls", "_seed")
 
     _calls = 0  # in the last training step
     _looked = False

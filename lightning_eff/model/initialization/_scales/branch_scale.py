@@ -44,7 +44,7 @@ class OfBranches(Architecture):
         force: whether to also change a module that was loaded.
     """
 
-    change_at: ClassVar[Change] = Change.STRUCTURE
+    change_at = Change.STRUCTURE
     branches: Any
     force: bool
     _count = 0
@@ -83,11 +83,11 @@ class OfBranches(Architecture):
 class BranchScale(OfBranches):
     """Computes ``x + s F(x)`` for each residual branch F of a module, with a learnt s per branch."""
 
-    control: ClassVar[Control] = Control(
+    control = Control(
         "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product more per number"
         " of the layers that end a branch"
     )
-    constraints: ClassVar[str] = "modules with residual branches"
+    constraints = "modules with residual branches"
 
     def _take(self, branches: Sequence[str] | None, force: bool) -> None:
         """Keep the arguments that all have."""

@@ -59,11 +59,9 @@ class LowRank(ByName, Architecture):
         names: patterns of paths; None takes every module that is found.
     """
 
-    change_at: ClassVar[Change] = Change.STRUCTURE
+    change_at = Change.STRUCTURE
     what: ClassVar[str]
-    control: ClassVar[Control] = Control(
-        "the baseline for the same time, and a baseline with narrower layers and as many weights"
-    )
+    control = Control("the baseline for the same time, and a baseline with narrower layers and as many weights")
     rank: int | float | None
     energy: float | None
     _floor: tuple[str, int] | None = None  # an argument, and the highest value at which it would take another module

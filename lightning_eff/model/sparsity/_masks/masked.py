@@ -124,9 +124,9 @@ class Masked(Technique):
         sparsity: the fraction that is zero in the end.
     """
 
-    needs_optimizer: ClassVar[bool] = True
+    needs_optimizer = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"sparsity": 0.0, "names": []}
-    checkpointed: ClassVar[tuple[str, ...]] = ("masks",)
+    checkpointed = ("masks",)
 
     masks: dict[str, Tensor]
     weights: dict[str, Weight]

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,9 +59,9 @@ class Rewired(ActsLate, Masked):
 
     interval: int
     until: float
-    needs_budget: ClassVar[bool] = True
-    saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
-    constraints: ClassVar[str] = "optimizers with separate moments for each weight"
+    needs_budget = True
+    saves = "no time on today's hardware: it trains a sparse network in one training"
+    constraints = "optimizers with separate moments for each weight"
 
     @override
     def _reset(self) -> None:

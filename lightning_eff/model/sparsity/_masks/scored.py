@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +54,9 @@ class Scored(Masked):
     """
 
     batches: int
-    saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
-    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
+    saves = "no time on today's hardware: it trains a sparse network in one training"
+    search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
+    control = Control("a fixed random mask of the same size", fixed)
 
     @abstractmethod
     def scores(self, session: Session, data: Sequence[Any], batch_idx: int) -> dict[str, Tensor] | None:
