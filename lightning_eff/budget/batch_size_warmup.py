@@ -135,7 +135,7 @@ class BatchSizeWarmup(Technique):
     saves = "samples early in training, where small batches learn as much per step"
     paper = "Smith et al. 2017, arXiv:1711.00489"
     constraints = "needs more batches per epoch than the first steps take"
-    needs = Need.BATCH
+    needs: ClassVar[Need] = Need.BATCH
     survey = Survey("large batches", shen="5.2")
     search_space = SearchSpace(
         {"full": Choice((2, 3, 4)), "until": Uniform(0.2, 0.8), "power": Choice((0.0, 0.5, 1.0))}
@@ -144,8 +144,8 @@ class BatchSizeWarmup(Technique):
         "a constant batch size, with the learning rate divided along the same path of learning rate / batch size",
         _decayed_rate,
     )
-    needs_budget = True
-    needs_optimizer = True
+    needs_budget: ClassVar[bool] = True
+    needs_optimizer: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"full": 1}
 
     def __init__(

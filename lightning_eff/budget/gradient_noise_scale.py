@@ -82,7 +82,7 @@ class GradientNoiseScale(Technique):
 
     saves = "nothing by itself: it shows which batch size pays off"
     paper = "McCandlish et al. 2018, arXiv:1812.06162"
-    needs = Need.PIECES
+    needs: ClassVar[Need] = Need.PIECES
     refuses: ClassVar[Reasons] = {Part.COMPRESSED: "it compares gradients with their exact mean over processes"}
     survey = Survey("large batches", shen="5.2")
     search_space = SearchSpace(pointless=_gains_nothing)

@@ -4,7 +4,7 @@ Li et al. 2019 (arXiv:1905.04753): the progress variable matters more than the s
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -80,7 +80,7 @@ class LearningRateSchedule(Technique):
     saves = "steps: full decay over the true budget gains more than most techniques"
     paper = "Li et al. 2019, arXiv:1905.04753; Bergsma et al. 2025, arXiv:2502.15938"
     constraints = "needs a run with an end and automatic optimization"
-    needs = Need.BATCH
+    needs: ClassVar[Need] = Need.BATCH
     survey = Survey("learning rate schedules", zhuang="2.1", shen="5.1")
     search_space = SearchSpace(
         {
@@ -93,9 +93,9 @@ class LearningRateSchedule(Technique):
         "a linear decay to zero over the same budget; for linear decay, the baseline with a tuned learning rate",
         _linear,
     )
-    needs_optimizer = True
-    sets_rates = True
-    sparse_gradients = True
+    needs_optimizer: ClassVar[bool] = True
+    sets_rates: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,

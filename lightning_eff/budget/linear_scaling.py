@@ -101,7 +101,7 @@ class LinearScaling(Technique):
     saves = "time on many devices: large batches with a suitable learning rate, without a new search"
     paper = "Goyal et al. 2017, arXiv:1706.02677"
     constraints = "needs a loader with a batch size, or batch_size="
-    needs = Need.BATCH
+    needs: ClassVar[Need] = Need.BATCH
     survey = Survey("large batches", shen="5.2")
     search_space = SearchSpace(
         {"times": Choice((0.5, 2.0, 4.0)), "warmup": Uniform(0.0, 0.2), "power": Choice((0.5, 1.0))}, make=_search
@@ -110,7 +110,7 @@ class LinearScaling(Technique):
         "the baseline with its learning rate tuned for the same batch; and the full learning rate from the first step",
         _all_at_once,
     )
-    needs_optimizer = True
+    needs_optimizer: ClassVar[bool] = True
     conflicts: ClassVar[Mapping[str, str]] = {
         "BatchSizeWarmup": "both scale the learning rate with the batch. BatchSizeWarmup alone scales it from its first batch",
         "TokenBudgetBatches": "its batches differ from the loader's batch size. Give their mean as batch_size= to use both",

@@ -5,6 +5,8 @@ resumed run therefore begins its epoch's data again, with other random numbers. 
 method, as in torchtitan (Liang et al. 2024, arXiv:2410.06511). Every technique of this package includes what this one adds.
 """
 
+from typing import ClassVar
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -61,11 +63,11 @@ class ExactResume(Technique):
     saves = "the difference between a resumed run and an uninterrupted one"
     paper = "common practice; Liang et al. 2024, arXiv:2410.06511"
     constraints = "needs as many data-parallel ranks as the checkpoint"
-    needs = Need.BATCH
+    needs: ClassVar[Need] = Need.BATCH
     search_space = SearchSpace(pointless=_gains_nothing)
     control = Control("the baseline, because it changes nothing in an uninterrupted run")
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._batches = 0

@@ -86,14 +86,14 @@ class LoaderTuning(Technique):
     saves = "the time that the device waits for batches"
     paper = "Mohan et al. 2021, arXiv:2007.06775; Murray et al. 2021, arXiv:2101.12127"
     constraints = "changing the number of workers needs a map-style data set that draws no random numbers"
-    needs = Need.BATCH
+    needs: ClassVar[Need] = Need.BATCH
     survey = None
     search_space = SearchSpace()
     control = Control(
         "the baseline for as many seconds with a well-chosen num_workers, because the weights are the same bit for bit"
     )
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"num_batches": None}
 
     def __init__(

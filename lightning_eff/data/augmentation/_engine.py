@@ -77,7 +77,7 @@ class Augmentation(Technique):
 
     saves = "no time per step: it regularises, for a better model after many epochs"
     stage = Stage.AUGMENT
-    needs = Need.BATCH
+    needs: ClassVar[Need] = Need.BATCH
     checkpointed = ("_share", "_milliseconds", "_batches", "_changed", "_shares", "_total")
     logged = ()
     neutral_at: ClassVar[Mapping[str, Any]] = {"prob": 0.0, "until": 0.0}

@@ -115,7 +115,7 @@ class Mixing(Augmentation):
         "SAF": "it would compare a mixture with a different mixture of earlier epochs"
     }
     stage = Stage.MIX
-    needs = Need.CALLS | Need.STEP
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     order = 1
     by_sample: ClassVar[bool] = True
     larger_first: ClassVar[bool] = True

@@ -90,7 +90,7 @@ class LabelSmoothing(Technique):
     saves = "no time per step: it regularises, at no measurable cost"
     paper = "Szegedy et al. 2015, arXiv:1512.00567"
     constraints = "needs automatic optimization, labels that are classes and a loss of torch.nn.functional"
-    needs = Need.CALLS | Need.STEP
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     search_space = SearchSpace({"epsilon": Uniform(0.05, 0.2)}, _pointless)
     control = Control("the baseline with hard labels, trained for the same time")
     neutral_at: ClassVar[Mapping[str, Any]] = {"epsilon": 0.0}

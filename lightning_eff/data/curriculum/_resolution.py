@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,9 +46,9 @@ class SmallerImages(Technique):
         "needs automatic optimization, batches with images (N, C, H, W), and a module for images of any size, such as a CNN"
         " with global pooling or a ViT whose positions can be interpolated; every new size recompiles a compiled module"
     )
-    needs = Need.CALLS
-    needs_budget = True
-    sparse_gradients = True
+    needs: ClassVar[Need] = Need.CALLS
+    needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(self, *, multiple_of: int, keys: Sequence[str | int] | None) -> None:
         self.multiple_of = multiple_of

@@ -104,7 +104,7 @@ class AttentionWindowWarmup(Technique):
         "needs automatic optimization and self-attention by scaled_dot_product_attention, nn.MultiheadAttention or a softmax"
         " over its scores, not compiled; pays only for long sequences"
     )
-    needs = Need.CALLS
+    needs: ClassVar[Need] = Need.CALLS
     survey = None
     search_space = SearchSpace(
         {"start": Choice((0.0625, 0.125, 0.25)), "until": Uniform(0.3, 1.0)}, _pointless, _from_shares
@@ -122,8 +122,8 @@ class AttentionWindowWarmup(Technique):
             "it runs attention again with the kernel of the plain call, which may not take a mask",
         ),
     }
-    needs_budget = True
-    sparse_gradients = True
+    needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
     _must_narrow: ClassVar[bool] = True  # refuse a first window that covers the whole sequence
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
     checkpointed = ("_seen", "_window", "_length", "_steps", "_u")
@@ -271,7 +271,7 @@ class NarrowAttention(AttentionWindowWarmup):
     saves = "attention outside the window, throughout"
     search_space = None
     control = Control("itself the control of AttentionWindowWarmup")
-    needs_budget = False
+    needs_budget: ClassVar[bool] = False
     _must_narrow: ClassVar[bool] = False
 
     def __init__(self, *, start: int, multiple_of: int = 64, evaluate: Literal["full", "present"] = "full") -> None:

@@ -125,7 +125,7 @@ class DifficultyPacing(SampleChooser):
     saves = "steps, in short or noisy training (Wu et al. find none in ordinary training)"
     paper = "Wu et al. 2021, arXiv:2012.03107; Platanios et al. 2019, arXiv:1903.09848"
     constraints = "needs one DataLoader over a map-style data set, and a visible loss per sample for score='loss'"
-    needs = Need.STEP
+    needs: ClassVar[Need] = Need.STEP
     survey = Survey("curriculum learning", shen="3.3")
     search_space = SearchSpace(
         {
@@ -137,9 +137,9 @@ class DifficultyPacing(SampleChooser):
         _pointless,
     )
     control = Control("as many samples at a time, whether easy or hard", _random_order)
-    needs_automatic_optimization = False
-    needs_budget = True
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"c0": 1.0, "until": 0.0}
     checkpointed = ("_share", "_scores", "_plain", "_samples", "_whole_from")
 

@@ -121,7 +121,7 @@ class SequenceLengthWarmup(Technique):
         "needs batches of sequences, found by shape or named by keys=; reshape needs a T with divisors and no per-sample"
         " tensors; every new length recompiles a compiled module"
     )
-    needs = Need.BATCH
+    needs: ClassVar[Need] = Need.BATCH
     survey = Survey("sequence length warm-up", shen="3.3")
     search_space = SearchSpace(
         {
@@ -133,9 +133,9 @@ class SequenceLengthWarmup(Technique):
         _from_shares,
     )
     control = Control("the first length throughout, validated at the full one", _short_throughout)
-    needs_automatic_optimization = False
-    needs_budget = True
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
     stage = Stage.TRANSFORM
 
@@ -268,7 +268,7 @@ class ShortSequences(SequenceLengthWarmup):
     survey = None
     search_space = None
     control = Control("itself the control of SequenceLengthWarmup")
-    needs_budget = False
+    needs_budget: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -143,7 +143,7 @@ class TokenBudgetBatches(SampleChooser):
     constraints = (
         "needs one DataLoader over a map-style data set, whose collate function pads a batch to its longest sample"
     )
-    needs = Need.BATCH
+    needs: ClassVar[Need] = Need.BATCH
     search_space = SearchSpace({"share": Uniform(0.25, 1.0, log=True)}, pointless=needs_sequences, make=_search)
     control = Control(
         "the baseline for as many seconds, with as many tokens per batch on average, because the batch size alone changes"
@@ -154,8 +154,8 @@ class TokenBudgetBatches(SampleChooser):
         "GradientNoiseScale": "it needs batches of one size",
         "BatchSizeWarmup": "both set the number of samples in a batch",
     }
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"max_tokens": 0}
 
     def __init__(

@@ -1,7 +1,7 @@
 """The base class of techniques that train on a part of each batch, chosen by the losses of its samples."""
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback
 from torch import Tensor
@@ -64,7 +64,7 @@ class Choosing(CountsSamples):
     """
 
     constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
-    needs = Need.STEP
+    needs: ClassVar[Need] = Need.STEP
     checkpointed = ("_scorer.checked",)
     stage = Stage.CHOOSE
     sample_loss: SampleLoss | None

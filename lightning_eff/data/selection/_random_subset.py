@@ -44,7 +44,7 @@ class RandomSubset(CountsSamples):
         "ImportanceSampling": "both choose the samples",
         "SelectiveBackprop": "both choose the samples",
     }
-    needs_automatic_optimization = False
+    needs_automatic_optimization: ClassVar[bool] = False
     neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
     checkpointed = ("_checked",)
     stage = Stage.CHOOSE

@@ -113,7 +113,7 @@ class DataPruning(SampleChooser):
     saves = "steps on samples that a score removes, after the cost of scoring"
     paper = "Paul et al. 2021, arXiv:2107.07075; Sorscher et al. 2022, arXiv:2206.14486"
     constraints = "needs one DataLoader over a map-style data set; 'el2n' also needs a visible loss per sample"
-    needs = Need.STEP
+    needs: ClassVar[Need] = Need.STEP
     survey = Survey("data pruning (GraNd, EL2N, prototypes)", zhuang="2.2")
     search_space = SearchSpace(
         {"score": Choice(("el2n",)), "keep": Uniform(0.4, 0.9), "easy": Choice((False, True))}, _pointless
@@ -122,8 +122,8 @@ class DataPruning(SampleChooser):
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("DifficultyPacing", "SampleSubset", "TokenBudgetBatches"), "both choose the samples of an epoch"
     )
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
     checkpointed = (
         "_sum",

@@ -108,7 +108,7 @@ class ImportanceSampling(CountsSamples):
     paper = "Katharopoulos & Fleuret 2018, arXiv:1803.00942; score='loss': 2017, arXiv:1706.00043"
     constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     did = "drew"
-    needs = Need.STEP
+    needs: ClassVar[Need] = Need.STEP
     survey = Survey("importance sampling", zhuang="2.2", shen="3.2")
     search_space = SearchSpace(
         {

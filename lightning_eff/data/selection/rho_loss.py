@@ -96,7 +96,7 @@ class RHOLoss(Choosing):
         "needs a DataLoader over a map-style data set, a mean loss of torch.nn.functional, or sample_loss=, "
         "and several epochs"
     )
-    needs = Need.WHOLE
+    needs: ClassVar[Need] = Need.WHOLE
     survey = Survey("RHO-LOSS", shen="3.2")
     search_space = SearchSpace({"keep": Choice((0.1, 0.25, 0.5)), "epochs": Choice((1, 3))}, _pointless)
     control = Control("as many samples drawn at random, without scoring", _random_subset)

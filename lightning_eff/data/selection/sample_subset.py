@@ -75,7 +75,7 @@ class SampleSubset(SampleChooser):
     saves = "steps on samples that a selection before training removed"
     paper = "Xie et al. 2023, arXiv:2302.03169"
     constraints = "needs one DataLoader over a map-style data set"
-    needs = Need.BATCH
+    needs: ClassVar[Need] = Need.BATCH
     survey = Survey("data selection before training (DSIR)", zhuang="2.2")
     search_space = SearchSpace({"samples": Uniform(0.3, 0.9)}, _pointless)
     control = Control(
@@ -86,8 +86,8 @@ class SampleSubset(SampleChooser):
         "DifficultyPacing": "both choose the samples of an epoch",
         "TokenBudgetBatches": "both choose the samples of an epoch",
     }
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
     checkpointed = ("_samples", "_size")
 
     def __init__(self, samples: float | str | Path) -> None:

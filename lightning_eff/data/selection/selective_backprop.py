@@ -106,7 +106,7 @@ class SelectiveBackprop(CountsSamples):
     saves = "backward passes: only the hard samples of each batch are trained on"
     paper = "Jiang et al. 2019, arXiv:1910.00762"
     constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
-    needs = Need.STEP
+    needs: ClassVar[Need] = Need.STEP
     survey = Survey("selective backprop", shen="3.2")
     search_space = SearchSpace(
         {

@@ -113,10 +113,10 @@ class FusedLinearCrossEntropy(Technique):
         "needs F.cross_entropy of a linear layer's output, outside compiled modules; automatic optimization; no second-order"
         " gradients"
     )
-    needs = Need.CALLS | Need.STEP
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey = Survey("token masking (sparse token prediction)", zhuang="2.2")
     search_space = SearchSpace(pointless=needs_sequences, measured_on=lambda profile: profile.masked_labels)
-    sparse_gradients = True
+    sparse_gradients: ClassVar[bool] = True
     control = Control("the baseline for the same time, since loss and gradients differ only by rounding")
     conflicts: ClassVar = {"KFAC": "it needs the gradients of each layer's output, so the logits must exist"}
     neutral_at: ClassVar[Mapping[str, Any]] = {"min_classes": math.inf}

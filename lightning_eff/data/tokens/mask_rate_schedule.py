@@ -166,12 +166,12 @@ class MaskRateSchedule(Technique):
     saves = "steps: up to 1.89 times fewer for BERT-base in the paper"
     paper = "Ankner et al. 2023, arXiv:2305.15096"
     constraints = "needs a masked language model, with tokens and labels in the batch"
-    needs = Need.BATCH
+    needs: ClassVar[Need] = Need.BATCH
     survey = None
     search_space = SearchSpace({"start": Uniform(0.2, 0.5), "until": Choice((0.5, 1.0))}, _pointless)
     control = Control("either rate throughout, for the same time", _throughout)
-    needs_automatic_optimization = False
-    needs_budget = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    needs_budget: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
     checkpointed = ("_seen", "_mask_token", "_rate", "_loader_rate")
     stage = Stage.TRANSFORM

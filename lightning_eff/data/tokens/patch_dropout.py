@@ -78,7 +78,7 @@ class PatchDropout(ComputesFewerTokens):
         "the baseline for the same time with a learning rate that decays to zero; and smaller images throughout"
     )
     conflicts: ClassVar[Mapping[str, str]] = {"RandomLTD": "both choose the tokens that blocks compute"}
-    needs_budget = True
+    needs_budget: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"ratio": 0.0, "until": 0.0}
 
     def __init__(

@@ -98,9 +98,9 @@ class RandomLTD(ComputesFewerTokens):
     )
     survey = Survey("random layerwise token dropping (random-LTD)", shen="3.2")
     search_space = SearchSpace({"start": Choice((0.125, 0.25, 0.5)), "until": Uniform(0.3, 0.9)}, _pointless)
-    sparse_gradients = True
+    sparse_gradients: ClassVar[bool] = True
     control = Control("the baseline for the same time with a learning rate that decays to zero")
-    needs_budget = True
+    needs_budget: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"start": 1.0, "until": 0.0}
 
     def __init__(

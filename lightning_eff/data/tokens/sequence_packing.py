@@ -85,7 +85,7 @@ class SequencePacking(Technique):
     refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank packs whole micro-batches
     survey = None
     search_space = SearchSpace(pointless=_pointless)
-    sparse_gradients = True
+    sparse_gradients: ClassVar[bool] = True
     control = Control(
         "the baseline for the same time, since loss and gradients differ only by rounding; and batches of samples with similar"
         " lengths, which have less padding"

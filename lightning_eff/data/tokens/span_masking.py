@@ -116,7 +116,7 @@ class SpanMasking(Technique):
     saves = "labelled data: encoder-decoders learn from plain text"
     paper = "Song et al. 2019, arXiv:1905.02450"
     constraints = "needs an encoder-decoder, with the same tokens as input and as labels in the batch"
-    needs = Need.BATCH
+    needs: ClassVar[Need] = Need.BATCH
     survey = Survey("token masking (MASS)", zhuang="2.2")
     search_space = SearchSpace({"ratio": Choice((0.3, 0.5, 0.7))}, needs_sequences)
     control = Control("the baseline on its loader's own task for the same time, compared on a downstream task")
@@ -124,8 +124,8 @@ class SpanMasking(Technique):
         "MaskRateSchedule": "both choose the masked tokens",
         "SequenceLengthWarmup": "it cuts texts into pieces, and a span may cross them",
     }
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"ratio": 0.0}
     checkpointed = ("_seen", "_masked")
     stage = Stage.TRANSFORM

@@ -118,7 +118,7 @@ class PromptTuning(Adapter):
         **Adapter.refuses,
         Part.PIPELINE: "it runs the whole network to verify it, and cuts what it returns",
     }
-    needs_automatic_optimization = True
+    needs_automatic_optimization: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"length": 0}
     _length = 0
 

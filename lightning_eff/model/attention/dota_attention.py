@@ -141,7 +141,7 @@ class DOTAAttention(InsideAttention):
     }
     stays = "attention to all keys computes something else"
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.SHARD: ""}
-    needs_automatic_optimization = True
+    needs_automatic_optimization: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"share": 1.0}
 
     def __init__(

@@ -184,8 +184,8 @@ class ChannelsLast(Technique):
     conflicts: ClassVar[Mapping[str, str]] = {
         "EightBitOptimizer": "its scales belong to blocks of adjacent elements, and a checkpoint has other blocks"
     }
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(self, dims: Annotated[Sequence[int], Dimensions()] = (2, 3)) -> None:
         self.dims = tuple(dims)

@@ -135,9 +135,9 @@ class RegionalCompilation(Technique):
         **dict.fromkeys(("ActivationCompression", "ACTPrecision"), _SAVES),
         **dict.fromkeys(("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision"), _MAPS),
     }
-    needs_automatic_optimization = False
-    compiles = True
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"backend": None}
     stage = Stage.SAVE
 

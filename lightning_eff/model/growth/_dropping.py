@@ -35,9 +35,9 @@ class Dropping(Technique):
     A subclass says where the blocks are (:meth:`find`) and how likely each is kept (:meth:`probabilities`).
     """
 
-    needs = Need.BLOCKS
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs: ClassVar[Need] = Need.BLOCKS
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
     reshaping: ClassVar[bool] = False  # blocks that return another shape are kept; otherwise they are refused
 
     def _reset(self) -> None:

@@ -73,12 +73,12 @@ class Freezing(Technique):
     the first training step. An embedding tied to the head keeps training there and gets no gradient from below.
     """
 
-    needs = Need.BLOCKS
+    needs: ClassVar[Need] = Need.BLOCKS
     refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique reads the autograd graph of the whole loss"}
-    needs_budget = True
-    needs_optimizer = True
+    needs_budget: ClassVar[bool] = True
+    needs_optimizer: ClassVar[bool] = True
     stage = Stage.MEASURE
-    sparse_gradients = True
+    sparse_gradients: ClassVar[bool] = True
     layers: Any
 
     def _reset(self) -> None:

@@ -37,7 +37,7 @@ class Shallower(Technique):
     paper = "none: a control"
     control = Control("itself the control of techniques that run fewer blocks per step")
     conflicts: ClassVar[Mapping[str, str]] = {"ProgressiveStacking": "both set how many blocks run"}
-    needs_automatic_optimization = False
+    needs_automatic_optimization: ClassVar[bool] = False
 
     def __init__(
         self, *, kept: Callable[[int], float], layers: str | Sequence[str] | None = None, stages: bool = False

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -33,7 +33,7 @@ class Stacking(Growing):
     what ProgressiveStacking documents.
     """
 
-    needs_automatic_optimization = False
+    needs_automatic_optimization: ClassVar[bool] = False
     saves = "compute, activation memory and optimizer memory of the blocks that do not run yet"
     stages: list[tuple[float, int]]
     layers: str | Sequence[str] | None

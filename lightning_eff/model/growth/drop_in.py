@@ -111,7 +111,7 @@ class DropIn(Growing):
         ("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth", "Shallower"),
         "both set how many blocks run",
     )
-    needs_automatic_optimization = False
+    needs_automatic_optimization: ClassVar[bool] = False
     neutral_at: ClassVar[Mapping[str, Any]] = {"end": 0.0}
 
     def __init__(

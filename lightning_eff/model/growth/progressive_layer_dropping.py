@@ -96,7 +96,7 @@ class ProgressiveLayerDropping(Dropping):
         "a shallower model with as many FLOPs per step: only the first blocks, as many as are kept on average",
         _shallower,
     )
-    needs_budget = True
+    needs_budget: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"theta_min": 1.0}
 
     def __init__(

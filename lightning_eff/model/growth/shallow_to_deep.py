@@ -125,9 +125,9 @@ class ShallowToDeep(Stacking):
         ),
         **dict.fromkeys(BY_RATE, "both set the learning rate"),
     }
-    needs_automatic_optimization = True
-    needs_optimizer = True
-    sets_rates = True
+    needs_automatic_optimization: ClassVar[bool] = True
+    needs_optimizer: ClassVar[bool] = True
+    sets_rates: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -59,8 +59,8 @@ class Initialization(Technique):
         turn: when it acts.
     """
 
-    needs = Need.MODULE
-    refuses = _WHOLE
+    needs: ClassVar[Need] = Need.MODULE
+    refuses: ClassVar[Reasons] = _WHOLE
     needs_all: ClassVar[bool] = False
     turn: ClassVar[Turn]
     checkpointed = ("_done", "_numbers")

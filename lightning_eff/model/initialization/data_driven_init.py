@@ -13,6 +13,7 @@ from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._branches.finding import Head, heads_of
 from lightning_eff._core._branches.graph import SHAPES, Graph, kind
+from lightning_eff._core._needs.needs import Reasons
 from lightning_eff._core.passes import loss_of, training_batches, unseen
 from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
@@ -136,7 +137,7 @@ class DataDrivenInit(Initialization):
 
     turn: ClassVar[Turn] = Turn.DATA
     needs_all: ClassVar[bool] = True
-    refuses = TOGETHER
+    refuses: ClassVar[Reasons] = TOGETHER
     neutral_at: ClassVar[Mapping[str, Any]] = {"batches": 0}
 
     def __init__(

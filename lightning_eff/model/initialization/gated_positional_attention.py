@@ -98,7 +98,7 @@ class GatedPositionalAttention(Architecture):
     }
     change_at = Change.ADAPT
     stays = "attention without gates computes something else"
-    needs = Need.WHOLE
+    needs: ClassVar[Need] = Need.WHOLE
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.SHARD: "", Part.PIPELINE: ""}
     neutral_at: ClassVar[Mapping[str, Any]] = {"gated": 0}
 

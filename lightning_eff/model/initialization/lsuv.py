@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Number
+from lightning_eff._core._needs.needs import Reasons
 from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.passes import loss_of, unseen
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
@@ -105,7 +106,7 @@ class LSUV(OfMaps):
         "ACTPrecision": UNSEEN,
     }
     needs_all: ClassVar[bool] = True
-    refuses = TOGETHER
+    refuses: ClassVar[Reasons] = TOGETHER
 
     def __init__(
         self,

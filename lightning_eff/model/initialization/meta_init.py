@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
+from lightning_eff._core._needs.needs import Reasons
 from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.batches import map_tensors, num_samples
 from lightning_eff._core.losses import loss_of
@@ -139,7 +140,7 @@ class MetaInit(Initialization):
 
     turn: ClassVar[Turn] = Turn.SEARCH
     needs_all: ClassVar[bool] = True
-    refuses = TOGETHER
+    refuses: ClassVar[Reasons] = TOGETHER
     neutral_at: ClassVar[Mapping[str, Any]] = {"steps": 0}
 
     def __init__(

@@ -83,8 +83,8 @@ class ApproximateRandomDropout(Technique):
             "the plugin computes linear layers itself and would use the whole weight",
         ),
     }
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"rate": 0.0}
 
     def __init__(

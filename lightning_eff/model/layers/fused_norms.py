@@ -83,13 +83,13 @@ class FusedNorms(ByName, Technique):
     saves = "time and memory of norms written in single operations; not measured on a GPU"
     paper = "Zhang & Sennrich 2019, arXiv:1910.07467; Hsu et al. 2024, arXiv:2410.10989"
     constraints = "kernels on CUDA with triton; torch's functions elsewhere"
-    needs = Need.LAYERS
+    needs: ClassVar[Need] = Need.LAYERS
     survey = None
     search_space = SearchSpace({}, _pointless)
     control = Control("the baseline for the same time: the results are equal up to rounding")
     conflicts: ClassVar[Mapping[str, str]] = {}
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(self, names: Paths = None) -> None:
         self._take_names(names)

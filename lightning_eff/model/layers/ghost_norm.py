@@ -104,8 +104,8 @@ class GhostNorm(ByName, Technique):
         "the baseline for the same time, and the baseline at the ghost batch's size with its own best learning rate"
     )
     conflicts: ClassVar[Mapping[str, str]] = {}
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(self, size: GhostSize = 32, *, names: Paths = None) -> None:
         self.size = size

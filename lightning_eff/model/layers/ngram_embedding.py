@@ -122,8 +122,8 @@ class NgramEmbedding(Architecture):
         "StochasticRoundingBF16": "it replaces the step of a single optimizer of torch.optim, and here two step as one",
     }
     change_at = Change.ADAPT
-    needs = Need.WHOLE
-    sparse_gradients = True
+    needs: ClassVar[Need] = Need.WHOLE
+    sparse_gradients: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"buckets": 0}
 
     def __init__(

@@ -119,7 +119,7 @@ class BlockSparsity(Masked):
     search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
     control = Control("a fixed random mask of the same size", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
-    needs_budget = True
+    needs_budget: ClassVar[bool] = True
     checkpointed = ("orders", "_blocks")
 
     def __init__(

@@ -66,7 +66,7 @@ class LotteryTickets(Masked):
         **RIVALS_IN_STATE,
         "LayerFreezing": "its frozen layers would be reset, and not train again",
     }
-    needs_budget = True
+    needs_budget: ClassVar[bool] = True
     checkpointed = ("_round", "_then")
 
     def __init__(

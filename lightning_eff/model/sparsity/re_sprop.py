@@ -114,7 +114,7 @@ class ReSprop(Technique):
         "KFAC": "its factors would use gradients that are not those of the batch",
         "SequencePacking": "padding would get other samples' gradients, and it finds the tokens that count by their gradients",
     }
-    needs_budget = True
+    needs_budget: ClassVar[bool] = True
 
     def __init__(
         self,

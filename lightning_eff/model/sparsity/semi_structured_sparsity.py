@@ -100,8 +100,8 @@ class SemiStructuredSparsity(OtherWeights):
     search_space = SearchSpace({"tiles": Choice((False, True))}, no_time)
     control = Control("a fixed random mask of half of the weights", _control)
     conflicts: ClassVar[Mapping[str, str]] = neighbours(WHO)
-    needs_budget = True
-    needs_optimizer = True
+    needs_budget: ClassVar[bool] = True
+    needs_optimizer: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0, "names": []}
 
     def __init__(

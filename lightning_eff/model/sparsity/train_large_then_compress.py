@@ -134,7 +134,7 @@ class TrainLargeThenCompress(Masked):
         "a fixed random mask of the same size; and the baseline, a module that is smaller from the start", _random
     )
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
-    needs_budget = True
+    needs_budget: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -187,7 +187,7 @@ class AugMix(Policy):
     saves = "no time per step: it makes networks robust to corrupted images"
     paper = "Hendrycks et al. 2019, arXiv:1912.02781"
     constraints = f"{Policy.constraints}; consistency= needs a loss of torch.nn.functional on classes"
-    needs = Need.CALLS | Need.STEP
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     survey = Survey("data augmentation (AugMix)", shen="3.1")
     search_space = SearchSpace({"severity": Uniform(1.0, 6.0), "until": Choice((0.8, 1.0))}, no_images)
     checkpointed = ("_divergence",)

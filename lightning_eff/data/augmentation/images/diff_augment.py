@@ -159,7 +159,7 @@ class DiffAugment(Technique):
     saves = "real images: a GAN trains on fewer of them without its discriminator memorising them"
     paper = "Zhao et al. 2020, arXiv:2006.10738"
     constraints = "needs a discriminator that is a submodule, called on images (B, C, H, W) of a known range"
-    needs = Need.CALLS
+    needs: ClassVar[Need] = Need.CALLS
     refuses: ClassVar[Reasons] = {
         Part.TENSOR: DIFFERS,
         Part.PIPELINE: "the technique draws for all images of a batch at once",
@@ -170,7 +170,7 @@ class DiffAugment(Technique):
         needs_images,
     )
     control = BASELINE
-    needs_automatic_optimization = False
+    needs_automatic_optimization: ClassVar[bool] = False
     checkpointed = ("_calls", "_milliseconds", "_total", "_called")
     stage = Stage.REWEIGHT
     order = 2  # each pass of a two-pass method repeats its draws

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Each, Kind, Names
-from lightning_eff._core._needs.needs import WITHIN
+from lightning_eff._core._needs.needs import WITHIN, Reasons
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around, split_output
 from lightning_eff._core.losses import loss_of
@@ -105,7 +105,7 @@ class ManifoldMixup(Convex):
         "needs automatic optimization, blocks that are called once on all samples, labels that are classes and a loss of"
         " torch.nn.functional"
     )
-    refuses = WITHIN
+    refuses: ClassVar[Reasons] = WITHIN
     survey = Survey("data augmentation (Manifold Mixup)", shen="3.1")
     search_space = SearchSpace({"alpha": Choice((0.2, 1.0, 2.0)), "until": Choice((0.8, 1.0))}, _pointless)
     control = Control(

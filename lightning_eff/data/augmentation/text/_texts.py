@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Generator, Tensor
@@ -26,7 +26,7 @@ class TextAugmentation(Augmentation):
         labels: names or positions of the labels in the batch. None looks for them.
     """
 
-    needs = Need.CALLS | Need.STEP
+    needs: ClassVar[Need] = Need.CALLS | Need.STEP
     saves = "no time per step: it regularises, for a better model from few texts"
     control = BASELINE
 

@@ -113,7 +113,7 @@ class AutoAssist(CountsSamples):
     paper = "Zhang et al. 2019, arXiv:1905.03381"
     constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     did: ClassVar[str] = "picked"
-    needs = Need.STEP
+    needs: ClassVar[Need] = Need.STEP
     survey = Survey("AutoAssist", shen="3.2")
     search_space = SearchSpace({"gamma": Choice((0.2, 0.3, 0.5)), "start": Choice((0.0, 0.1, 0.3))}, needs_samples)
     control = Control(

@@ -89,7 +89,7 @@ class RobustImportanceSampling(SampleChooser):
     saves = "steps: the gradient varies less, so steps can be longer"
     paper = "Johnson & Guestrin 2018, NeurIPS 31"
     constraints = "needs one DataLoader over a map-style data set, a visible loss per sample, and several epochs"
-    needs = Need.STEP
+    needs: ClassVar[Need] = Need.STEP
     survey = Survey("robust approximate importance sampling (RAIS)", zhuang="2.2", shen="3.2")
     search_space = SearchSpace({"uniform": Choice((0.1, 0.3, 0.5)), "adapt": Choice((True, False))}, _pointless)
     control = Control("the baseline, which draws uniformly and scores nothing")

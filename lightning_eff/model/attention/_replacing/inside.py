@@ -91,7 +91,7 @@ class InsideAttention(Architecture):
     """A technique that puts another attention, with its own parameters, into every module that attends."""
 
     change_at = Change.ADAPT
-    needs = Need.WHOLE
+    needs: ClassVar[Need] = Need.WHOLE
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.PIPELINE: ""}
     _replaced = 0  # modules
 

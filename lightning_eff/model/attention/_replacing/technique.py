@@ -60,7 +60,7 @@ class ReplacedAttention(Technique):
         turn: the technique with the largest value acts first.
     """
 
-    needs = Need.CALLS
+    needs: ClassVar[Need] = Need.CALLS
     turn: ClassVar[int] = 1
     checkpointed = ("_looked", "_calls", "_seed")
 

@@ -124,7 +124,7 @@ class Masked(Technique):
         sparsity: the fraction that is zero in the end.
     """
 
-    needs_optimizer = True
+    needs_optimizer: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"sparsity": 0.0, "names": []}
     checkpointed = ("masks",)
 

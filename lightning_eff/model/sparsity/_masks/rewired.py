@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Rewired(ActsLate, Masked):
 
     interval: int
     until: float
-    needs_budget = True
+    needs_budget: ClassVar[bool] = True
     saves = "no time on today's hardware: it trains a sparse network in one training"
     constraints = "optimizers with separate moments for each weight"
 

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
-from lightning_eff._core._needs.needs import BACKWARD
+from lightning_eff._core._needs.needs import BACKWARD, Reasons
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
@@ -187,7 +187,7 @@ class CoMixup(ByGradients):
     """
 
     paper = "Kim et al. 2021, arXiv:2102.03065"
-    refuses = BACKWARD
+    refuses: ClassVar[Reasons] = BACKWARD
     survey = Survey("data augmentation (Co-Mixup)", shen="3.1")
     search_space = SearchSpace({"beta": Choice((0.16, 0.32)), "until": Choice((0.8, 1.0))}, no_mixing)
     control = Control(
