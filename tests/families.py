@@ -152,7 +152,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name == "gemma2":
         refused = {**(refused or {}), "LogitSoftcap": "caps its logits at 30.0 already"}
     at_ends = ("ZeroProjections", "ReZero", "SkipInit", "LayerScale", "Fixup") if name == "gemma2" else ()
-    norms = dict.fromkeys(at_ends, "ends in a norm behind .*, or one to which 1 is added")
+    norms = dict.fromkeys(at_ends, "ends in a norm after .*, or one to which 1 is added")
     if kind in ("image", "speech"):
         fewer = {"TokenDropping": "no nn.Embedding was called on the ids"}
     begun: dict[str, str] = {}
@@ -181,7 +181,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     if name in ("mamba", "squeezebert"):
         begun["EarlyBird"] = "found no units to prune"
     if name == "mamba":
-        begun["VeRA"] = "uses .*dt_proj.base_layer.weight itself .* and does not call"
+        begun["VeRA"] = "uses .*dt_proj.base_layer.weight directly .* and does not call"
     if kind != "image":
         begun["VisualPromptTuning"] = _NOT_OF_IMAGES
     if kind == "seq2seq":
@@ -217,7 +217,7 @@ def attention_of(name: str, kind: str) -> dict[str, str]:
     if kind == "speech":
         return dict.fromkeys(_INSIDE, "has hooks")
     if name in ("t5", "swin"):
-        found = dict.fromkeys(("Performer", "Reformer", *_INSIDE[1:]), "says more than which keys are padding")
+        found = dict.fromkeys(("Performer", "Reformer", *_INSIDE[1:]), "contains more than padding and causality")
     elif kind in ("causal", "seq2seq"):
         found = dict.fromkeys(_INSIDE[1:], "it is causal")
     elif kind == "masked":
@@ -251,7 +251,7 @@ _WITHOUT_BIASES += " mixtral olmoe qwen3_moe t5"
 # No map that the pattern of QuantizedBase's case means.
 _NO_MLP = "mpt mixtral olmoe qwen3_moe biogpt opt rwkv albert squeezebert bart mbart marian pegasus m2m_100 t5 wav2vec2"
 _NO_MLP += " hubert unispeech"
-_NO_NAMED = "means none of the .* linear layers"
+_NO_NAMED = "(means|matches) none of the .* linear layers"
 # Norms of their own.
 _RMS = "llama mistral qwen2 qwen3 gemma gemma2 phi3 olmo olmo2 cohere granite glm4 helium nemotron smollm3 mamba t5"
 _RMS += " ernie4_5 exaone4 arcee seed_oss mixtral olmoe qwen3_moe"

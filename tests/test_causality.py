@@ -157,6 +157,7 @@ REFUSALS = (
     "but its projections are for",
     "holds no nn.Conv",
     "holds no encoder-decoder",
+    "matches none of the",
     "means none of the",
     "were not seen to be run on tokens",
     "fewer than the",

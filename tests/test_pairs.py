@@ -86,12 +86,12 @@ def test_pair_is_refused(a: str, b: str) -> None:
     if {a, b} & PLUGINS.keys():
         plugin, name = (a, b) if a in PLUGINS else (b, a)
         case = PLUGINS[plugin]
-        message = rf"{name}: the precision plugin {plugin} .+: .+\. Take one of them out"
+        message = rf"{name}: the precision plugin {plugin} .+: .+\. Remove one of them"
         with pytest.raises(ValueError, match=message):
             fit("tiny_gpt", lambda: [ALL[name].active()], plugins=[case.build(case.precisions[0])])
         return
     for first, second in ((a, b), (b, a)):
-        with pytest.raises(ValueError, match=f"{first} and {second} cannot train together: .+ Take one of them out"):
+        with pytest.raises(ValueError, match=f"{first} and {second} cannot train together: .+ Remove one of them"):
             fit("tiny_gpt", lambda pair=(first, second): [ALL[name].active() for name in pair])
 
 

@@ -95,7 +95,7 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     "Did you mean 'SelectiveBackprop'?": lambda _: command("--trainer.callbacks+=SelectivBackprop"),
     "needs 'score': expected it under its init_args": lambda _: command("--trainer.callbacks+=DifficultyPacing"),
     "is a precision plugin; expected it under trainer.plugins": lambda _: command("--trainer.callbacks+=FP8Precision"),
-    "no linear map of TinyGPT is named 'nothing'": lambda _: le.apply(TinyGPT(), le.LowRankLinear(names=["nothing"])),
+    "no linear layer of TinyGPT is named 'nothing'": lambda _: le.apply(TinyGPT(), le.LowRankLinear(names=["nothing"])),
     "found no stack of repeated blocks": lambda _: fit(cases.no_blocks(), stacking(4)),
     "matches no submodule of": lambda _: fit(TinyGPT(), le.LayerFreezing(layers="blok.*"), data="tiny_gpt"),
     "stage 1 needs 99 blocks": lambda _: fit(TinyGPT(), stacking(99), data="tiny_gpt"),

@@ -1,1 +1,1 @@
-"""The few ways in which a technique may touch training; nothing here knows any technique."""
+"""The interfaces through which techniques reach into training. Nothing here imports a technique."""

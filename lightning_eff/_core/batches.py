@@ -1,4 +1,4 @@
-"""Batches of any make: their number of samples, and the same batch with other samples in it."""
+"""Batches of any structure: count their samples, select samples, and join batches."""
 
 import copy
 import re
@@ -17,7 +17,7 @@ from lightning_eff._core._samples.counting import current_rule, own_count
 
 
 def tensors(batch: Any, path: str = "") -> list[tuple[str, Tensor]]:
-    """Every tensor in ``batch`` with its path, such as ``"['labels']"`` or ``"[0]"``, in the order of the batch."""
+    """Return every tensor in ``batch`` with its path, such as ``"['labels']"`` or ``"[0]"``, in the order of the batch."""
     if isinstance(batch, Tensor):
         return [(path, batch)]
     if isinstance(batch, Mapping):
@@ -30,14 +30,14 @@ def tensors(batch: Any, path: str = "") -> list[tuple[str, Tensor]]:
 
 
 def lies_at(path: str, key: str | int) -> bool:
-    """Whether a tensor at ``path``, as :func:`tensors` tells it, lies at the position, or under the name, ``key``."""
+    """Return whether ``path``, as returned by :func:`tensors`, leads through the name or position ``key``."""
     if isinstance(key, int):
         return path.startswith(f"[{key}]") or (path == "" and key == 0)
     return f"[{key!r}]" in path or re.search(rf"\.{re.escape(key)}(\W|$)", path) is not None
 
 
 def top_key(path: str) -> str | int:
-    """The name or position in the batch itself of what lies at ``path``, as :func:`tensors` tells it."""
+    """Return the outermost name or position of ``path``, as returned by :func:`tensors`; 0 if the batch is a single tensor."""
     match = re.match(r"\[(\d+)\]|\[(['\"])(.*?)\2\]|\.(\w+)", path)
     if match is None:
         return 0
@@ -45,12 +45,13 @@ def top_key(path: str) -> str | int:
 
 
 def num_samples(batch: Any) -> int:
-    """The number of samples B: what the run says of its batches, in the order of :mod:`lightning_eff._core._samples.counting`.
+    """Return the number of samples B in the batch.
 
-    Where nothing tells, it is the leading size that most tensors share (the first one's on a tie).
+    :mod:`lightning_eff._core._samples.counting` decides where the run gives a count. Otherwise B is the leading size that
+    most tensors share, or the first tensor's leading size on a tie.
 
     Raises:
-        ValueError: if the batch holds no tensor with a leading dimension, and has no count of its own.
+        ValueError: if the batch holds no tensor with a leading dimension, and has no count itself.
     """
     found, rule = tensors(batch), current_rule()
     told = own_count(batch) if rule is None else rule.count(batch, found)
@@ -59,9 +60,8 @@ def num_samples(batch: Any) -> int:
     sizes = [tensor.shape[0] for _, tensor in found if tensor.ndim > 0]
     if not sizes:
         raise ValueError(
-            f"Got a batch of type {type(batch).__name__} with no tensor in it that has a batch dimension; expected a"
-            " tensor, or a dict, tuple, list or dataclass of tensors whose dimension 0 counts the samples. Collate the"
-            " batch into tensors."
+            f"Got a batch of type {type(batch).__name__} without a tensor that has a batch dimension; expected tensors with"
+            " samples in dimension 0, alone or in a dict, tuple, list or dataclass. Collate the batch into tensors."
         )
     counts = Counter(sizes)
     most = max(dict.fromkeys(sizes), key=lambda size: counts[size])
@@ -71,19 +71,24 @@ def num_samples(batch: Any) -> int:
 
 
 def map_tensors(batch: Any, fn: Callable[[Tensor], Any]) -> Any:
-    """The batch, of the same make, with ``fn`` applied to each tensor."""
+    """Return the batch in the same structure, with ``fn`` applied to each tensor."""
     return apply_to_collection(batch, Tensor, fn)
 
 
 def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
-    """The batch with the samples ``index`` (long, shape (b,)) only, in that order; duplicates are allowed.
+    """Return the batch with only the samples ``index``, in that order.
 
-    Tensors and arrays whose dimension 0 is the batch's, and lists or tuples with one item for each sample, are
-    indexed; all else (say a mask that all samples share) is handed on as it is.
+    Tensors and arrays with B rows are indexed, and so are lists or tuples with one item per sample. Other values, such
+    as a mask that all samples share, stay unchanged.
+
+    Args:
+        batch: the batch.
+        index: sample positions, long, shape (b,); duplicates are allowed.
+        size: the number of samples B; None counts them.
 
     Raises:
-        ValueError: if the batch holds a ``PackedSequence``, whose samples lie interleaved, or an object of a class that
-            keeps its tensors to itself, as batches of graphs do.
+        ValueError: if the batch holds a ``PackedSequence``, whose samples are interleaved, or an object that keeps its
+            tensors to itself, such as a batch of graphs.
     """
     size = num_samples(batch) if size is None else size
     at = index.tolist()
@@ -95,8 +100,8 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
             return value[at] if value.ndim > 0 and value.shape[0] == size else value
         if isinstance(value, PackedSequence):
             raise ValueError(
-                "Got a batch with a PackedSequence, whose samples lie interleaved; expected padded tensors, dimension 0"
-                " of which counts the samples. Pack them in training_step."
+                "Got a batch with a PackedSequence, whose samples are interleaved; expected padded tensors with samples in"
+                " dimension 0. Pack them in training_step."
             )
         if isinstance(value, Mapping):
             picked = {key: pick(item) for key, item in value.items()}
@@ -116,7 +121,7 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
         if is_dataclass(value) and not isinstance(value, type):
             other = copy.copy(value)
             for f in fields(value):
-                object.__setattr__(other, f.name, pick(getattr(value, f.name)))  # frozen ones too
+                object.__setattr__(other, f.name, pick(getattr(value, f.name)))  # also if frozen
             return other
         if keeps_tensors(value):
             raise ValueError(f"G{_closed(value)}")
@@ -126,9 +131,9 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
 
 
 def keeps_tensors(value: Any) -> bool:
-    """Whether ``value`` is of a class of its own whose tensors :func:`tensors` does not see, such as a batch of graphs.
+    """Return whether ``value`` hides tensors from :func:`tensors`, as a batch of graphs does.
 
-    Lightning moves a batch's object to a device by its ``to``, so such an object has one, or has tensors in attributes.
+    Such an object has tensors in its attributes, or a ``to`` method with which Lightning moves it to a device.
     """
     own = getattr(value, "__dict__", {}).values()
     return (
@@ -138,8 +143,8 @@ def keeps_tensors(value: Any) -> bool:
     )
 
 
-def kept(batch: Any) -> Any:
-    """The first object in the batch that :func:`keeps_tensors`; None where there is none."""
+def first_opaque(batch: Any) -> Any:
+    """Return the first object in the batch for which :func:`keeps_tensors` holds, or None."""
     items: Any = ()
     if isinstance(batch, Mapping):
         items = batch.values()
@@ -149,36 +154,37 @@ def kept(batch: Any) -> Any:
         items = [getattr(batch, f.name) for f in fields(batch)]
     elif keeps_tensors(batch):
         return batch
-    return next((found for item in items if (found := kept(item)) is not None), None)
+    return next((found for item in items if (found := first_opaque(item)) is not None), None)
 
 
 def _closed(value: Any) -> str:
     return (
-        f"ot a batch with an object of class {type(value).__name__}, out of which samples cannot be taken; expected tensors,"
-        " dicts, lists or dataclasses with a row for each sample. Collate samples into these, or take the technique out."
+        f"ot a batch with an object of class {type(value).__name__}, from which samples cannot be selected; expected tensors,"
+        " dicts, lists or dataclasses with one row per sample. Collate samples into these, or remove the technique."
     )
 
 
 def check_indexed(batch: Any, size: int) -> None:
-    """Raise ``ValueError`` unless samples can be taken out of the batch: half of its tensors have a row for each."""
-    if (closed := kept(batch)) is not None:
+    """Raise ``ValueError`` unless samples can be selected: at least half of the batch's tensors have ``size`` rows."""
+    if (closed := first_opaque(batch)) is not None:
         raise ValueError(f"g{_closed(closed)}")
     leading = [t.shape[0] for _, t in tensors(batch) if t.ndim > 0 and t.shape[0] > 1]
     if 2 * sum(n == size for n in leading) < len(leading):
         raise ValueError(
             f"got a batch of {size} samples whose tensors have the leading sizes {sorted(set(leading))[:5]}; expected {size},"
-            " because samples are taken out of it by dimension 0. Let the loader's collate_fn pad samples into tensors"
+            " because samples are selected along dimension 0. Let the loader's collate_fn pad samples into tensors"
             " (B, ...), or remove the callback."
         )
 
 
 def join(batches: Sequence[Any]) -> Any:
-    """One batch, of the make of the first, with the samples of all of ``batches`` in their order.
+    """Return one batch with the samples of all ``batches`` in order, in the structure of the first.
 
-    What :func:`select` would index is put together; all else (say a mask that all samples share) must be alike.
+    Values that :func:`select` would index are concatenated. All other values, such as a mask that all samples share, must
+    be equal.
 
     Raises:
-        ValueError: where they are of different makes, or their tensors of shapes that do not fit together.
+        ValueError: if the batches differ in structure, or their tensors have shapes that do not fit together.
     """
     sizes = [num_samples(batch) for batch in batches]
     return _joined(list(batches), sizes, "")
@@ -204,8 +210,8 @@ def _joined(parts: list[Any], sizes: list[int], path: str) -> Any:
         return first if same else _differ(path)
     if isinstance(first, PackedSequence):
         raise ValueError(
-            "Got a batch with a PackedSequence, whose samples lie interleaved; expected padded tensors, dimension 0"
-            " of which counts the samples. Pack them in training_step."
+            "Got a batch with a PackedSequence, whose samples are interleaved; expected padded tensors with samples in"
+            " dimension 0. Pack them in training_step."
         )
     if isinstance(first, Mapping):
         if any(part.keys() != first.keys() for part in parts):
@@ -223,7 +229,7 @@ def _joined(parts: list[Any], sizes: list[int], path: str) -> Any:
         other = copy.copy(first)
         for f in fields(first):
             values = [getattr(part, f.name) for part in parts]
-            object.__setattr__(other, f.name, _joined(values, sizes, f"{path}.{f.name}"))  # frozen ones too
+            object.__setattr__(other, f.name, _joined(values, sizes, f"{path}.{f.name}"))  # also if frozen
         return other
     return first if all(part == first for part in parts) else _differ(path)
 
@@ -251,7 +257,7 @@ def _differ(path: str) -> Any:
 
 
 def plain(batch: Any) -> Any:
-    """The batch in dicts, lists, tuples and tensors on the CPU, as a checkpoint may hold them; see :func:`like`."""
+    """Return the batch as dicts, lists and CPU tensors, which a checkpoint can hold; :func:`like` is the inverse."""
     if isinstance(batch, Tensor):
         return batch.detach().cpu()
     if isinstance(batch, np.ndarray):
@@ -266,7 +272,7 @@ def plain(batch: Any) -> Any:
 
 
 def like(batch: Any, saved: Any) -> Any:
-    """What :func:`plain` made of a batch, of the make of ``batch`` and on its devices."""
+    """Return ``saved``, a batch stored by :func:`plain`, in the structure of ``batch`` and on its devices."""
     if isinstance(batch, Tensor):
         return saved.to(batch.device)
     if isinstance(batch, np.ndarray):
@@ -277,7 +283,7 @@ def like(batch: Any, saved: Any) -> Any:
             other[key] = like(batch[key], value)
         return other
     if isinstance(batch, list | tuple):
-        alike = len(batch) == len(saved)  # lists of one item for each sample may be of other lengths
+        alike = len(batch) == len(saved)  # lists with one item per sample may differ in length
         items = [like(old, new) for old, new in zip(batch, saved, strict=True)] if alike else saved
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     if is_dataclass(batch) and not isinstance(batch, type):
@@ -289,9 +295,10 @@ def like(batch: Any, saved: Any) -> Any:
 
 
 def num_tokens(batch: Any) -> int:
-    """The tokens in a batch: elements of its first 2-D integer tensor, or 0 where it has none.
+    """Return the number of tokens in the batch, or 0 if it has none.
 
-    One of its dimensions counts the samples, or sequences are packed into one row: edges (2, E) of graphs are no tokens.
+    Tokens are the elements of the first 2-D integer tensor in which one dimension counts the samples, or which has one
+    row of packed sequences. So the edges (2, E) of a graph are not counted.
     """
     every, rule = tensors(batch), current_rule()
     found = [

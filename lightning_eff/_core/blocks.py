@@ -1,9 +1,10 @@
-"""The stack of repeated blocks in any module: found, run in part, frozen and thawed.
+"""The stack of repeated blocks in any module: which blocks run, and which parameters are trained.
 
-Blocks are never added or removed: parameters are allocated in full and named as in the plain module. While a step runs,
-a list of blocks (``nn.ModuleList`` or ``nn.Sequential``) shows the module's own code its first ones, and some of them
-hand their input on; outside a step all is as it was. An ``nn.Sequential`` that has other modules beside the blocks, an
-``nn.ModuleDict``, and modules whose blocks are attributes show them all: those that do not run hand their input on.
+Blocks are never added or removed, so parameters always exist in full and under the plain module's names. During a step,
+a list of blocks (``nn.ModuleList`` or ``nn.Sequential``) shows the module's code only the active blocks, and dropped
+blocks return their input. Outside a step nothing is changed. Some containers always show all blocks: an ``nn.Sequential``
+that also contains other modules, an ``nn.ModuleDict``, and a module whose blocks are attributes. There, the blocks that
+do not run return their input.
 """
 
 import functools
@@ -41,30 +42,30 @@ Mix = Callable[[int, Tensor, Tensor, bool], Tensor]
 
 
 class BlockStack:
-    """A found stack, and which part of it the next step runs.
+    """A stack of blocks, and which part of it the next step runs.
 
     Attributes:
-        active: the blocks at the front that run; the others are as if they were not there.
-        keep: the probability with which each active block was kept, if blocks may be dropped; a kept block's residual
+        active: how many blocks, counted from the front, run. The others are hidden.
+        keep: the probability with which each active block was kept, if blocks may be dropped. A kept block's residual
             branch is scaled by its inverse.
-        dropped: indices of the blocks that the next training step passes over.
-        absent: indices of active blocks that are as if they were not there in the next training step; not the first, whose
-            output the others may need.
-        carries: the blocks return tensors beside the hidden state, which later blocks may need (T5's position bias);
-            None until a block has been seen to run. The first block of such a stack cannot be dropped.
-        reshapes: indices of the blocks that were seen to return a hidden state of another shape, where they may.
-        mixes: by a technique's name, called within a step as ``mix(index, entered, left, training)`` with the hidden state
-            that a block was given and the one that it returned, of the same shape; what it returns takes the latter's place.
-        still: the blocks at the front that take no gradient: in a training step the backward pass ends behind them.
-        verifying: looks whether this is a stack in the first training steps; None where that is known, or does not matter.
-        held: parameters that are out of training with :meth:`freeze_inactive`; those of still blocks are to be among them.
+        dropped: indices of the blocks that the next training step skips.
+        absent: indices of active blocks that are hidden in the next training step. The first block is never among them,
+            because the others may need its output.
+        carries: whether blocks return tensors in addition to the hidden state, which later blocks may need (T5's position
+            bias). None until a block has run. The first block of such a stack cannot be dropped.
+        reshapes: indices of the blocks that returned a hidden state of another shape, where this is allowed.
+        mixes: functions by technique name, called within a step as ``mix(index, entered, left, training)`` with a block's
+            input and output hidden states, of the same shape. The result replaces the output.
+        still: how many blocks, counted from the front, get no gradient. In a training step the backward pass ends there.
+        verifying: checks in the first training steps that this is a stack; None if that is known or irrelevant.
+        held: parameters that :meth:`freeze_inactive` also freezes. They must include those of still blocks.
     """
 
     def __init__(self, found: Candidate, root: nn.Module | None = None) -> None:
-        """Args: root: the module around it, whose own caches of its blocks are looked after; None for nobody's."""
+        """Wrap a found stack; ``root`` is the module around it, whose own caches of its blocks are kept consistent."""
         self.path = found.path
         self.container, self.by_name = found.container, found.by_name
-        self.holder = found.blocks[-1] if found.by_name else found.container  # of the blocks, and of little else
+        self.holder = found.blocks[-1] if found.by_name else found.container  # contains the blocks and little else
         self.blocks: list[nn.Module] = found.blocks
         self._names = [*found.named_blocks]
         self._alone = found.in_list
@@ -111,7 +112,7 @@ class BlockStack:
 
     @property
     def scales(self) -> bool:
-        """Whether blocks are passed over, or their branches scaled."""
+        """Whether blocks are dropped, or their residual branches scaled."""
         return self._scales
 
     def __len__(self) -> int:
@@ -120,11 +121,11 @@ class BlockStack:
     def __str__(self) -> str:
         return self._label
 
-    # -- what a step sees
+    # -- within a step
 
     @contextmanager
     def view(self, *, training: bool) -> Iterator[None]:
-        """Show the active blocks, and in training pass over the dropped ones, until the context ends."""
+        """Show only the active blocks, and in training skip the dropped ones, until the context ends."""
         if training and self.verifying is not None and not self._shown:
             waiting = range(self._active, len(self.blocks))
             self.verifying.begin(self.dropped | self.absent | frozenset(waiting), waits=bool(waiting))
@@ -164,7 +165,7 @@ class BlockStack:
 
     @contextmanager
     def without(self, blocks: frozenset[int]) -> Iterator[None]:
-        """Let evaluation go without these active blocks until the context ends."""
+        """Hide these active blocks in evaluation until the context ends."""
         self._without = blocks
         try:
             yield
@@ -173,7 +174,7 @@ class BlockStack:
 
     @contextmanager
     def shortened(self, count: int) -> Iterator[None]:
-        """In a forward pass alone, within a step, show the first ``count`` of the running blocks, at least 1."""
+        """Show only the first ``count`` (at least 1) of the running blocks in a forward-only pass within a step."""
         if count >= self._active:
             yield
             return
@@ -206,17 +207,17 @@ class BlockStack:
                 made[1].forget()
 
     def _waiting(self) -> list[nn.Module]:
-        """The blocks that do not run, each once; one that also stands among those that run does run."""
+        """Return the blocks that do not run, each once. A block that also occurs among the active ones runs."""
         run = {id(block) for block in self.blocks[: self._active]}
         return list({id(block): block for block in self.blocks[self._active :] if id(block) not in run}.values())
 
     def running(self) -> list[nn.Module]:
-        """The blocks that the network has now; within a step, those that this very step runs."""
+        """Return the blocks that the network has now, or within a step those that this step runs."""
         passed = self.dropped | self.absent if self._shown and self._training else ()
         return [block for index, block in enumerate(self.blocks[: self._active]) if index not in passed]
 
     def walk(self) -> Iterator[nn.Module]:
-        """The blocks that run; and then the others, where whoever walks sets hooks on each block, and calls none."""
+        """Yield the blocks that run, then the others if the caller only registered hooks on each block and called none."""
         calls, hooks, hooked = self._calls, hooks_so_far(), False
         for block in self.blocks[: self._active]:
             yield block
@@ -232,7 +233,7 @@ class BlockStack:
         return any(block is other for other in self.blocks[: self.still])
 
     def pass_on(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A passed block's hidden state as it came, and the rest as the last block that ran returned it."""
+        """Return a skipped block's input hidden state, with the other outputs as the last block that ran returned them."""
         hidden = hidden_of(args, kwargs)
         if self.verifying is not None and self._training:
             self.verifying.adds = self.verifying.skips = True
@@ -244,26 +245,26 @@ class BlockStack:
         return (hidden, *(self._carried if self._carried is not None else (None,) * (self._arity - 1)))
 
     def verify(self, output: Any) -> None:
-        """Raise ``ValueError`` if a training step, which returned ``output``, showed that this is no stack to act on."""
+        """Raise ``ValueError`` if a training step, which returned ``output``, showed that this is not a stack to act on."""
         if self.verifying is not None:
             self.verifying.look(output)
             self.verifying = None if self.verifying.done else self.verifying
 
     def look(self) -> None:
-        """Raise ``ValueError`` if in the last step the module made something of the blocks that cannot be made right."""
+        """Raise ``ValueError`` if the last step used the blocks in a way that cannot be supported."""
         trouble, self._trouble = self._trouble, None
         if trouble is not None:
             raise trouble
 
     def _hooks_of_some(self, since: int) -> ValueError | None:
-        """The module set hooks on blocks up to the last that it saw, and on none beyond: which did it mean?"""
+        """Return an error if the step registered hooks on exactly the blocks that it saw, so later blocks would lack them."""
         hooked = [index for index, block in enumerate(self.blocks) if hooked_since(block, since)]
         if not hooked or hooked[-1] != self._active - 1:
             return None
         return ValueError(
-            f"In a step, hooks were registered on the blocks {hooked} of {self}, of which {self._active} run now;"
-            " expected them on all blocks, or before the fit, since those that run later would go without. Register"
-            " them in __init__, setup or on_fit_start, or in a loop over the blocks (for block in blocks)."
+            f"A step registered hooks on the blocks {hooked} of {self}, where {self._active} run now; blocks that run later"
+            " would have no hooks. Register them in __init__, setup or on_fit_start, or in a loop over the blocks"
+            " (for block in blocks)."
         )
 
     def _forget(self) -> None:
@@ -272,7 +273,7 @@ class BlockStack:
         self._made = self._made_short = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been learnt of the blocks' output; how many are active is for the technique that says so to save."""
+        """Return what is known of the blocks' output. The technique that sets :attr:`active` saves that number itself."""
         state = {"length": len(self.blocks), "carries": self.carries, "arity": self._arity}
         return {**state, "reshapes": sorted(self.reshapes)} if self.reshapes else state
 
@@ -281,12 +282,12 @@ class BlockStack:
         self.reshapes = set(state.get("reshapes", ()))
 
     def watch(self, *, scales: bool, reshaping: bool = False, skips: bool | None = None, who: str = "") -> None:
-        """Learn what form the blocks' output has, until :meth:`release`.
+        """Observe the form of the blocks' output until :meth:`release`.
 
         Args:
-            scales: kept branches are scaled by 1/p, so an output that cannot be scaled is an error.
-            reshaping: blocks may return a hidden state of another shape; they are noted, and are not to be scaled.
-            skips: blocks do not run in some steps; None for those of scaled branches.
+            scales: kept residual branches are scaled by 1/p, so an output that cannot be scaled raises an error.
+            reshaping: blocks may return a hidden state of another shape. These are noted and not scaled.
+            skips: blocks do not run in some steps; None means that this is so if ``scales``.
             who: the technique that scales or skips, for messages.
         """
         self._scales |= scales
@@ -301,13 +302,13 @@ class BlockStack:
             for index, block in enumerate(self.blocks):
                 if block._compiled_call_impl is None:
                     self._handles.append(hook_behind(block, self._hook(index), with_kwargs=True))
-                else:  # the compiler would take a hook into its graph, and make another for each state of this object
+                else:  # the compiler would trace a hook, and compile again for each state of this object
                     compiled = functools.partial(_heard, self._hook(index), block, block._compiled_call_impl)
                     self._patches.set(block, "_compiled_call_impl", compiled)
         self._guard()
 
     def _guard(self) -> None:
-        """Let parts of blocks that do not run refuse calls in a step; one that a running block shares may be called."""
+        """Make parts of blocks that do not run refuse calls in a step, unless a running block shares them."""
         for handle in self._guards:
             handle.remove()
         used = {id(m) for block in self.blocks[: self._active] for m in block.modules()}
@@ -321,11 +322,11 @@ class BlockStack:
 
     def _refuse_part(self, name: str, part: nn.Module) -> Any:
         def hook(called: nn.Module, args: tuple[Any, ...]) -> None:
-            if self._shown and called is part:  # not a copy of it
+            if self._shown and called is part:  # a copy may be called
                 raise ValueError(
-                    f"{name} was called in a step, and its block, beyond the first {self._active} of {self},"
-                    " does not run; expected blocks to be called as a whole. The module keeps parts of its blocks in a"
-                    " list of its own: let it go through the blocks, or name another stack by layers=."
+                    f"{name} was called in a step, but its block does not run: only the first {self._active} blocks of {self}"
+                    " do. The module keeps parts of its blocks in another list. Call whole blocks, or name another stack"
+                    " by layers=."
                 )
 
         return hook
@@ -361,8 +362,8 @@ class BlockStack:
         if entered.shape != hidden.shape:
             raise ValueError(
                 f"Block {index} of {self.path!r} took a hidden state of shape {tuple(entered.shape)} and returned"
-                f" {tuple(hidden.shape)}; expected the same shape, since a block that changes it cannot be passed"
-                " over. Name another stack by layers=."
+                f" {tuple(hidden.shape)}; expected the same shape, because a block that changes it cannot be skipped."
+                " Name another stack by layers=."
             )
         for mix in self.mixes.values() if self._shown else ():
             hidden = mix(index, entered, hidden, self._training)
@@ -378,7 +379,7 @@ class BlockStack:
     # -- inactive blocks
 
     def freeze_inactive(self) -> None:
-        """Take the parameters that only inactive blocks use, and those held, out of training; what the user froze stays so."""
+        """Freeze the held parameters and those that only inactive blocks use. Parameters that the user froze stay frozen."""
         self.thaw()
         used = {id(p) for block in self.blocks[: self._active] for p in block.parameters()}
         away = {p: None for block in self.blocks[self._active :] for p in block.parameters() if id(p) not in used}
@@ -389,13 +390,13 @@ class BlockStack:
         self._guard()
 
     def thaw(self) -> None:
-        """Give frozen parameters back their own ``requires_grad``."""
+        """Restore the ``requires_grad`` of frozen parameters."""
         while self._frozen:
             p, flag = self._frozen.pop()
             p.requires_grad_(flag)
 
     def release(self) -> None:
-        """Leave no trace on the module."""
+        """Remove all hooks and patches from the module, and forget the settings."""
         for handle in (*self._handles, *self._guards):
             handle.remove()
         self._patches.restore()
@@ -411,7 +412,7 @@ class BlockStack:
 
 
 def _heard(hook: Callable[..., Any], block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call of a compiled block, with a hook that stays outside of it."""
+    """Call a compiled block, then ``hook`` outside the compiled code."""
     output = call(*args, **kwargs)
     changed = hook(block, args, kwargs, output)
     return output if changed is None else changed

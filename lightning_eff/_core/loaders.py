@@ -1,10 +1,10 @@
-"""The training loader: which samples each batch holds, and going on in mid-epoch where a checkpoint left off.
+"""The training loader: which samples each batch holds, and resuming mid-epoch from a checkpoint.
 
-The loader's own order and its use of the global random state stay those of plain Lightning: nothing is reseeded, and
-iterators are made when plain Lightning makes them. A checkpoint records the random state (and the sampler's epoch) from which
-an epoch's iteration began. To resume, the iteration begins from that state again, the batches already used are skipped, and
-the global state is left untouched by it. Loaders that keep their own state (``state_dict``) are resumed from that instead,
-where their data may be no function of the state in which an epoch began.
+The loader's order and its use of the global random state stay those of plain Lightning: nothing is reseeded, and iterators
+are created when plain Lightning creates them. A checkpoint records the random state and the sampler's epoch from which the
+epoch's iteration began. A resumed run starts the iteration from this state and skips the used batches, without changing the
+global state. A loader with its own ``state_dict`` resumes from that instead where the recorded state may not determine
+its data.
 """
 
 from collections import deque
@@ -28,23 +28,22 @@ _END = object()
 
 
 class ResumableLoader(LoaderProxy):
-    """A training loader as Lightning sees it; everything but iteration is the wrapped loader's own.
+    """A training loader as Lightning sees it; everything but iteration comes from the wrapped loader.
 
-    Lightning recognises by ``state_dict`` and ``load_state_dict`` that it can go on in mid-epoch. Some loaders cannot be
-    repeated exactly: random augmentation inside *persistent* worker processes, whose generators live on from epoch to epoch,
-    and loaders with an iteration of their own whose state is not in their plain numbers. A resumed run warns of the latter. A
-    loader that keeps its own state is resumed exactly as far as that goes; the random state of its worker processes is not
-    part of it.
+    Lightning recognises by ``state_dict`` and ``load_state_dict`` that it can resume mid-epoch. Two kinds of loaders cannot be
+    repeated exactly. The first has random augmentation in *persistent* worker processes, whose generators outlive an epoch. The
+    second has its own iteration, with state that is not in plain numbers; a resumed run warns about it. A loader with its own
+    state resumes as exactly as that state allows, without the random state of its worker processes.
 
     Args:
-        loader: the loader after Lightning has put in its samplers: a ``DataLoader``, or any iterable.
-        host: the run; the state of all ranks is gathered through it and saved by rank 0.
-        choosable: whether a technique says which samples its epochs have.
+        loader: the loader after Lightning has injected its samplers: a ``DataLoader``, or any iterable.
+        host: the run. It gathers the state of all ranks, and rank 0 saves it.
+        choosable: whether a technique chooses the samples of each epoch.
         iterations: how many iterations the same loader object has begun in this run.
 
     Attributes:
-        chosen: what says it; None where nothing does.
-        tuner: makes its iterators with other settings; None leaves them to the loader.
+        chosen: the choice of samples, or None.
+        tuner: creates the iterators with other settings, or None.
     """
 
     def __init__(self, loader: Any, host: LoaderHost, *, choosable: bool = False, iterations: int = 0) -> None:
@@ -57,52 +56,52 @@ class ResumableLoader(LoaderProxy):
         self._draws = Draws(watch=False)
         self.tuner: Tuner | None = None
 
-    # -- samples that are chosen
+    # -- chosen samples
 
     @property
     def resuming(self) -> bool:
-        """Whether the next iteration goes on where a checkpoint was saved."""
+        """Whether the next iteration continues from a checkpoint."""
         return self._resume is not None
 
     @property
     def finished(self) -> bool:
-        """Whether the checkpoint was saved at the very end of an epoch, and the next iteration begins another."""
+        """Whether the checkpoint was saved at the end of an epoch, so that the next iteration begins another."""
         return self._resume is not None and self._resume["began"] is None
 
     @property
     def finished_batches(self) -> int | None:
-        """How many batches the epoch had at the very end of which the checkpoint was saved; None in mid-epoch."""
+        """The length in batches of the epoch at whose end the checkpoint was saved; None mid-epoch."""
         return self._resume["length"] if self._resume is not None and self.finished else None
 
     def take_up_chosen(self) -> None:
-        """Let the epoch have what the checkpoint says was chosen for it."""
+        """Restore the choice of samples that the checkpoint holds for this epoch."""
         state = None if self._resume is None else self._resume["chosen"]
         if self.chosen is not None and state is not None:
             with rng.fork():
-                self.chosen.plain()  # as the undisturbed run did, for samplers that count
+                self.chosen.plain()  # as in the uninterrupted run, for samplers that count
             self.chosen.load_state_dict(state)
 
     def take_up_samplers(self) -> None:
-        """Let samplers draw on as the checkpoint says, before the iteration that follows begins."""
+        """Restore the samplers' random state from the checkpoint, before the next iteration begins."""
         state = self._resume
         if state is not None:
             self._pieces.set_seeds(state["seeds"])
             self._pieces.set_generators(state["generators"])
             self._pieces.set_held(state.get("held", []))
-            self._resume = {**state, "generators": [], "held": []}  # what they draw from now on is of this run
+            self._resume = {**state, "generators": [], "held": []}  # from now on they draw for this run
 
     def set_epoch(self, number: int) -> None:
-        """Tell the samplers the epoch's number, as Lightning does."""
+        """Set the samplers' epoch, as Lightning does."""
         for sampler in self._pieces.epoch_samplers():
             sampler.set_epoch(number)
 
     # -- iteration
 
     def __iter__(self) -> Iterator[Any]:
-        # Plain Lightning's iterator begins here. A resumed one begins when its first batch is asked for, since the random
-        # state is restored by then; so does one whose samples are chosen first.
+        # Plain Lightning's iterator begins here. A resumed one begins when its first batch is requested, because the random
+        # state is restored by then. So does one whose samples are chosen first.
         if self._asks and not self._asks[-1][0]:
-            self._asks.pop()  # a cycled loader is asked twice for one batch
+            self._asks.pop()  # Lightning asks a cycled loader twice for one batch
         self._waiting = True
         self._position, self._began, self._origin, self._ended = 0, None, None, False
         self._redo.clear()
@@ -125,7 +124,7 @@ class ResumableLoader(LoaderProxy):
         looks_ahead = self._host.looks_ahead
         if looks_ahead and self._keeps:
             self._own_before = own_state(self._loader)
-        if before is not None:  # this batch had been fetched before the save
+        if before is not None:  # this batch was fetched before the checkpoint was saved
             with rng.fork(before), self._drawing_as_then(state):
                 batch = self.following()
         else:
@@ -153,7 +152,7 @@ class ResumableLoader(LoaderProxy):
         return self.following() if self.tuner is None else self.tuner.fetch(self.following)
 
     def following(self) -> Any:
-        """What the iterator gives next: a batch, or where there is none :data:`_END`."""
+        """Return the iterator's next batch, or :data:`_END`."""
         iterator = self.__dict__["_iterator"]
         if self._direct:
             batch, self._origin = fetched(iterator, lambda: next(iterator, _END))
@@ -163,13 +162,13 @@ class ResumableLoader(LoaderProxy):
         return batch
 
     def _drawing_as_then(self, state: dict[str, Any] | None) -> AbstractContextManager[Any]:
-        """Around the first fetch of a resumed iteration: some loaders make their iterator, and draw for it, only then."""
+        """Restore the random state for the first fetch of a resumed iteration, because some loaders draw only then."""
         if state is None or not self._keeps or state["began"] is None:
             return nullcontext()
         return generator_in_state(self._loader, state["began"]["rng"])
 
     def begin(self) -> None:
-        """Make the loader's iterator if one is waited for, in a resumed epoch at the batch that comes next."""
+        """Create the loader's iterator if it is still due; a resumed epoch starts at its next batch."""
         if not self._waiting or (self.finished and not self._host.started):
             return
         self._waiting = False
@@ -203,14 +202,14 @@ class ResumableLoader(LoaderProxy):
             self._resume = None
 
     def wait(self) -> None:
-        """Begin again as the next batch is asked for: nothing of what has begun was trained on."""
+        """Begin again when the next batch is requested. No batch of the current iterator has been trained on."""
         if not self._waiting:
             shut_down(self.__dict__["_iterator"])
             self._waiting = True
             self._iterations -= 1
 
     def go_on_after_epoch(self) -> None:
-        """Bring the loader to where it was at the end of the epoch with which the checkpoint was saved."""
+        """Bring the loader to its state at the end of the epoch with which the checkpoint was saved."""
         state = self._resume
         if state is None or state["began"] is not None:
             return
@@ -226,11 +225,11 @@ class ResumableLoader(LoaderProxy):
         self._resume = None
 
     def begin_again(self, *, skip: bool) -> None:
-        """In mid-epoch, let a new iterator go on with the batch that comes next; the global random state stays.
+        """Create a new iterator mid-epoch that continues with the next batch, without changing the global random state.
 
         Args:
-            skip: whether its sampler leaves out what has been used, so that worker processes make none of it: for iterators
-                with workers, over data that draws no random numbers and keeps no state.
+            skip: whether the sampler skips used batches, so that worker processes do not load them. For iterators with workers
+                and data that draws no random numbers and keeps no state.
         """
         shut_down(self.__dict__["_iterator"])
         if getattr(self._loader, "persistent_workers", False):
@@ -252,7 +251,7 @@ class ResumableLoader(LoaderProxy):
         *,
         skip: bool = False,
     ) -> None:
-        """Make an iterator as the epoch's was made, and bring it to the position."""
+        """Create an iterator as the epoch's was created, and advance it to the current position."""
         began = self._began
         assert began is not None
         self._pieces.set_epochs(began["epochs"])
@@ -275,14 +274,14 @@ class ResumableLoader(LoaderProxy):
                 self._pass_over(self._position, state)
 
     def _begin(self, replays: list[Any] | None = None) -> Iterator[Any]:
-        """``iter(loader)``, drawing from the random state what it would draw in an undisturbed run."""
+        """Return ``iter(loader)``, drawing the same random numbers as in an uninterrupted run."""
         loader, first = self._loader, self._iterations == 0
         self._iterations += 1
 
         def begin() -> Iterator[Any]:
             if first or not getattr(loader, "persistent_workers", False) or loader._iterator is not None:
                 return iter(loader)
-            with self._without_seed():  # undisturbed, the workers of the first epoch would live, and no seed be drawn
+            with self._without_seed():  # without an interruption the first epoch's workers would live, and draw no seed
                 return iter(loader)
 
         iterator = begin() if self.tuner is None else self.tuner.make(begin)
@@ -297,7 +296,7 @@ class ResumableLoader(LoaderProxy):
 
     @contextmanager
     def _without_seed(self) -> Iterator[None]:
-        """The seed of worker processes is drawn from a generator of its own."""
+        """Draw the seed of worker processes from a separate generator."""
         generator = self._loader.generator
         self._loader.generator = torch.Generator()
         try:
@@ -306,16 +305,15 @@ class ResumableLoader(LoaderProxy):
             self._loader.generator = generator
 
     def _pass_over(self, count: int, state: dict[str, Any] | None) -> None:
-        """Bring the iterator to where it has handed out ``count`` batches."""
+        """Advance the iterator until it has returned ``count`` batches."""
         iterator, last = self.__dict__["_iterator"], None
         if is_direct(iterator) and iterator._num_workers == 0 and not (self._redo and self._pieces.data):
-            for _ in range(
-                count
-            ):  # indices alone: the random states that samples are made from are restored by themselves
+            # fetch only indices: the random state that samples are drawn from is restored separately
+            for _ in range(count):
                 iterator._next_index()
                 iterator._sampler_iter.take()
             return
-        for position in range(count):  # worker processes, streams and the user's own code hold state: run them through
+        for position in range(count):  # worker processes, streams and the user's code hold state, so load the batches
             self._position = position
             last = self.following()
             if last is _END:
@@ -336,7 +334,7 @@ class ResumableLoader(LoaderProxy):
     # -- saved with the run
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration is, for every rank."""
+        """Return the position of the iteration on every rank."""
         ahead = self._host.batches_ahead()
         began = None if self._host.epoch_complete() else self._began
         otherwise = self.tuner is not None and self.tuner.otherwise and began is not None
@@ -350,7 +348,7 @@ class ResumableLoader(LoaderProxy):
             "position": position,
             "iterations": self._iterations,
             "seeds": [getattr(sampler, "seed", None) for sampler in self._pieces.epoch_samplers()],
-            # where samplers were asked further ahead than the user's setting asks, repeating them tells where they are
+            # if samplers were read further ahead than in the user's setting, repeating the epoch restores their state
             "generators": [] if otherwise else self._pieces.generators(),
             "numbers": self._pieces.numbers(),
             "held": [] if began is not None else self._pieces.held(),
@@ -370,7 +368,7 @@ class ResumableLoader(LoaderProxy):
         return {"ranks": self._host.gather(state)}
 
     def own_state(self) -> dict[str, Any] | None:
-        """What the wrapped loader tells of itself, before the batch that Lightning may have fetched ahead; None if unknown."""
+        """Return the wrapped loader's own state before any batch that Lightning fetched ahead; None if it has none."""
         if not self._keeps:
             return None
         return self._own_before if self._host.batches_ahead() else own_state(self._loader)
@@ -385,11 +383,11 @@ class ResumableLoader(LoaderProxy):
         ranks, rank = state["ranks"], self._host.rank
         found = ranks[rank] if rank < len(ranks) else None
         if found is not None and (found.get("chosen") is None) != (self.chosen is None) and found["began"] is not None:
-            found = None  # its epoch had other samples: the position in it says nothing
+            found = None  # that epoch had other samples, so its position does not apply
         if found is not None and "redo" not in found:  # saved by an earlier version
             found = {**found, "redo": [] if found["before_fetch"] is None else [found["before_fetch"]]}
         self._resume = found
-        if found is not None and self.__dict__["_iterator"] is not None:  # begun before the checkpoint was read
+        if found is not None and self.__dict__["_iterator"] is not None:  # it began before the checkpoint was loaded
             shut_down(self.__dict__["_iterator"])
             self.__dict__["_iterator"], self._waiting, self._position = None, True, 0
 
@@ -400,5 +398,5 @@ class ResumableLoader(LoaderProxy):
 
     @property
     def reloaded(self) -> int | None:
-        """The epoch in which the resumed run had loaded its loaders."""
+        """The epoch in which the resumed run last loaded its loaders."""
         return None if self._resume is None else self._resume.get("reloaded")

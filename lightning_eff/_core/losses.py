@@ -1,9 +1,9 @@
-"""What each sample contributes to the mean loss of an unchanged ``training_step``, and that mean with weights.
+"""Split the mean loss of an unchanged ``training_step`` into samples, and compute it with weights.
 
-A mean loss is ``L = (1/V) sum_r l_r`` over rows ``r`` (samples, or tokens of samples) that count ``V`` in all. With
-``s_i`` the sum over the rows of sample ``i``, sample ``i`` contributes ``l_i = s_i B / V``, so that
-``L = (1/B) sum_i l_i`` exactly, with padded and ignored tokens too. Calls of the loss functions of
-``torch.nn.functional`` are seen through a ``TorchFunctionMode``, so the module need not know.
+A mean loss is ``L = (1/V) sum_r l_r`` over rows ``r`` (samples, or tokens of samples) whose counts sum to ``V``. With
+``s_i`` the sum over the rows of sample ``i``, sample ``i`` contributes ``l_i = s_i B / V``. So ``L = (1/B) sum_i l_i``
+holds exactly, with padded and ignored tokens too. A ``TorchFunctionMode`` observes the calls of the loss functions in
+``torch.nn.functional``, so the module needs no change.
 """
 
 import inspect
@@ -32,13 +32,13 @@ LOSSES: tuple[Callable[..., Tensor], ...] = (
 )
 _SIGNATURES = {fn: inspect.signature(fn) for fn in LOSSES}
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
-_CHUNK = 2**24  # logits taken apart at a time: what it needs of memory stays small beside the training pass
+_CHUNK = 2**24  # logits split at a time, so that the memory stays small compared with the training pass
 _OBSERVED: ContextVar[bool] = ContextVar("observed", default=False)
 
 
 @contextmanager
 def observing() -> Iterator[None]:
-    """Loss calls made here are looked at by sample: who mixes samples is to change them without a gradient, too."""
+    """Mark loss calls as observations of samples' losses. Code that mixes samples must also change these without a gradient."""
     token = _OBSERVED.set(True)
     try:
         yield
@@ -47,23 +47,23 @@ def observing() -> Iterator[None]:
 
 
 def observed() -> bool:
-    """Whether a loss call is made by who looks at samples' losses, and is no metric."""
+    """Return whether the current loss call observes samples' losses, and is not a metric."""
     return _OBSERVED.get()
 
 
 class LossNotVisible(ValueError):
-    """The loss of a ``training_step`` cannot be taken apart by sample."""
+    """The loss of a ``training_step`` cannot be split into samples."""
 
 
 @dataclass
 class LossCall:
-    """One mean-reduced loss call, taken apart.
+    """One mean-reduced loss call, split into samples.
 
     Attributes:
         mean: the value that the call returned.
-        rows: the loss values ``l_r``, by sample, shape (B, rows of a sample).
-        counted: how much each row counts in the mean's denominator, of the same shape; 0 where it is ignored.
-        bounds: ``||d s_i / d z_i||`` with ``z`` the call's input, shape (B,), where asked for.
+        rows: the loss values ``l_r`` by sample, shape (B, rows per sample).
+        counted: each row's weight in the mean's denominator, shape (B, rows per sample); 0 where it is ignored.
+        bounds: ``||d s_i / d z_i||`` with ``z`` the call's input, shape (B,), or None if not requested.
     """
 
     mean: Tensor
@@ -78,7 +78,7 @@ class LossCall:
 
     @property
     def counts(self) -> Tensor:
-        """How much each sample counts in the mean's denominator, shape (B,)."""
+        """Each sample's weight in the mean's denominator, shape (B,)."""
         return self.counted.float().sum(dim=1)
 
     @property
@@ -98,9 +98,9 @@ def _by_sample(rows: Tensor, size: int, name: str) -> Tensor:
 
 
 def bind_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call of one of :data:`LOSSES` by name, defaults included; None for any other function.
+    """Return the arguments of a call of one of :data:`LOSSES` by name, with defaults; None for any other function.
 
-    ``reduction`` is what the call's legacy arguments ``size_average`` and ``reduce`` say, where it has them.
+    ``reduction`` also reflects the legacy arguments ``size_average`` and ``reduce``.
     """
     signature = _SIGNATURES.get(func)
     if signature is None:
@@ -117,7 +117,7 @@ def bind_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def counts_of(fn: Callable[..., Tensor], arguments: dict[str, Any], rows: Tensor) -> Tensor:
-    """What each entry of ``rows``, a call's losses without reduction, counts in the mean's denominator."""
+    """Return each entry's weight in the mean's denominator, in the shape of ``rows``, the call's unreduced losses."""
     weight = arguments.get("weight")
     if fn in (F.mse_loss, F.l1_loss) and weight is not None:
         return weight.to(rows.dtype).expand_as(rows)
@@ -131,7 +131,7 @@ def counts_of(fn: Callable[..., Tensor], arguments: dict[str, Any], rows: Tensor
 
 
 def _parts(fn: Callable[..., Tensor], arguments: dict[str, Any], size: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """The call cut into calls on fewer of the ``size`` samples, and how many each is on."""
+    """Split the call into calls on fewer of the ``size`` samples, each with its number of samples."""
     z, target = arguments["input"], arguments["target"]
     if fn not in _OF_CLASSES or z.ndim < 2 or z.shape[0] % size or target.shape[:1] != z.shape[:1]:
         yield arguments, size
@@ -143,7 +143,7 @@ def _parts(fn: Callable[..., Tensor], arguments: dict[str, Any], size: int) -> I
 
 
 def _lost_weight() -> Tensor | None:
-    """The ``weight`` of the running ``F.l1_loss``, which torch 2.13 does not hand on to modes: it would be ignored."""
+    """Return the ``weight`` of the running ``F.l1_loss``, because torch 2.13 does not pass it to modes."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back
@@ -151,9 +151,9 @@ def _lost_weight() -> Tensor | None:
 
 
 class _LossMode(TorchFunctionMode):
-    """Calls :meth:`on_loss` for each loss call of the code run under it whose reduction is among ``reductions``."""
+    """Call :meth:`on_loss` for each loss call whose reduction is in ``reductions``."""
 
-    apart_from_compiled = True  # sees nothing in compiled code, which need not be compiled with it
+    apart_from_compiled = True  # observes nothing in compiled code, which therefore is not compiled with it
     reductions: tuple[str, ...] = ("mean",)
 
     @override
@@ -169,23 +169,23 @@ class _LossMode(TorchFunctionMode):
         return self.on_loss(func, arguments)
 
     def on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
-        raise AssertionError("subclasses decide what a loss call returns")
+        raise AssertionError("subclasses implement on_loss")
 
 
 class ObserveLosses(_LossMode):
-    """Record each mean-reduced loss call, by sample, and leave its value as it is.
+    """Record each mean-reduced loss call by sample, without changing its value.
 
-    Where it is entered again, as by methods that run the step twice, only the first pass is recorded.
+    If it is entered again, as by methods that run the step twice, it records only the first pass.
 
     Args:
-        size: the number of samples B; a call's rows are taken to lie sample by sample.
-        bounds: also find the gradient bound of Katharopoulos & Fleuret (2018): the norm of the loss's gradient with
+        size: the number of samples B. The rows of a call are ordered by sample.
+        bounds: also compute the gradient bound of Katharopoulos & Fleuret (2018): the norm of the loss's gradient with
             respect to its input (the logits), by a backward pass through the loss function alone.
 
     Attributes:
-        calls: the calls seen, in their order.
-        problem: why a call could not be taken apart, if one could not. It is not raised on the spot, because under DDP
-            the other ranks would wait for this one.
+        calls: the recorded calls, in order.
+        problem: why a call could not be split, or None. It is not raised immediately, because under DDP the other ranks
+            would wait for this one.
     """
 
     def __init__(self, size: int, *, bounds: bool = False) -> None:
@@ -232,11 +232,11 @@ class ObserveLosses(_LossMode):
 
 
 class WeighLosses(_LossMode):
-    """Return, for each mean-reduced loss call, the weighted mean ``(1/b) sum_j w_j s_j B / V`` instead.
+    """Return the weighted mean ``(1/b) sum_j w_j s_j B / V`` for each mean-reduced loss call.
 
     Args:
-        weights: ``w_j``, shape (b,), for the b samples that the code under this mode is run on.
-        size: the number B of samples that the b were drawn from.
+        weights: ``w_j``, shape (b,), for the b samples that the code runs on.
+        size: the number of samples B from which the b were drawn.
         totals: ``V`` of each call in that larger batch, in the order of the calls.
 
     Raises:
@@ -271,7 +271,7 @@ class WeighLosses(_LossMode):
     def on_loss(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
         index, self.num_calls = self.num_calls, self.num_calls + 1
         if index >= len(self.totals):
-            return fn(**arguments)  # refused as the step ends
+            return fn(**arguments)  # __exit__ raises the error
         rows = fn(**{**arguments, "reduction": "none"})
         b = len(self.weights)
         sums = _by_sample(rows, b, fn.__name__).float().sum(dim=1)
@@ -280,13 +280,13 @@ class WeighLosses(_LossMode):
 
 
 class CutAtLosses(_LossMode):
-    """Let gradients of what a forward-only pass returns be taken with respect to the inputs of its loss calls alone.
+    """Detach the inputs of loss calls in a forward-only pass, so that gradients can be taken with respect to them.
 
-    From the first loss call on, gradients are enabled; the caller's ``torch.no_grad`` puts that back. Whatever comes
-    before (the network) keeps no graph.
+    From the first loss call on, gradients are enabled, until the caller's ``torch.no_grad`` ends. The network before it keeps
+    no graph.
 
     Attributes:
-        inputs: the loss calls' inputs ``z``, of any reduction, cut off from what made them.
+        inputs: the detached inputs ``z`` of the loss calls, of any reduction.
     """
 
     reductions = ("mean", "sum", "none")
@@ -303,10 +303,10 @@ class CutAtLosses(_LossMode):
         return fn(**{**arguments, "input": z})
 
     def bounds(self, losses: Tensor) -> Tensor:
-        """``||d l_i / d z_i||`` for per-sample ``losses`` of shape (B,), over all inputs, shape (B,).
+        """Return ``||d l_i / d z_i||`` over all inputs, shape (B,), for per-sample ``losses`` of shape (B,).
 
         Raises:
-            LossNotVisible: if the losses depend on no loss call seen, or an input does not lie sample by sample.
+            LossNotVisible: if the losses depend on no observed loss call, or the rows of an input are not ordered by sample.
         """
         if not self.inputs or not losses.requires_grad:
             names = ", ".join(fn.__name__ for fn in LOSSES)
@@ -321,12 +321,12 @@ class CutAtLosses(_LossMode):
 
 @dataclass
 class SeenCall:
-    """One loss call, whatever its reduction and wherever its target comes from.
+    """One loss call of any reduction and with any target.
 
     Attributes:
         fn: the function of ``torch.nn.functional``.
-        arguments: its arguments by name, ``input``, ``target`` and ``reduction`` among them.
-        output: what it returned.
+        arguments: its arguments by name, including ``input``, ``target`` and ``reduction``.
+        output: its result.
     """
 
     fn: Callable[..., Tensor]
@@ -335,10 +335,10 @@ class SeenCall:
 
 
 class SeeLosses(_LossMode):
-    """Note each loss call that has a gradient, with its graph, and leave its value as it is.
+    """Record each loss call that has a gradient, with its graph, without changing its value.
 
     Attributes:
-        calls: the calls seen, in their order.
+        calls: the recorded calls, in order.
     """
 
     reductions = ("mean", "sum", "none")
@@ -356,17 +356,17 @@ class SeeLosses(_LossMode):
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what a ``training_step`` returned: a tensor, ``output["loss"]``, or None where it skips the step."""
+    """Return the loss in a ``training_step``'s output: a tensor, ``output["loss"]``, or None if it skips the step."""
     if isinstance(output, Tensor) or output is None:
         return output
     return output.get("loss")
 
 
 def check_visible(observed: ObserveLosses, loss: Tensor) -> None:
-    """Check that the step's loss is the sum of the mean-reduced calls seen.
+    """Check that the step's loss is the sum of the observed mean-reduced calls.
 
     Raises:
-        LossNotVisible: if it is not, with what was seen.
+        LossNotVisible: if it is not, with the values.
     """
     if observed.problem is not None:
         raise LossNotVisible(observed.problem)
@@ -385,17 +385,17 @@ def check_visible(observed: ObserveLosses, loss: Tensor) -> None:
 
 
 def contributions(calls: list[LossCall]) -> Tensor:
-    """``l_i = sum_k s_ik B / V_k``, shape (B,): their mean is the step's loss."""
+    """Return ``l_i = sum_k s_ik B / V_k``, shape (B,). Their mean is the step's loss."""
     return torch.stack([call.sums * (len(call.rows) / call.total) for call in calls]).sum(dim=0)
 
 
 def mean_by_sample(calls: list[LossCall]) -> Tensor:
-    """Each sample's own mean loss ``sum_k s_ik / n_ik``, shape (B,); 0 where nothing of it counts."""
+    """Return each sample's own mean loss ``sum_k s_ik / n_ik``, shape (B,); 0 if all its rows are ignored."""
     means = [torch.where(c.counts == 0, 0.0, c.sums / torch.where(c.counts == 0, 1.0, c.counts)) for c in calls]
     return torch.stack(means).sum(dim=0)
 
 
 def gradient_bounds(calls: list[LossCall]) -> Tensor:
-    """The bound on each sample's gradient norm, up to a constant: ``sqrt(sum_k (||ds_ik/dz|| B/V_k)^2)``, (B,)."""
+    """Return the bound on each sample's gradient norm, up to a constant: ``sqrt(sum_k (||ds_ik/dz|| B/V_k)^2)``, (B,)."""
     scaled = [call.bounds * (len(call.rows) / call.total) for call in calls if call.bounds is not None]
     return torch.stack(scaled).square().sum(dim=0).sqrt()

@@ -1,4 +1,4 @@
-"""Optimizers of any make: seeing them at their making, and moving their state between parameters."""
+"""Optimizers of any kind: find them in ``configure_optimizers``' result, and copy state between parameters."""
 
 import inspect
 from collections import OrderedDict, defaultdict
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_eff._core._optim.combined import CombinedOptimizer
 
-# torch.optim's own whose step asks, for each parameter, for its gradient and its own state alone
+# torch.optim's classes whose step reads only a parameter's own gradient and state
 PER_PARAMETER = (
     "Adadelta",
     "Adafactor",
@@ -32,12 +32,12 @@ PER_PARAMETER = (
 
 
 def is_per_parameter(optimizer: Optimizer, *, but: tuple[str, ...] = ()) -> bool:
-    """Whether ``optimizer`` is one of ``PER_PARAMETER``, and no subclass of one."""
+    """Return whether the class of ``optimizer`` is in ``PER_PARAMETER`` and not in ``but``; a subclass does not count."""
     return type(optimizer) in [getattr(torch.optim, name, None) for name in PER_PARAMETER if name not in but]
 
 
 def evaluates_anew(optimizer: Optimizer) -> bool:
-    """Whether its step cannot do without a closure, because it computes the loss by itself, as LBFGS does."""
+    """Return whether its step requires a closure because it computes the loss itself, as LBFGS does."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -48,16 +48,16 @@ def step_in_parts(
     keywords: dict[str, Any],
     update: Callable[[tuple[Any, ...], dict[str, Any]], None],
 ) -> Any:
-    """A step that is made in another way, or in parts: the optimizer's own hooks see one, with the module's parameters.
+    """Run a step in another way or in parts, while the optimizer's own hooks see one step with the module's parameters.
 
     Args:
-        optimizer: whose step it is.
-        closure: run between the hooks before the step and the update, with gradients on.
-        keywords: of the step.
-        update: gets the step's arguments, as the hooks leave them, and may call the optimizer's step without hooks.
+        optimizer: the optimizer.
+        closure: runs between the pre-hooks and the update, with gradients enabled.
+        keywords: the step's keyword arguments.
+        update: gets the step's arguments as the hooks leave them. It may call the optimizer's step, without hooks.
 
     Returns:
-        What ``closure`` returned.
+        The result of ``closure``.
     """
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     args: tuple[Any, ...] = (optimizer,)
@@ -82,10 +82,10 @@ def step_in_parts(
 
 
 def keeps_state(optimizer: Optimizer, parameter: Tensor) -> bool | None:
-    """Whether ``optimizer`` keeps state for ``parameter`` once it has stepped; None where that cannot be found out.
+    """Return whether ``optimizer`` keeps state for ``parameter`` after a step; None if that cannot be determined.
 
-    Found by one step of a copy of the optimizer on a small stand-in, with the settings of the parameter's group; the
-    optimizer itself is not touched. One that wraps another cannot be copied so.
+    A copy of the optimizer steps once on a small tensor, with the settings of the parameter's group. The optimizer itself
+    does not change. An optimizer that wraps another cannot be copied this way.
     """
     if isinstance(optimizer, CombinedOptimizer):
         return keeps_state(optimizer.part_of(parameter), parameter)
@@ -94,7 +94,7 @@ def keeps_state(optimizer: Optimizer, parameter: Tensor) -> bool | None:
     groups = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
     if not groups:
         return False
-    if optimizer.state.get(parameter):  # some make it as they are made
+    if optimizer.state.get(parameter):  # some create state in __init__
         return any(value is not None for value in optimizer.state[parameter].values())
     probe: Any = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
@@ -107,13 +107,13 @@ def keeps_state(optimizer: Optimizer, parameter: Tensor) -> bool | None:
         probe.param_groups = [{**groups[0], "params": [stand_in]}]
         with torch.enable_grad():
             type(optimizer).step(probe)
-    except Exception:  # an optimizer that cannot be copied this way tells nothing; the caller decides what that means
+    except Exception:  # an optimizer that cannot be copied this way: the caller decides what None means
         return None
     return any(value is not None for value in probe.state[stand_in].values())
 
 
 def copy_state(optimizers: list[Optimizer], source: Tensor, target: Tensor) -> bool:
-    """Give ``target`` a copy of the state of ``source`` in whichever optimizer holds both; True if there was any."""
+    """Copy the state of ``source`` to ``target`` in each optimizer that has both; return whether there was any."""
     copied = False
     for optimizer in optimizers:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -127,11 +127,11 @@ def copy_state(optimizers: list[Optimizer], source: Tensor, target: Tensor) -> b
 
 
 def rewrite_configured(configured: Any, fn: Callable[[Optimizer], Optimizer]) -> Any:
-    """What ``configure_optimizers`` returned, whatever form it has, with ``fn`` applied to each optimizer in it.
+    """Apply ``fn`` to each optimizer in the result of ``configure_optimizers``, and return it in the same form.
 
-    The forms are those of Lightning: an optimizer, a sequence of them, a dict with ``"optimizer"``, a sequence of such
-    dicts, a pair (optimizers, schedulers), or None. ``fn`` may change an optimizer in place and return it; where it
-    returns another one, schedulers are the caller's to rebuild.
+    The forms are Lightning's: an optimizer, a sequence of them, a dict with ``"optimizer"``, a sequence of such dicts, a
+    pair (optimizers, schedulers), or None. ``fn`` may change an optimizer in place and return it. If it returns another
+    one, the caller must rebuild the schedulers.
     """
     if configured is None:
         return None

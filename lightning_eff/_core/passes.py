@@ -1,4 +1,4 @@
-"""Forward passes of the user's ``training_step`` over training data, beside the running epoch."""
+"""Forward passes of the user's ``training_step`` over training data, separate from the running epoch."""
 
 import copy
 import itertools
@@ -20,16 +20,16 @@ from lightning_eff._core.steps import in_evaluation, silent, takes_index
 
 
 def forward_over_training_data(session: Session, num_batches: int | None, *, epoch: int) -> int:
-    """Run the module's own ``training_step``, forward only, on batches of the training loader.
+    """Run the module's own ``training_step`` forward-only on batches of the training loader.
 
-    The running iteration, its samplers and the global random state stay as they are; which batches are used, and what
-    they draw, depends on the run's seed and ``epoch`` alone. Links of techniques take no part, and blocks are shown as
-    in evaluation. The cost is counted. Logs, buffers and metrics are the caller's to protect, by :func:`steps.silent`.
+    The running iteration, its samplers and the global random state do not change. The batches and random draws depend only on
+    the run's seed and ``epoch``. Other techniques' links do not run, and blocks are shown as in evaluation. The cost is
+    counted. The caller must protect logs, buffers and metrics with :func:`steps.silent`.
 
     Args:
         session: the run.
-        num_batches: how many batches on each rank; None takes the whole epoch.
-        epoch: the epoch that samplers are told, and the key of what is drawn.
+        num_batches: the number of batches on each rank; None uses the whole epoch.
+        epoch: the epoch given to samplers, and the key of the random draws.
 
     Returns:
         The number of batches used.
@@ -45,7 +45,7 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
         for index, batch in enumerate(training_batches(session, num_batches, epoch=epoch)):
             with session.trainer.precision_plugin.train_step_context():
                 training_step(batch, *((index,) if with_index else ()))
-            with suppress(ValueError):  # batches of no tensors have no samples to count
+            with suppress(ValueError):  # a batch without tensors has no countable samples
                 cost.forward_samples += num_samples(batch)
     cost.forward_passes += index + 1
     cost.seconds += time.perf_counter() - start
@@ -53,34 +53,34 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
 
 
 def training_batches(session: Session, num_batches: int | None, *, epoch: int) -> Generator[Any]:
-    """Batches of the training loader as a training step gets them, on the device.
+    """Yield batches of the training loader as a training step gets them, on the device.
 
-    The running iteration, its samplers and the global random state stay as they are; which batches come, and what is drawn
-    until they are through, depends on the run's seed and ``epoch`` alone. Close it where it is not gone through.
+    The running iteration, its samplers and the global random state do not change. The batches, and random draws until they are
+    exhausted, depend only on the run's seed and ``epoch``. Close the generator if you do not exhaust it.
 
     Args:
         session: the run.
-        num_batches: how many at most, on each rank; None takes the whole epoch.
-        epoch: the epoch that samplers are told, and the key of what is drawn.
+        num_batches: the maximum number on each rank; None uses the whole epoch.
+        epoch: the epoch given to samplers, and the key of the random draws.
 
     Raises:
         ValueError: if ``num_batches`` is None and the loader has no length.
     """
     trainer, module = session.trainer, session.module
-    if trainer.fit_loop._combined_loader is None:  # nobody has asked for data yet
+    if trainer.fit_loop._combined_loader is None:  # no data has been requested yet
         trainer.fit_loop.setup_data()
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
     limit = min(trainer.num_training_batches, math.inf if num_batches is None else num_batches)
     if math.isinf(limit):
         raise ValueError(
-            "Got a training loader without a length, and no number of batches to go over; expected one of the two,"
-            " since the data may never end. Give the number of batches."
+            "Got a training loader without a length and no number of batches, so a pass over the data may never end."
+            " Give the number of batches."
         )
     stage = trainer.state.stage
     with rng.keyed(session.seed, "passes", epoch):
         again = apart(combined, epoch)
-        trainer.training = True  # what the module's transfer hooks may ask
+        trainer.training = True  # the module's transfer hooks may read it
         try:
             for batch, _, _ in itertools.islice(again, int(limit)):
                 batch = trainer.precision_plugin.convert_input(batch)
@@ -93,7 +93,7 @@ def training_batches(session: Session, num_batches: int | None, *, epoch: int) -
 
 @contextmanager
 def unseen(session: Session) -> Iterator[None]:
-    """Evaluation mode in the precision of a training step, without a graph and without a trace afterwards."""
+    """Run in evaluation mode with a training step's precision, without a graph, and restore all state afterwards."""
     precision = session.trainer.precision_plugin.train_step_context()
     evaluation = in_evaluation(session.module.modules())
     with torch.no_grad(), rng.fork(), silent(session.module), precision, evaluation:
@@ -101,10 +101,10 @@ def unseen(session: Session) -> Iterator[None]:
 
 
 def call_of(session: Session, block: nn.Module, batch: Any, batch_idx: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """With which arguments the module's own ``training_step`` calls ``block`` on ``batch``, in one forward pass.
+    """Return the arguments with which the module's ``training_step`` calls ``block`` on ``batch``, in one forward pass.
 
-    Used inside :func:`unseen`. The step's links take no part. Arguments other than tensors are copied before the block
-    can change them. The cost is counted.
+    Use it inside :func:`unseen`. The step's links do not run. Arguments other than tensors are copied before the block can
+    change them. The cost is counted.
 
     Raises:
         ValueError: if the step does not call the block.
@@ -124,22 +124,22 @@ def call_of(session: Session, block: nn.Module, batch: Any, batch_idx: int) -> t
     _count(session, batch, start)
     if not calls:
         raise ValueError(
-            f"training_step never called a {type(block).__name__} that it was expected to call on each batch. Name"
-            " another stack by layers=."
+            f"training_step did not call a {type(block).__name__} that it should call on each batch. Name another stack"
+            " by layers=."
         )
     return calls[0]
 
 
 def loss_of(session: Session, batch: Any, batch_idx: int, *, whole: bool) -> float | None:
-    """The loss of the module's own ``training_step`` on ``batch``, in one forward pass; None if it returns none.
+    """Return the loss of the module's ``training_step`` on ``batch``, in one forward pass; None if it returns none.
 
-    Used inside :func:`unseen`. The step's links take no part. The cost is counted.
+    Use it inside :func:`unseen`. The step's links do not run. The cost is counted.
 
     Args:
         session: the run.
-        batch: on the device.
+        batch: the batch, on the device.
         batch_idx: its index.
-        whole: run all blocks, as the plain module does; otherwise those that evaluation runs.
+        whole: run all blocks, as in the plain module; otherwise those that evaluation runs.
     """
     original, start = session.own_step, time.perf_counter()
     step = original if whole else session._evaluation(original)
@@ -150,11 +150,11 @@ def loss_of(session: Session, batch: Any, batch_idx: int, *, whole: bool) -> flo
 
 
 def _count(session: Session, batch: Any, start: float) -> None:
-    """Count a forward pass on ``batch`` that began at ``start``."""
+    """Add a forward pass on ``batch`` that began at ``start`` to the cost."""
     cost = session.chain.cost
     cost.forward_passes += 1
     cost.seconds += time.perf_counter() - start
-    with suppress(ValueError):  # batches of no tensors have no samples to count
+    with suppress(ValueError):  # a batch without tensors has no countable samples
         cost.forward_samples += num_samples(batch)
 
 

@@ -1,7 +1,8 @@
-"""Instance attributes and hooks that are set for the length of a run, taken out exactly, and left out of copies.
+"""Instance attributes and hooks that are set for one run, removed exactly, and absent from copies of the module.
 
-A module in mid-run carries both. A copy of it (``copy.deepcopy``, ``pickle``, ``torch.save``), such as a target network or a
-network among the hyperparameters of a checkpoint, is a plain module: neither bound to this run nor too large to save.
+A module has both while a run is under way. A copy of it (``copy.deepcopy``, ``pickle``, ``torch.save``) is a plain module:
+neither bound to this run nor too large to save. Examples are a target network, or a network among the hyperparameters of a
+checkpoint.
 """
 
 import copyreg
@@ -15,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-_Set = tuple[str, Any, Any]  # name, value, and what was there before
+_Set = tuple[str, Any, Any]  # name, new value, previous value
 _MISSING = object()
 _REDUCE = "__reduce_ex__"
 _HOOKS = (
@@ -27,9 +28,8 @@ _HOOKS = (
 class Patches:
     """A last-in-first-out record of replaced instance attributes.
 
-    Only the instance's ``__dict__`` is touched, so classes and other instances never change, and an attribute that
-    the instance did not have is deleted again rather than set to what the class says. A copy of a module that is made
-    meanwhile has what the module had before.
+    Only the instance's ``__dict__`` changes, so classes and other instances stay unchanged. An attribute that the instance did
+    not have is deleted again. A copy of a module made during the run has the module's previous attributes.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class Patches:
         """Set ``obj.name`` to ``value`` until :meth:`restore`.
 
         Raises:
-            TypeError: if the class has a property of that name, which an instance attribute does not replace.
+            TypeError: if the class has a property of that name, because an instance attribute cannot replace it.
         """
         if isinstance(inspect.getattr_static(type(obj), name, None), property):
             raise TypeError(
-                f"{type(obj).__name__}.{name} is a property; expected a method or a plain attribute, since an instance"
-                " attribute does not replace a property. Patch what it reads."
+                f"{type(obj).__name__}.{name} is a property, which an instance attribute does not replace. Patch the method"
+                " or attribute that it reads."
             )
         namespace = obj.__dict__
         old = namespace.get(name, _MISSING)
@@ -57,10 +57,11 @@ class Patches:
         namespace[name] = value
 
     def restore(self, *, ours_alone: bool = False) -> None:
-        """Put every attribute back, newest first. Calling it twice does nothing more.
+        """Restore every attribute, newest first. A second call does nothing.
 
         Args:
-            ours_alone: leave what is no longer as :meth:`set` made it: others took theirs out, and ours with it, before.
+            ours_alone: skip attributes that no longer have the value of :meth:`set`, because other code has removed its own
+                patch and ours with it.
         """
         while self._undo:
             obj, one = self._undo.pop()
@@ -87,25 +88,25 @@ def hook_behind(module: nn.Module, hook: Callable[..., Any], **how: Any) -> Remo
 
 
 def unwrapped(value: Any) -> Any:
-    """What :meth:`Patches.set` was given, where ``value`` is what it has set; otherwise ``value``."""
+    """Return the callable given to :meth:`Patches.set` if ``value`` is its wrapper; otherwise ``value``."""
     return value.func if isinstance(value, _Replaced) else value
 
 
 def as_another(reduced: Any) -> Any:
-    """What ``__reduce_ex__`` returns of an object in whose place another one is to be copied: pickle checks the class."""
+    """Adapt the ``__reduce_ex__`` result of an object that is copied in place of another, because pickle checks the class."""
     function, arguments, *rest = reduced
     if function is copyreg.__newobj__ and len(arguments) == 1:  # pyright: ignore[reportAttributeAccessIssue]
         function, arguments = copyreg._reconstructor, (*arguments, object, None)  # pyright: ignore[reportAttributeAccessIssue]
     return (function, arguments, *rest)
 
 
-# -- what stands on a module meanwhile
+# -- the objects that are on a module during a run
 
 
 class _Replaced(functools.partial):
-    """Stands on a module for a callable that :meth:`Patches.set` was given: it calls it, and looks like it.
+    """Calls a callable that was given to :meth:`Patches.set`, and has its attributes.
 
-    Where a class copies its instances' attributes by itself, the copy gets what was there before, or its own method.
+    If a class copies its instances' attributes itself, the copy gets the previous value or its own method.
     """
 
     def __new__(cls, value: Callable[..., Any], owner: nn.Module, name: str, old: Any) -> "_Replaced":
@@ -122,14 +123,14 @@ class _Replaced(functools.partial):
 
 
 class _Hook(functools.partial):
-    """A hook on a module; where a class copies its instances' attributes by itself, the copy gets one that does nothing."""
+    """A hook on a module. If a class copies its instances' attributes itself, the copy gets a hook that does nothing."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return getattr, (nullcontext(), "__exit__")  # takes any arguments, and is known wherever a pickle is read
+        return getattr, (nullcontext(), "__exit__")  # accepts any arguments, and can be unpickled anywhere
 
 
 class _Handle(RemovableHandle):
-    """Of a hook that was registered here."""
+    """The handle of a hook registered by :func:`hook_before` or :func:`hook_behind`."""
 
     module: nn.Module | None
 
@@ -148,7 +149,7 @@ def _held(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
 
 
 class _Plainly:
-    """Stands on a module's instance for ``__reduce_ex__``, by which copies and pickles of it are made."""
+    """Replaces ``__reduce_ex__`` on a module instance, which creates its copies and pickles."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -166,7 +167,7 @@ class _Plainly:
 
 
 def _without_ours(state: dict[str, Any], held: Sequence[_Set | None]) -> dict[str, Any]:
-    """The attributes of a module without what stands there for the length of a run."""
+    """Return a module's attributes without those that are set for one run."""
     plain = {key: value for key, value in state.items() if not isinstance(value, _Plainly)}
     for name, value, old in [one for one in reversed(held) if one is not None]:
         if plain.get(name, _MISSING) is value:

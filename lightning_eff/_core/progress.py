@@ -1,7 +1,7 @@
-"""How far the run is: ``u`` in [0, 1] of its true budget, whichever of steps, epochs and seconds ends it first.
+"""The fraction ``u`` in [0, 1] of the run's budget that is used; steps, epochs or seconds, whichever ends the run first.
 
-Also Lightning's own record of it in a checkpoint, put into a form from which it can go on, and what an accumulation window
-that has begun and not ended has summed: a checkpoint saved there must hold it.
+This module also repairs Lightning's record of progress in checkpoints, and saves the gradients of an open accumulation
+window.
 """
 
 import math
@@ -23,21 +23,23 @@ from lightning_eff._core._run.processes import replica
 
 @of_both
 class Clock(Callback):
-    """A callback that measures the run's budget in a unit of its own; where a trainer has one, it alone counts."""
+    """A callback that measures the run's budget in a custom unit. If a trainer has one, all other limits are ignored."""
 
     def share(self) -> float:
-        """The share of the budget that is used up, in [0, 1], the same on all ranks."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how much of the budget is used up.")
+        """Return the fraction of the budget that is used, in [0, 1], the same on all ranks."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define share(). Return the used fraction of the budget."
+        )
 
 
 class Progress:
-    """The share ``u`` of the budget that is used up, constant within one optimizer step.
+    """The fraction ``u`` of the budget that is used, constant within one optimizer step.
 
-    ``u`` is the largest of ``global_step / max_steps``, ``epochs / max_epochs`` (counted in batches where the loader
-    has a length), ``seconds / max_time``, and ``tokens / max_tokens`` where a technique counts them. It is read at the
-    first micro-batch of an accumulation window, or of a run that resumes within one, and holds until the next window, so
-    nothing that depends on it changes between micro-batches whose gradients are summed. Where time takes part, rank 0's
-    clock counts on every rank. A :class:`Clock` among the trainer's callbacks stands in for all of these.
+    ``u`` is the largest of ``global_step / max_steps``, ``epochs / max_epochs`` (counted in batches if the loader has a
+    length), ``seconds / max_time``, and ``tokens / max_tokens`` if a technique counts tokens. It is read at the first
+    micro-batch of an accumulation window, and where a run resumes within one. So nothing that depends on it changes between
+    micro-batches whose gradients are summed. Every rank uses rank 0's time. A :class:`Clock` among the trainer's callbacks
+    replaces all of these.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -48,7 +50,7 @@ class Progress:
         self._fresh = True
 
     def limits(self) -> dict[str, float]:
-        """The limits that are set, by name: ``max_steps``, ``max_epochs``, ``max_time`` (seconds), ``max_tokens``."""
+        """Return the limits that are set, by name: ``max_steps``, ``max_epochs``, ``max_time`` (seconds), ``max_tokens``."""
         trainer = self._trainer
         if self._clock() is not None:
             return {"clock": 1.0}
@@ -65,14 +67,14 @@ class Progress:
         return found
 
     def update(self, batch_idx: int) -> None:
-        """Read ``u`` anew if ``batch_idx`` opens an accumulation window, or resumes within one."""
+        """Read ``u`` again if ``batch_idx`` opens an accumulation window, or the run resumes within one."""
         window = self._trainer.accumulate_grad_batches
         if self._fresh or batch_idx % window == 0:
             self._fresh = False
             self.u = self._read(batch_idx - batch_idx % window)
 
     def after(self, batch_idx: int) -> float:
-        """What ``u`` will be once the batch ``batch_idx`` has ended, for who asks as it does; all ranks must."""
+        """Return the value of ``u`` after the batch ``batch_idx``. All ranks must call it."""
         return self._read(batch_idx + 1)
 
     def _read(self, batch_idx: int) -> float:
@@ -106,16 +108,16 @@ class Progress:
 
 
 def mend_loops(checkpoint: dict[str, Any], *, by_steps: bool, accumulate: int) -> None:
-    """Rewrite the fit loop's progress in ``checkpoint``, in place, where resuming from it would lose count.
+    """Repair the fit loop's progress in ``checkpoint`` in place, where resuming would lose count.
 
-    Lightning 2.6 resumes exactly from a checkpoint saved as a batch ended. Two other moments lose count: the end of an
-    epoch, if it resumes under ``max_steps`` (a batch of the finished epoch is trained again), and a run that ``max_steps``
-    stopped in mid-epoch (the epoch counts as complete). Both are rewritten as if saved when the last batch ended.
+    Lightning 2.6 resumes exactly from a checkpoint saved at the end of a batch. Two other moments lose count. From the end of
+    an epoch, a run with ``max_steps`` trains a batch of the finished epoch again. After ``max_steps`` stopped a run
+    mid-epoch, the epoch counts as complete. Both are rewritten as if saved at the end of the last batch.
 
     Args:
-        checkpoint: what Lightning saved.
-        by_steps: the resuming trainer has ``max_steps``.
-        accumulate: batches of an accumulation window.
+        checkpoint: the checkpoint that Lightning saved.
+        by_steps: whether the resuming trainer has ``max_steps``.
+        accumulate: batches per accumulation window.
     """
     fit = checkpoint.get("loops", {}).get("fit_loop")
     if fit is None:
@@ -140,24 +142,24 @@ def mend_loops(checkpoint: dict[str, Any], *, by_steps: bool, accumulate: int) -
 
 
 def in_flight(trainer: Trainer) -> bool:
-    """Whether a batch has been taken and its step is not over."""
+    """Return whether a batch has been fetched and its step has not ended."""
     counts = trainer.fit_loop.epoch_loop.batch_progress.current.state_dict()
     return counts["ready"] > counts["processed"]
 
 
 def ends_batch(trainer: Trainer) -> bool:
-    """Whether a batch has been trained on and the hooks at its end are being called."""
+    """Return whether a batch has been trained on and its end hooks are being called."""
     counts = trainer.fit_loop.epoch_loop.batch_progress.current.state_dict()
     return counts["processed"] > counts["completed"]
 
 
 def in_window(trainer: Trainer, module: LightningModule, *, stepped: bool) -> bool:
-    """Whether gradients are summed by now that no optimizer step has used yet.
+    """Return whether gradients are accumulated that no optimizer step has used yet.
 
     Args:
-        trainer: in a fit, or after it.
-        module: its module; one that optimizes by hand decides by itself when gradients are used.
-        stepped: an optimizer made a step since the last batch began.
+        trainer: the trainer, in a fit or after it.
+        module: its module. One with manual optimization decides itself when gradients are used.
+        stepped: whether an optimizer stepped since the last batch began.
     """
     loop = trainer.fit_loop.epoch_loop
     done = loop.batch_progress.current.state_dict()["processed"]
@@ -169,18 +171,19 @@ def in_window(trainer: Trainer, module: LightningModule, *, stepped: bool) -> bo
 
 @runtime_checkable
 class HoldsGradients(Protocol):
-    """A strategy that knows where the gradients of an open accumulation window are."""
+    """A strategy that can return the gradients of an open accumulation window."""
 
     def open_gradients(self) -> tuple[list[dict[str, Tensor]], list[str]] | None:
-        """On rank 0, the whole gradients of each replica by the plain module's names; collective.
+        """Return on rank 0 the full gradients of each replica by the plain module's names. Collective.
 
         Returns:
-            Those of each replica, and the names of those that are means over all replicas already; None if they are gone.
+            The gradients of each replica, and the names of those that are already means over all replicas. None if they are
+            gone.
         """
         ...
 
     def take_up_gradients(self, replicas: list[dict[str, Tensor]], averaged: list[str]) -> None:
-        """Take up what :meth:`open_gradients` returned, in this layout or another; collective."""
+        """Restore the result of :meth:`open_gradients`, in this layout or another. Collective."""
         ...
 
 
@@ -192,26 +195,26 @@ def open_gradients(
     backward_done: bool,
     gather: Callable[[Any], list[Any]],
 ) -> dict[str, Any]:
-    """The gradients within an accumulation window, on the CPU, by the name of their parameter; none elsewhere.
+    """Return the gradients of an open accumulation window, on the CPU, by parameter name; empty outside a window.
 
-    They are saved rather than made again, by a rewind to the window's first batch: what those batches did to BatchNorm
-    statistics, metrics and techniques has happened, and would happen twice.
+    They are saved, not recomputed from the window's first batch. The window's batches have already changed BatchNorm
+    statistics, metrics and techniques, and would do so twice.
 
     Args:
         trainer: as in :func:`in_window`.
-        module: likewise.
-        stepped: likewise.
-        backward_done: the backward pass of the batch that was begun last is over.
-        gather: ``value`` of every rank, in rank order, on every rank.
+        module: as in :func:`in_window`.
+        stepped: as in :func:`in_window`.
+        backward_done: whether the backward pass of the current batch has ended.
+        gather: returns ``value`` of every rank, in rank order, on every rank.
 
     Returns:
-        "gradients": those of each replica. "averaged": the names of those that are means over all replicas already.
+        "gradients": those of each replica. "averaged": the names of those that are already means over all replicas.
     """
     nothing: dict[str, Any] = {"gradients": [], "averaged": []}
     if not in_window(trainer, module, stepped=stepped):
         return nothing
     if in_flight(trainer) and backward_done:
-        return nothing  # they hold the gradients of the batch that a resumed run trains on again
+        return nothing  # they include the gradients of a batch that a resumed run trains on again
     strategy = trainer.strategy
     if is_plain(strategy):
         own = {n: p.grad.detach().to("cpu", copy=True) for n, p in module.named_parameters() if p.grad is not None}
@@ -222,8 +225,8 @@ def open_gradients(
         found = strategy.open_gradients() if isinstance(strategy, HoldsGradients) else None
     if found is None:
         rank_zero_warn(
-            f"{type(strategy).__name__}: this checkpoint is saved within an accumulation window and has no gradients of it,"
-            " so a resumed run will not repeat the undisturbed one. Save after optimizer steps and within the fit, such as by"
+            f"{type(strategy).__name__}: this checkpoint is saved within an accumulation window, without its gradients, so a"
+            " resumed run will differ from an uninterrupted one. Save after optimizer steps during the fit, such as with"
             " ModelCheckpoint(every_n_train_steps=1)."
         )
         return nothing
@@ -234,10 +237,10 @@ def open_gradients(
 def take_up(
     trainer: Trainer, module: LightningModule, replicas: list[dict[str, Tensor]], averaged: list[str], *, count: bool
 ) -> None:
-    """On resume, as training starts: the gradients that :func:`open_gradients` gave, and with ``count`` the next epoch.
+    """Restore the gradients of :func:`open_gradients` when a resumed run starts training, and with ``count`` the next epoch.
 
-    Lightning 2.6 begins an epoch of a run that resumes from the end of one without counting that it is ready and started. A
-    run that is interrupted again at the end of that epoch then resumes with one epoch fewer than it had.
+    If a run resumes from the end of an epoch, Lightning 2.6 does not count the next epoch as ready and started. A run that is
+    interrupted again at the end of that epoch then resumes with one epoch too few.
     """
     strategy = trainer.strategy
     if replicas and isinstance(strategy, HoldsGradients):

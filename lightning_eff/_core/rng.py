@@ -1,7 +1,7 @@
-"""Random state: saved as plain containers, and generators that need no saved state.
+"""Random state: saved as plain containers, and keyed generators that need no saved state.
 
-A technique draws from :func:`keyed_generator`: the numbers follow from the run's seed and a key such as the step, so a
-resumed run draws what the undisturbed one did, and the global stream stays that of plain Lightning.
+Techniques draw from :func:`keyed_generator`. The numbers follow from the run's seed and a key such as the step, so a
+resumed run draws the same numbers as an uninterrupted one. The global stream stays that of plain Lightning.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """The state of Python's, NumPy's and torch's global generators, loadable under ``weights_only=True``."""
+    """Return the state of Python's, NumPy's and torch's global generators, loadable with ``weights_only=True``."""
     state = _captured()
     version, internal, cached = state["python"]
-    numbers = torch.from_numpy(np.array(internal, dtype=np.int64))  # one object to load from a checkpoint, and not 625
+    numbers = torch.from_numpy(np.array(internal, dtype=np.int64))  # a checkpoint then loads 1 object instead of 625
     return {**state, "python": [version, numbers, cached]}
 
 
@@ -36,7 +36,7 @@ def _captured() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Set the global generators to a state that :func:`capture` returned, here or in a process with another current GPU."""
+    """Set the global generators to a state from :func:`capture`, also in a process with another current GPU."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal.tolist() if isinstance(internal, torch.Tensor) else internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -51,7 +51,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def fork(state: dict[str, Any] | None = None) -> Iterator[None]:
-    """Leave the global generators as they were found; start inside from ``state`` where one is given."""
+    """Restore the global generators on exit; start inside from ``state`` if given."""
     before = _captured()
     try:
         if state is not None:
@@ -62,11 +62,11 @@ def fork(state: dict[str, Any] | None = None) -> Iterator[None]:
 
 
 def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
-    """A CPU generator whose numbers depend on ``seed`` and ``key`` alone.
+    """Return a CPU generator whose numbers depend only on ``seed`` and ``key``.
 
     Args:
         seed: the run's seed, the same on all ranks.
-        key: what tells this draw from others, e.g. the technique's name, the step and the rank.
+        key: identifies this draw, for example the technique's name, the step and the rank.
     """
     digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=False) >> 1)
@@ -74,7 +74,7 @@ def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
 
 @contextmanager
 def keyed(seed: int, *key: int | str) -> Iterator[None]:
-    """Leave the global generators as they were found; inside, what they yield depends on ``seed`` and ``key`` alone."""
+    """Restore the global generators on exit; inside, their numbers depend only on ``seed`` and ``key``."""
     number = keyed_generator(seed, *key).initial_seed()
     with fork():
         random.seed(number)

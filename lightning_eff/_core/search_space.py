@@ -1,4 +1,4 @@
-"""What a search over recipes would try of a technique, said by the technique itself; and the surveys' row it answers to."""
+"""The settings of a technique that a search tries, declared by the technique, and its row in the surveys."""
 
 import itertools
 import math
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Survey:
-    """The row of the two surveys that a technique answers to.
+    """The row of the two surveys that a technique implements.
 
     Attributes:
-        row: what the surveys call it.
+        row: its name in the surveys.
         zhuang: the section of Zhuang et al. 2023, "A Survey on Efficient Training of Transformers" (arXiv:2302.01107), or
-            None where it is not in it.
+            None if it is not in it.
         shen: the section of Shen et al. 2024, "On Efficient Training of Large-Scale Deep Learning Models"
             (arXiv:2304.03589), or None.
     """
@@ -29,7 +29,7 @@ class Survey:
 
 
 def frozen(value: Any) -> Any:
-    """The same value with tuples in the place of lists, which are all that JSON and YAML know."""
+    """Return ``value`` with lists converted to tuples, because JSON and YAML have only lists."""
     return tuple(frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
@@ -38,25 +38,25 @@ class Choice:
     """One of a few values.
 
     Attributes:
-        values: which.
-        each: they are methods of their own: a search that begins with the technique tries it with each of them.
+        values: the values.
+        each: whether the values are separate methods. A search that starts with the technique then tries each of them.
     """
 
     values: tuple[Any, ...]
     each: bool = False
 
     def corners(self) -> tuple[Any, ...]:
-        """All of them."""
+        """Return all values."""
         return self.values
 
     def holds(self, value: Any) -> bool:
-        """Whether ``value`` is one of them, as a list or as a tuple."""
+        """Return whether ``value`` is one of the values, as a list or as a tuple."""
         return frozen(value) in map(frozen, self.values)
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """A real number in [low, high], evenly by value, or by ratio where ``log`` is set."""
+    """A real number in [low, high], uniform in value, or in its logarithm with ``log``."""
 
     low: float
     high: float
@@ -69,17 +69,17 @@ class Uniform:
             )
 
     def corners(self) -> tuple[float, ...]:
-        """The two ends."""
+        """Return both ends of the range."""
         return (self.low, self.high)
 
     def holds(self, value: Any) -> bool:
-        """Whether ``value`` lies in the range."""
+        """Return whether ``value`` is in the range."""
         return isinstance(value, int | float) and self.low <= value <= self.high
 
 
 @dataclass(frozen=True)
 class Integer:
-    """An integer in [low, high], evenly by value, or by ratio where ``log`` is set."""
+    """An integer in [low, high], uniform in value, or in its logarithm with ``log``."""
 
     low: int
     high: int
@@ -92,11 +92,11 @@ class Integer:
             )
 
     def corners(self) -> tuple[int, ...]:
-        """The two ends."""
+        """Return both ends of the range."""
         return (self.low, self.high)
 
     def holds(self, value: Any) -> bool:
-        """Whether ``value`` lies in the range."""
+        """Return whether ``value`` is in the range."""
         return isinstance(value, int) and self.low <= value <= self.high
 
 
@@ -105,26 +105,26 @@ Range = Choice | Uniform | Integer
 
 @dataclass(frozen=True)
 class RunProfile:
-    """What a look at a module, its data and its trainer found: what decides whether a technique could act, and on what.
+    """Properties of a module, its data and its trainer that decide whether a technique could have an effect.
 
     Attributes:
-        num_blocks: blocks in the longest stack of repeated ones; 0 where there is none.
-        sequence_length: tokens of a sample, or None where samples are no sequences.
-        image_side: pixels of an image's shorter side, or None where samples are no images.
-        grids: samples hold numbers in two dimensions or more: images, frames, sequences of vectors.
-        batch_size: samples of a micro-batch on one rank.
-        visible_loss: the step's loss is the sum of loss calls that can be taken apart by sample.
-        epochs: how often the run goes over its data; less than 1 where it does not see all.
-        decayed_rate: the learning rate ends at (about) zero.
-        memory_bound: memory limits the batch or the model.
+        num_blocks: blocks in the longest stack of repeated blocks; 0 if there is none.
+        sequence_length: tokens per sample, or None if samples are not sequences.
+        image_side: pixels of an image's shorter side, or None if samples are not images.
+        grids: whether samples hold numbers in two or more dimensions: images, frames, sequences of vectors.
+        batch_size: samples per micro-batch on one rank.
+        visible_loss: whether the step's loss is a sum of loss calls that can be split into samples.
+        epochs: how often the run sees its data; less than 1 if it does not see all of it.
+        decayed_rate: whether the learning rate ends at about zero.
+        memory_bound: whether memory limits the batch or the model.
         accelerator: "cpu", "cuda", ...
-        float8: the accelerator multiplies FP8 matrices.
-        int8: the device multiplies int8 matrices.
-        world_size: processes.
-        optimizer_states: the optimizer keeps tensors for each parameter.
-        masked_labels: tokens are predicted where their labels are not -100, and most are.
-        num_matrices: parameters of hidden linear maps and convolutions.
-        manual_optimization: the module itself calls backward and steps its optimizers.
+        float8: whether the accelerator multiplies FP8 matrices.
+        int8: whether the device multiplies int8 matrices.
+        world_size: the number of processes.
+        optimizer_states: whether the optimizer keeps tensors for each parameter.
+        masked_labels: whether the labels mark the predicted tokens, and most labels are -100.
+        num_matrices: the number of weights of hidden linear layers and convolutions.
+        manual_optimization: whether the module itself calls backward and steps its optimizers.
     """
 
     num_blocks: int = 0
@@ -160,17 +160,17 @@ def _as_arguments(cls: Callable[..., Any], values: Mapping[str, Any], profile: R
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The settings of a technique that a search would try.
+    """The settings of a technique that a search tries.
 
     Attributes:
-        settings: ranges by name. Where :attr:`make` is not given, names are arguments of the class.
-        pointless: why trying it on such a run is in vain, in words; None where it is not.
-        make: ``make(cls, values, profile)`` builds an instance where the settings are not its arguments, such as shares of
-            what the module has.
-        measured: about how many times as fast as its baseline it was where it was measured, so that a search begins with
-            what pays and seldom draws what costs. None: what the committed results say of it (``docs/evidence.md``), which
-            is 1 where they show no difference, or do not know it.
-        measured_on: whether a run is like those on which that was measured; elsewhere nothing is known.
+        settings: ranges by name. Without :attr:`make`, names are arguments of the class.
+        pointless: returns the reason why the technique cannot help on such a run, or None.
+        make: ``make(cls, values, profile)`` builds an instance if the settings are not its arguments, for example if they are
+            fractions of a property of the module.
+        measured: the speed of the technique relative to its baseline, where it was measured. A search starts with fast
+            techniques and seldom draws slow ones. None uses the committed results (``docs/evidence.md``), which give 1 if
+            they show no difference or lack the technique.
+        measured_on: returns whether a run resembles those of the measurement. Elsewhere the speed is unknown.
     """
 
     settings: Mapping[str, Range] = field(default_factory=dict)
@@ -180,12 +180,12 @@ class SearchSpace:
     measured_on: Callable[[RunProfile], bool] = _any
 
     def build(self, cls: Callable[..., Any], values: Mapping[str, Any], profile: RunProfile) -> Any:
-        """An instance of ``cls`` with these settings.
+        """Return an instance of ``cls`` with these settings.
 
         Args:
             cls: the technique.
-            values: a value of each setting.
-            profile: the run that it is for.
+            values: a value for each setting.
+            profile: the run.
 
         Raises:
             ValueError: if a setting is missing, unknown, or out of its range.
@@ -198,14 +198,14 @@ class SearchSpace:
         return self.make(cls, values, profile)
 
     def corners(self) -> Iterator[dict[str, Any]]:
-        """Every combination of the settings' outermost values."""
+        """Yield every combination of the settings' outermost values."""
         names = list(self.settings)
         for values in itertools.product(*(self.settings[name].corners() for name in names)):
             yield dict(zip(names, values, strict=True))
 
 
 def needs_blocks(profile: RunProfile) -> str | None:
-    """Why a technique that acts on repeated blocks would be tried in vain."""
+    """Return why a technique that acts on repeated blocks cannot help, or None."""
     return None if profile.num_blocks >= 2 else "no stack of at least two repeated blocks was found"
 
 
@@ -230,17 +230,19 @@ def needs_matrices(profile: RunProfile) -> str | None:
 
 
 def needs_samples(profile: RunProfile) -> str | None:
-    """Why a technique that chooses among a batch's samples by their loss would be tried in vain."""
+    """Return why a technique that chooses samples of a batch by their loss cannot help, or None."""
     if not profile.visible_loss:
-        return "the loss cannot be taken apart by sample"
+        return "the loss cannot be split into samples"
     return None if profile.batch_size >= 4 else f"a batch of {profile.batch_size} leaves nothing to choose from"
 
 
 def needs_memory_bound(profile: RunProfile) -> str | None:
-    """Why a technique that trades time for memory would be tried in vain."""
-    return None if profile.memory_bound else "memory limits neither batch nor model, and this costs time"
+    """Return why a technique that trades time for memory cannot help, or None."""
+    return (
+        None if profile.memory_bound else "memory limits neither the batch nor the model, and this technique costs time"
+    )
 
 
 def needs_processes(profile: RunProfile) -> str | None:
-    """Why a technique between processes would be tried in vain."""
+    """Return why a technique that acts between processes cannot help, or None."""
     return None if profile.world_size > 1 else "there is one process"

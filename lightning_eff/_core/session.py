@@ -1,4 +1,4 @@
-"""One run of a trainer as the techniques see it: opened by the first of them, closed when the run ends or fails."""
+"""One run of a trainer as the techniques see it. The first technique opens it, and it closes when the run ends or fails."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ from lightning_eff._core._needs.parts import Parts
 from lightning_eff._core._optim.external_rates import look
 from lightning_eff._core._resume.resuming import Resume
 from lightning_eff._core._run._muting.idle_hooks import silence
-from lightning_eff._core._run.checks import check_optimizers, check_run, tell_of_trials
+from lightning_eff._core._run.checks import check_optimizers, check_run, log_trials
 from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.metrics import CurrentMetrics, reported
 from lightning_eff._core._run.processes import wrap_again
@@ -38,28 +38,28 @@ _OPEN: "WeakKeyDictionary[Trainer, Session]" = WeakKeyDictionary()
 
 
 def is_open(trainer: Trainer) -> bool:
-    """Whether a run of this trainer is under way with techniques in it."""
+    """Return whether a run of this trainer with techniques is in progress."""
     return trainer in _OPEN
 
 
 class Session(Stacks, Parts):
-    """What techniques share in one run.
+    """The state that techniques share in one run.
 
     Attributes:
         trainer: the trainer.
         module: the LightningModule, unwrapped.
-        techniques: every technique among the trainer's callbacks, in their order.
-        working: those of them that are not neutral and have not said :meth:`rest`; the others are left alone.
-        progress: how much of the budget is used.
+        techniques: all techniques among the trainer's callbacks, in order.
+        working: those that are neither neutral nor called :meth:`rest`. The others are not called.
+        progress: the fraction of the budget that is used.
         chain: the links around ``training_step``.
-        surgery: submodule replacements, put back at the end.
-        patches: attribute replacements, put back at the end.
-        loaders: the training loaders, as they are wrapped.
-        views: contexts, ``view(training)``, around each step through its backward pass, and around evaluation's.
-        sizes: what else the cost of a step follows from, by name: how much there is of how much.
+        surgery: submodule replacements, undone at the end.
+        patches: attribute replacements, undone at the end.
+        loaders: the wrapped training loaders.
+        views: contexts, ``view(training)``, around each step through its backward pass, and around evaluation steps.
+        sizes: further factors of a step's cost by name, each as a pair (used, total).
         seed: the seed of keyed draws, the same on all ranks and after a resume.
-        rank: of the data-parallel replica that this process belongs to; processes that share a replica draw alike by it.
-        replicas: of the module, and what processes tell each other.
+        rank: the index of this process's data-parallel replica. Processes that share a replica draw the same numbers.
+        replicas: the replicas of the module, and the communication between processes.
         fitting: False in validate, test and predict.
     """
 
@@ -69,7 +69,7 @@ class Session(Stacks, Parts):
         self.techniques = list(techniques)
         self.working = [t for t in techniques if not t.neutral]
         self.progress = Progress(trainer)
-        # where a strategy runs the module's step on parts of a batch, techniques have the whole batch before it is divided
+        # if a strategy runs the module's step on parts of a batch, techniques get the whole batch before it is divided
         self._stepping: Any = trainer.strategy if getattr(trainer.strategy, "splits_batches", False) else module
         look = trainer.strategy.forward_step if self.divided else None  # pyright: ignore[reportAttributeAccessIssue]
         self.chain = StepChain(self._stepping.training_step, look)
@@ -94,7 +94,7 @@ class Session(Stacks, Parts):
         """Open the session of this run, unless another technique of the trainer has done so.
 
         Raises:
-            ValueError: if a technique cannot work in this run, or two contradict each other; nothing is left changed.
+            ValueError: if a technique cannot work in this run, or two conflict. Nothing is left changed.
         """
         if trainer in _OPEN and _OPEN[trainer].techniques[0]._session is _OPEN[trainer]:
             return
@@ -112,7 +112,7 @@ class Session(Stacks, Parts):
             raise
 
     def close(self, *, failed: bool = False) -> None:
-        """Put back everything that was changed. Calling it again does nothing."""
+        """Undo all changes. A second call does nothing."""
         self._scope.close()
         if self._metrics is not None:
             self._metrics.remove(keep=self._reports and not failed)
@@ -157,7 +157,7 @@ class Session(Stacks, Parts):
             if self.divided and self.fitting:
                 self.check_verified(trainer.strategy)
                 self.begin_telling()
-            for stack, state in learnt:  # a strategy may run steps of its own, in which no technique takes part
+            for stack, state in learnt:  # a strategy may run steps during setup, without techniques
                 stack.load_state_dict(state)
             if self.fitting:
                 check_optimizers(module, self.optimizers, self.working)
@@ -165,7 +165,7 @@ class Session(Stacks, Parts):
                     technique.on_optimizers(self)
                 self.resume.set_up(self.optimizers)
                 for stack in self._stacks.values():
-                    stack.thaw()  # until training starts, so that summaries of the model count what will be trained
+                    stack.thaw()  # until training starts, so that model summaries count all trainable parameters
                 self._settle()
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class Session(Stacks, Parts):
             technique.on_open(self)
 
     def _settle(self) -> None:
-        """It is known who has something to do in this fit: what nobody needs is not called in its steps."""
+        """Release the stacks if no technique works in this fit, and disable hooks that do nothing."""
         if not self.working:
             for stack in self._stacks.values():
                 stack.release()
@@ -209,7 +209,7 @@ class Session(Stacks, Parts):
         silence(self.trainer, self.module, self.techniques, self.working, self.patches)
 
     def _counted(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """The fit loop's ``run``, within which samples are counted by what this run says of its batches."""
+        """Wrap the fit loop's ``run`` so that samples are counted by what this run knows of its batches."""
 
         def counted_run() -> Any:
             with using(Counting()):
@@ -225,7 +225,7 @@ class Session(Stacks, Parts):
             if not self.working or self.asleep or self._evaluating() or not (args and self.loaders.started):
                 if self.working and self.asleep and not self._slept:
                     self._slept = True
-                    tell_of_trials(self.working)
+                    log_trials(self.working)
                 return original(*args, **kwargs)
             self.end_step()
             self._show(self._scope, training=True)
@@ -240,15 +240,15 @@ class Session(Stacks, Parts):
             except Exception as error:
                 missing = self.missing_blocks()
                 self.end_step()
-                if not self.divided:  # no pass of a pipeline by one rank alone
+                if not self.divided:  # one rank alone cannot run a pass of a pipeline
                     self.explain(error, missing, lambda: original(*args, **kwargs))
                 raise
             self.verify(output)
             if output is None or not self.module.automatic_optimization:
-                self.end_step()  # no backward pass comes, which would end it
+                self.end_step()  # no backward pass follows that would end it
             return output
 
-        training_step.__wrapped__ = inspect.unwrap(original)  # Lightning looks through one wrapper only
+        training_step.__wrapped__ = inspect.unwrap(original)  # Lightning unwraps only once
         return training_step
 
     def _evaluation(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,67 +271,67 @@ class Session(Stacks, Parts):
 
     @property
     def asleep(self) -> bool:
-        """Lightning's tuners swap the callbacks for their trial runs, which are then plain ones."""
+        """Whether Lightning's tuners have replaced the callbacks for their trial runs, which then train plainly."""
         return not any(c is self.techniques[0] for c in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _evaluating(self) -> bool:
-        """A module may evaluate by its own training_step, which is then the plain one."""
+        """Return whether the module evaluates with its own training_step, which must then run plainly."""
         return bool((stage := self.trainer.state.stage) and stage.evaluating)
 
-    # -- what techniques ask for
+    # -- the interface for techniques
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The torch optimizers of the run."""
+        """The run's torch optimizers, without Lightning's wrappers."""
         return [getattr(o, "_optimizer", o) for o in self.trainer.strategy.optimizers]
 
     def rest(self, technique: Member) -> None:
-        """In :meth:`Technique.on_model`: with this module, what ``technique`` is set to do is plain training."""
+        """Stop calling ``technique``, whose settings mean plain training on this module. For :meth:`Technique.on_model`."""
         self.working.remove(technique)
 
     def rewrap(self) -> None:
-        """Let DDP see anew which parameters take gradients; without this, ranks would diverge in silence."""
+        """Wrap the module in DDP again after ``requires_grad`` changed; without this, ranks would silently diverge."""
         wrap_again(self.trainer, self.module)
 
     def blocks_changed(self, by: Member) -> None:
-        """Tell the other techniques that ``by`` changed which blocks the network has."""
+        """Notify the other techniques that ``by`` changed which blocks the network has."""
         for technique in self.working:
             if technique is not by:
                 technique.on_blocks_changed(self)
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every replica of the module, in their order, on every process: what trains on its own samples."""
+        """Return ``value`` of every replica of the module, in order, on every process."""
         return self.replicas.gather(value)
 
     def generator(self, *key: int | str) -> torch.Generator:
-        """A generator whose numbers depend on the run's seed and ``key`` alone."""
+        """Return a generator whose numbers depend only on the run's seed and ``key``."""
         return rng.keyed_generator(self.seed, *key)
 
     @property
     def sample_indices(self) -> Any:
-        """The data set indices of the current batch's samples (a list), or None where the loader does not tell."""
+        """The data set indices of the current batch's samples (a list), or None if the loader does not provide them."""
         return self.loaders.indices
 
     @property
     def sample_weights(self) -> Tensor | None:
-        """The weights that a technique chose for the current batch's samples, (B,); None where none did."""
+        """The weights that a technique chose for the current batch's samples, (B,); None if no technique did."""
         return self.loaders.weights
 
     def epoch_complete(self) -> bool:
-        """Whether the last batch of the epoch has been trained on."""
+        """Return whether the last batch of the epoch has been trained on."""
         return self.loaders.epoch_complete()
 
-    # -- the course of the run, driven by the first technique's hooks
+    # -- the events of the run, called by the first technique's hooks
 
     def start(self) -> None:
-        """Freeze what does not run yet; on resume, the rest is taken up once all hooks of the start have been called."""
+        """Freeze the blocks that do not run yet. A resumed run restores the rest after all start hooks."""
         self.resume.start()
         for stack in self._stacks.values():
             stack.freeze_inactive()
         self.loaders.started = True
 
     def _taken_up(self, state: dict[str, Any], exactly: bool) -> None:
-        """On resume: go on with what :meth:`save` saved of this object."""
+        """Restore the state that :meth:`save` stored for this object."""
         self.progress.u, self._logged = state["u"], state["logged"]
         self._batch_ended = exactly and state["batch_ended"]
 
@@ -349,11 +349,11 @@ class Session(Stacks, Parts):
             technique.on_batch_start(self, batch, batch_idx)
 
     def when_step_ends(self, fn: Callable[[], None]) -> None:
-        """Call ``fn`` once, when this step's backward pass is over, or the step without one, or in an exception."""
+        """Call ``fn`` once when this step ends: after its backward pass, without one, or after an exception."""
         self._scope.callback(fn)
 
     def end_step(self) -> None:
-        """The step is over, or its backward pass is: show the whole module again."""
+        """End the step after its backward pass, if it has one, and show the whole module again."""
         self._scope.close()
         self._look()
 
@@ -362,13 +362,13 @@ class Session(Stacks, Parts):
             stack.look()
 
     def after_backward(self) -> None:
-        """The backward pass of a step that Lightning drives is over."""
+        """Note the end of a backward pass that Lightning runs."""
         self._backward_done = True
         self.end_step()
 
     def end_batch(self, batch_idx: int) -> None:
         if self._batch_ended:
-            return  # before the checkpoint was saved
+            return  # this ran before the checkpoint was saved
         self._batch_ended = True
         self.end_step()
         for technique in self.working:
@@ -378,7 +378,7 @@ class Session(Stacks, Parts):
         self._log()
 
     def outdate(self) -> None:
-        """What the techniques report may be other quantities by now."""
+        """Mark the techniques' reported metrics as outdated."""
         if self._metrics is not None:
             self._metrics.outdate()
 
@@ -393,11 +393,11 @@ class Session(Stacks, Parts):
             self.module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
     def _reported(self) -> dict[str, float]:
-        """What the techniques report, once there has been a batch."""
+        """Return the techniques' metrics, once there has been a batch."""
         return reported(self.working) if self._reports else {}
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Put what a bit-exact resume needs, beside the techniques' own states, into a checkpoint."""
+        """Add the state for a bit-exact resume to a checkpoint, apart from the techniques' own states."""
         if not self.fitting:
             return
         stepped = self.trainer.global_step != self._steps_before
@@ -411,7 +411,7 @@ class Session(Stacks, Parts):
         }
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Take over what :meth:`save` put into a checkpoint."""
+        """Restore the state that :meth:`save` added to a checkpoint."""
         state = checkpoint.get(_KEY)
         if not self.fitting or state is None:
             return

@@ -1,4 +1,4 @@
-"""The step chain: one wrapper on the instance's ``training_step``, to which each technique adds a link at a stage."""
+"""The step chain: one wrapper around the instance's ``training_step``, to which techniques add links at named stages."""
 
 import functools
 import time
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 
 class Stage(IntEnum):
-    """Where a link acts; a smaller stage wraps the larger ones, whatever the order of the callbacks."""
+    """The stage at which a link acts. Smaller stages wrap larger ones, whatever the order of the callbacks."""
 
-    JOIN = 0  #: make one batch of several of the loader's
+    JOIN = 0  #: join several batches of the loader
     AUGMENT = 1  #: change samples one by one, as a data set would
-    MIX = 2  #: make samples of several, and targets with them: what chooses samples scores these
+    MIX = 2  #: mix samples and their targets, before samples are scored and chosen
     CHOOSE = 3  #: choose samples
     TRANSFORM = 4  #: change the batch: length, resolution, tokens
-    PERTURB = 5  #: run at other weights
+    PERTURB = 5  #: run with other weights
     REWEIGHT = 6  #: change the loss
-    MEASURE = 7  #: look at what the pass computes, and at gradients of it
-    SAVE = 8  #: what is kept between forward and backward
+    MEASURE = 7  #: observe the pass and its gradients
+    SAVE = 8  #: decide which tensors are kept for the backward pass
 
 
 _LOOKING: ContextVar[bool] = ContextVar("looking", default=False)
-_SMALL = 64  # items of a container in which others are looked for
+_SMALL = 64  # containers with more items are not searched for nested containers
 
 
 @contextmanager
 def looking_on() -> Iterator[None]:
-    """Forward passes within are beside the training pass that they may stand in: what counts its calls passes over them."""
+    """Mark forward passes as observations, even within a training pass, so that code that counts calls ignores them."""
     token = _LOOKING.set(True)
     try:
         yield
@@ -53,7 +53,7 @@ def looking_on() -> Iterator[None]:
 
 
 def looking() -> bool:
-    """Whether a pass is under way that only looks, as :meth:`Step.forward_only` does, be it within a training pass."""
+    """Return whether an observation pass is running, as in :meth:`Step.forward_only`, also within a training pass."""
     return _LOOKING.get()
 
 
@@ -65,13 +65,13 @@ class Link(Protocol):
     """One technique's part of a training step."""
 
     def __call__(self, step: "Step", batch: Any, proceed: Proceed) -> Any:
-        """Return what ``training_step`` shall return; ``proceed(batch)`` runs the rest of the chain."""
+        """Return the output of ``training_step``; ``proceed(batch)`` runs the rest of the chain."""
         ...
 
 
 @dataclass
 class Cost:
-    """What the extra passes of a run cost: beyond the one forward and backward pass of each plain step."""
+    """The cost of a run's extra passes, beyond one forward and backward pass per plain step."""
 
     forward_passes: int = 0
     forward_samples: int = 0
@@ -86,13 +86,13 @@ class Cost:
 
 
 def takes_index(step: Any) -> bool:
-    """Whether a step method has a parameter ``batch_idx``."""
+    """Return whether a step method has a parameter ``batch_idx``."""
     return is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
 
 @contextmanager
 def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let these modules, one by one, be in evaluation mode; afterwards each is in the mode it was in."""
+    """Put each of these modules into evaluation mode, and restore its mode on exit."""
     modes = [(m, m.training) for m in modules]
     try:
         for m, _ in modes:
@@ -107,16 +107,15 @@ def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
 def silent(
     module: "LightningModule", start: Callable[[], None] | None = None, *, buffers: bool = True
 ) -> Iterator[None]:
-    """Run a pass that leaves no trace: nothing is logged, and what :func:`snapshot` tells of is put back.
+    """Run a pass that leaves no trace: nothing is logged, and the state that :func:`snapshot` covers is restored.
 
-    ``self.log`` is muted, and so are the trainer's loggers, which a module may write to by hand.
-
-    The autocast cache is emptied on both ends: it would serve weights cast before they changed, or without a graph.
+    ``self.log`` is muted, and so are the trainer's loggers, which a module may call directly. The autocast cache is emptied
+    before and after the pass, because it could hold weights cast before they changed, or without a graph.
 
     Args:
         module: the module that runs.
-        start: puts the state back from which the pass begins, where that is not the one at hand.
-        buffers: put buffers back too; False where the caller does so, once it has looked at them.
+        start: restores the state from which the pass begins, if that is not the current one.
+        buffers: restore buffers too; False if the caller does so after reading them.
     """
     put_back = snapshot(module, buffers=buffers)
     if start is not None:
@@ -134,10 +133,10 @@ def silent(
 
 
 def snapshot(module: nn.Module, *, buffers: bool = True) -> Callable[[], None]:
-    """What sets buffers, metrics and plain attributes back to what they are now.
+    """Return a function that restores buffers, metrics and plain attributes to their present values.
 
-    Plain attributes are the module's own public ones, such as a counter or a list of outputs. Buffers are put back
-    without a version bump, since a backward pass through what was run on them may still come.
+    Plain attributes are the module's own public ones, such as a counter or a list of outputs. Buffers are restored without a
+    version bump, because a backward pass through a computation on them may follow.
     """
     namespace = module.__dict__
     attributes = {name: (value, _content(value)) for name, value in namespace.items() if not name.startswith("_")}
@@ -166,7 +165,7 @@ def snapshot(module: nn.Module, *, buffers: bool = True) -> Callable[[], None]:
 
 
 def _content(value: Any, deep: int = 3) -> Any:
-    """A copy of what a plain container holds, and the contents of small containers in it; None for anything else."""
+    """Return a copy of a plain container's items and of small containers in it; None for any other value."""
     if not isinstance(value, list | dict | set | deque):
         return None
     inner: list[Any] = []
@@ -176,7 +175,7 @@ def _content(value: Any, deep: int = 3) -> Any:
 
 
 def _put_back(value: Any, content: Any) -> None:
-    """Let a container hold ``content`` again, or a tensor have that value."""
+    """Restore the ``content`` of a container, or the value of a tensor."""
     if content is None:
         return
     if isinstance(value, Tensor):
@@ -193,7 +192,7 @@ def _put_back(value: Any, content: Any) -> None:
 
 
 def _metric_state(metric: Metric) -> dict[str, tuple[Any, Any]]:
-    """A metric's states, which others of its collection may share, and how far it is."""
+    """Return a metric's states, which metrics of a collection may share, and its counters."""
     states = {name: getattr(metric, name) for name in metric._defaults}
     kept = {name: (s, s.detach().clone() if isinstance(s, Tensor) else _content(s)) for name, s in states.items()}
     own = ("_update_count", "_computed", "_forward_cache")
@@ -201,11 +200,11 @@ def _metric_state(metric: Metric) -> dict[str, tuple[Any, Any]]:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Stands in for ``LightningModule.log`` in a silent pass."""
+    """Replace ``LightningModule.log`` in a silent pass."""
 
 
 class TakesDerivatives(ValueError, RuntimeError):
-    """The user's step takes derivatives by itself, where a pass keeps no graph: a ``RuntimeError`` as torch's own."""
+    """The user's step computes derivatives itself in a pass without a graph. A ``RuntimeError``, like torch's own error."""
 
 
 @dataclass
@@ -213,18 +212,18 @@ class Step:
     """One call of ``training_step``, as its links see it.
 
     Attributes:
+        chain: the chain that runs.
         module: the LightningModule.
-        rest: what ``training_step`` takes after the batch (the batch's index), if anything.
+        rest: the arguments of ``training_step`` after the batch: the batch's index, if any.
         batch_idx: the index of the batch in its epoch.
-        global_step: optimizer steps done before this one.
-        indices: the data set indices of the samples of the batch that the links get, where they are known.
-        around: where a link sets it, what stands around the user's own step in each pass of the training chain, inside
-            all links: ``around(run, batch)`` returns what the step shall return, and ``run(batch)`` runs it.
-        given: the batch that the user's own step was called with last, behind all links.
-        versions: how many versions of each sample a link has put one after the other into the batch, all of the plain ones
-            first.
-        asking: the link that acts at the moment, or the name of the technique that runs the step outside of training.
-        seen: in a pipeline, called with what the user's step returns for each micro-batch, before its backward pass.
+        global_step: the number of optimizer steps before this one.
+        indices: the data set indices of the samples in the links' batch, if known.
+        around: set by a link to wrap the user's own step, inside all links, in each pass of the training chain.
+            ``around(run, batch)`` returns the step's output, and ``run(batch)`` runs it.
+        given: the last batch that the user's own step received, behind all links.
+        versions: how many versions of each sample a link has concatenated in the batch, all unchanged ones first.
+        asking: the link that runs now, or the name of the technique that runs the step outside of training.
+        seen: in a pipeline, called with the output of the user's step on each micro-batch, before its backward pass.
     """
 
     chain: "StepChain"
@@ -240,19 +239,20 @@ class Step:
     seen: list[Callable[[Any], None]] = field(default_factory=list)
 
     def pick(self, batch: Any, index: Tensor, size: int) -> Any:
-        """The samples ``index`` of ``batch``, which has ``size``: what the rest of the chain trains on, by its indices too."""
+        """Select the samples ``index`` of ``batch`` (``size`` samples) and their data set indices for the rest of the chain."""
         if self.indices is not None and len(self.indices) == size:
             self.indices = [self.indices[i] for i in index.tolist()]
         return select(batch, index, size)
 
     def forward_only(self, batch: Any, size: int, around: Around | None = None, *, transform: bool = True) -> Any:
-        """Run the user's step on ``batch`` of ``size`` samples for its loss alone, inside ``around`` if given.
+        """Run the user's step on ``batch`` of ``size`` samples for its loss only, inside ``around`` if given.
 
-        No graph, no log, no change to buffers, metrics or the global random state; the batch passes through the links
-        that transform it (unless ``transform`` is False), not those that choose or perturb. The cost is counted.
+        The pass keeps no graph, logs nothing, and does not change buffers, metrics or the global random state. The batch
+        passes through the links that transform it (unless ``transform`` is False), not through those that choose or perturb.
+        The cost is counted.
 
         Raises:
-            ValueError: if the user's step takes derivatives by itself, for which it needs the graph.
+            ValueError: if the user's step computes derivatives itself, which needs the graph.
         """
         stages = (Stage.TRANSFORM,) if transform else ()
         start = time.perf_counter()
@@ -268,7 +268,7 @@ class Step:
         return output
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise ``ValueError`` if ``error`` is torch's for a derivative without a graph."""
+        """Raise ``ValueError`` if ``error`` is torch's error for a derivative without a graph."""
         if "does not require grad" not in str(error):
             return
         owner = getattr(self.asking, "__self__", None)
@@ -281,16 +281,16 @@ class Step:
     def gradients(
         self, batch: Any, size: int, inputs: Sequence[Tensor], *, factor: float = 1.0
     ) -> list[Tensor | None] | None:
-        """The gradients of the user's step's loss on ``batch`` of ``size`` samples in tensors of the batch; weights get none.
+        """Return the gradients of the user's step's loss with respect to ``inputs``; weights get no gradients.
 
-        As :meth:`forward_only`, with a backward pass to these tensors, which is counted too. None stands for a tensor that
-        the loss does not come of, and for all of them where the step skips the batch.
+        The pass is as in :meth:`forward_only`, plus a backward pass to these tensors, which is counted too. A gradient is None
+        if the loss does not depend on the tensor. The result is None if the step skips the batch.
 
         Args:
-            batch: what holds ``inputs``.
-            size: of the batch.
-            inputs: leaves of floating point that require gradients.
-            factor: what the loss is multiplied with, such as a gradient scaler's.
+            batch: the batch, which contains ``inputs``.
+            size: its number of samples.
+            inputs: floating-point leaf tensors that require gradients.
+            factor: multiplied with the loss, for example a gradient scaler's scale.
         """
         start = time.perf_counter()
         with torch.enable_grad(), rng.fork(), silent(self.module), looking_on():
@@ -313,8 +313,10 @@ class StepChain:
     """The links of a run, in the order of their stages, around the original ``training_step``.
 
     Attributes:
-        original: runs the user's step on a batch, in a pipeline on its micro-batches and with their backward passes.
-        look: of a pipeline: runs the user's step on a whole batch, without gradients and on all its ranks at once.
+        original: runs the user's step on a batch. In a pipeline, on its micro-batches and with their backward passes.
+        look: in a pipeline, runs the user's step on a whole batch, without gradients and on all its ranks at once.
+        links: each link with its stage and order.
+        cost: the cost of extra passes.
     """
 
     original: Callable[..., Any]
@@ -324,12 +326,12 @@ class StepChain:
     _divided: "tuple[Step, Around | None] | None" = None  # the pass of a pipeline that is under way
 
     def add(self, stage: Stage, link: Link, order: int = 0) -> None:
-        """Add a link; links of one stage wrap each other by ``order``, the smaller the outer, else in the order they came."""
+        """Add a link. Within a stage a smaller ``order`` is further out; with the same order, the link added first."""
         self.links.append((stage, link, order))
         self.links.sort(key=lambda item: (item[0], item[2]))
 
     def run(self, step: Step, batch: Any) -> Any:
-        """The training step: all links, then the user's own."""
+        """Run the training step: all links, then the user's own step."""
         return self.call(step, batch, stages=tuple(Stage), around=lambda: step.around)
 
     def call(
@@ -341,10 +343,14 @@ class StepChain:
         around: Callable[[], Around | None] = lambda: None,
         looks: bool = False,
     ) -> Any:
-        """The user's step on ``batch`` behind the links of ``stages``, inside what ``around()`` is by then.
+        """Run the user's step on ``batch`` behind the links of ``stages``.
 
         Args:
-            looks: the pass is for what it returns alone, without gradients.
+            step: the current step.
+            batch: the batch.
+            stages: the stages whose links run.
+            around: returns the wrapper around the user's step, evaluated after the links.
+            looks: the pass is for its output only, without gradients.
         """
 
         def own(batch: Any) -> Any:
@@ -378,7 +384,7 @@ class StepChain:
         return proceed_from(0)(batch)
 
     def of_parts(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The module's own step in a pipeline, which runs on micro-batches: inside what a link put around it."""
+        """Wrap the module's own step in a pipeline, which runs on micro-batches, so that a link's ``around`` applies to it."""
 
         @functools.wraps(original)
         def training_step(batch: Any, *rest: Any) -> Any:

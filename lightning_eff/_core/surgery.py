@@ -1,4 +1,4 @@
-"""Submodules replaced in place, before the optimizer is built and the strategy wraps."""
+"""Replace submodules in place, before the optimizer is built and the strategy wraps the module."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,11 @@ from torch import nn
 class Surgery:
     """Replacements in one module tree, undone newest first.
 
-    A replacement must register the very parameters and buffers of the module that it replaces under the same names, so
-    that the ``state_dict``, the optimizer and every checkpoint stay those of the plain module.
+    A replacement must register the original's own parameters and buffers under the same names. Then the ``state_dict``, the
+    optimizer and every checkpoint stay those of the plain module.
 
     Args:
-        same_tensors: False for techniques whose purpose is other parameters; see ``_core._architecture``.
+        same_tensors: False for techniques that add parameters; see ``_core._architecture``.
     """
 
     def __init__(self, *, same_tensors: bool = True) -> None:
@@ -22,15 +22,15 @@ class Surgery:
     def replace(
         self, root: nn.Module, match: Callable[[nn.Module], bool], build: Callable[[nn.Module], nn.Module]
     ) -> list[str]:
-        """Replace each submodule of ``root`` for which ``match`` holds by ``build(submodule)``, the innermost first.
+        """Replace each submodule of ``root`` for which ``match`` returns True by ``build(submodule)``, innermost first.
 
         Args:
             root: the module tree; ``root`` itself is not replaced.
-            match: which submodules; a replacement is not looked at again.
-            build: the replacement; it takes over the ``training`` flag.
+            match: selects submodules. Replacements are not matched again.
+            build: returns the replacement, which gets the original's ``training`` flag.
 
         Returns:
-            The dotted paths replaced, as in ``root.named_modules``; a module reachable by several is built once.
+            The dotted paths replaced, as in ``root.named_modules``. A module with several paths is built once.
 
         Raises:
             ValueError: if a replacement's parameters or buffers are not those of the original, by name and identity.
@@ -39,7 +39,7 @@ class Surgery:
         made: set[int] = set()
         paths: set[str] = set()
         found = list(root.named_modules(remove_duplicate=False))
-        for path, parent in reversed(found):  # what is inside comes first
+        for path, parent in reversed(found):  # innermost first
             for name, child in list(parent._modules.items()):
                 if child is None or (id(child) not in made and not match(child)):
                     continue
@@ -58,7 +58,7 @@ class Surgery:
         return [path for path, _ in found if path in paths]
 
     def restore(self) -> None:
-        """Put every replaced submodule back."""
+        """Restore every replaced submodule."""
         while self._undo:
             parent, name, child = self._undo.pop()
             new = parent._modules[name]
@@ -76,7 +76,7 @@ def _check_same_tensors(old: nn.Module, new: nn.Module, path: str) -> None:
     if had != has:
         changed = sorted(name for name in had.keys() | has.keys() if had.get(name) != has.get(name))
         raise ValueError(
-            f"The replacement {type(new).__name__} of {path} ({type(old).__name__}) has other tensors at {changed};"
-            " expected the same parameters and buffers under the same names, saved by state_dict or not as they were."
-            " Register the original's own."
+            f"The replacement {type(new).__name__} of {path} ({type(old).__name__}) has different tensors at {changed};"
+            " expected the same parameters and buffers under the same names, with the same persistence. Register the"
+            " original's tensors."
         )

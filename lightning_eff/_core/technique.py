@@ -1,4 +1,4 @@
-"""The base classes of techniques that are callbacks: of all, and of those that evaluate other weights than they train."""
+"""The base classes of techniques that are callbacks, and of those that evaluate other weights than they train."""
 
 import functools
 import inspect
@@ -48,14 +48,13 @@ def _for_checkpoint(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Control:
-    """What an honest comparison must hold a technique against, beside the baseline for as many seconds.
+    """The control of an honest comparison, in addition to the baseline with the same training time.
 
     Attributes:
         text: one line for people.
-        arms: given the technique as the recipe has it (an instance, attached to no run), the callbacks that take its
-            place in the recipe's ``trainer.callbacks``, by a short name of the arm; all else of the recipe stays. Empty
-            where its settings are neutral, and where the baseline for as many seconds is itself the control, which
-            ``text`` then says.
+        arms: takes the technique as the recipe has it, an instance attached to no run. Returns the callbacks that replace it
+            in the recipe's ``trainer.callbacks``, by a short name of the arm. Empty if the technique's settings are neutral,
+            or if the baseline with the same training time is itself the control; ``text`` then says so.
     """
 
     text: str
@@ -64,36 +63,36 @@ class Control:
 
 @of_both
 class Technique(Callback):
-    """A callback that changes how an unchanged LightningModule trains, through the ways in of ``_core`` alone.
+    """A callback that changes how an unchanged LightningModule trains, only through the interfaces of ``_core``.
 
-    A subclass declares its arguments in the signature of ``__init__`` (see ``_arguments/kinds.py``). It looks at the run
-    in :meth:`check`, asks for what it needs in :meth:`attach`, :meth:`on_model` and :meth:`on_optimizers`, and acts in
-    the links and blocks that it asked for. The first technique among a trainer's callbacks opens the :class:`Session` for
-    all of them. Everything is put back at the end, also after an exception.
+    A subclass declares its arguments in the signature of ``__init__`` (see ``_arguments/kinds.py``). It checks the run in
+    :meth:`check`, and requests access in :meth:`attach`, :meth:`on_model` and :meth:`on_optimizers`. It then acts in the links
+    and blocks that it requested. The first technique among a trainer's callbacks opens the :class:`Session` for all of them.
+    Everything is undone at the end, also after an exception.
 
-    Class attributes, which the command line's table is made of:
+    Class attributes, from which the command line's table is generated:
         saves: what the technique saves or gains.
-        paper: where it comes from.
+        paper: its source.
         constraints: where it does not work.
-        control: what an honest comparison must hold it against; required of every exported technique.
-        survey: the row of the surveys that it answers to; None where it stands in neither.
-        search_space: the settings that a search would try, and when that is pointless; None for stand-ins.
-        neutral_at: by attribute, the value that makes it plain training by itself, beside those of its base classes.
-        checkpointed: the attributes that checkpoints hold, such as ``_steps`` or ``_scorer.checked``, beside those of its base
-            classes. A checkpoint has them under their own names without underscores.
-        stage: where ``_link`` stands in the chain of a step; None for a technique with no link, or with others.
+        control: the control of an honest comparison; required of every exported technique.
+        survey: its row in the surveys; None if it is in neither.
+        search_space: the settings that a search tries, and when that is pointless; None for control techniques.
+        neutral_at: by attribute, a value that alone makes it plain training, in addition to those of its base classes.
+        checkpointed: the attributes that checkpoints hold, such as ``_steps`` or ``_scorer.checked``, in addition to those of
+            its base classes. A checkpoint holds them under the last part of the name, without its underscore.
+        stage: the stage of ``_link`` in the chain of a step; None for a technique that adds no link, or adds links itself.
         order: its place among the links of that stage, whatever the order of the callbacks.
         conflicts: names of techniques and precision plugins that it cannot train with, and why.
         needs_automatic_optimization: refuses modules with ``automatic_optimization = False``.
         needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
         needs_optimizer: refuses modules whose ``configure_optimizers`` returns none, under automatic optimization.
-        sets_rates: sets the optimizers' rates by itself, over the whole budget; others leave them alone.
-        needs: what it needs of each process; strategies that divide the module so that a need is not met are refused.
-        refuses: divisions that it cannot train under for a reason of its own, with the reason; "" lifts one of its needs'.
-        sparse_gradients: leaves gradients of sparse layout alone, or computes with them rightly; beside others, tables have
-            dense gradients.
-        compiles: compiles parts of the module: its :meth:`on_model` comes first, so that what others put around the calls of
-            blocks stays outside of compiled code.
+        sets_rates: sets the optimizers' learning rates itself, over the whole budget.
+        needs: what it needs of each process. Strategies that divide the module so that a need is not met are refused.
+        refuses: strategy parts under which it cannot train for another reason, with the reason; "" lifts a reason of a need.
+        sparse_gradients: ignores sparse gradients or computes with them correctly. With other techniques, embedding tables
+            have dense gradients.
+        compiles: compiles parts of the module. Its :meth:`on_model` is called first, so that other techniques' wrappers
+            around block calls stay outside of compiled code.
     """
 
     kind: ClassVar[str] = "callback"
@@ -119,7 +118,7 @@ class Technique(Callback):
 
     _made_with: Mapping[str, str] = {}
     _session: Session | None = None
-    _past: Session | None = None  # the closed one, for a checkpoint that is saved after the run
+    _past: Session | None = None  # the closed session, for a checkpoint that is saved after the run
 
     @override
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -132,16 +131,16 @@ class Technique(Callback):
         technique._made_with = changed_settings(cls.__init__, args, renamed(cls.__name__, aliases_of(cls), kwargs))
         return technique
 
-    # of a subclass without ``__init__``, which else were said to take anything
+    # the signature of a subclass without ``__init__``, which would otherwise be (*args, **kwargs)
     __new__.__signature__ = inspect.Signature([inspect.Parameter("cls", inspect.Parameter.POSITIONAL_ONLY)])  # pyright: ignore[reportFunctionMemberAccess]
 
     def __repr__(self) -> str:
-        """The class with the settings that are not the defaults."""
+        """Return the class with the settings that differ from the defaults."""
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self._made_with.items())})"
 
     @classmethod
     def name(cls) -> str:
-        """The class's name in snake_case, as in ``eff/<name>/<quantity>``."""
+        """Return the class's name in snake_case, as in ``eff/<name>/<quantity>``."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
 
     @property
@@ -149,79 +148,79 @@ class Technique(Callback):
         """The run that this technique is attached to."""
         if self._session is None:
             raise RuntimeError(
-                f"{type(self).__name__} is attached to no run; it is so from setup to teardown of a Trainer."
+                f"{type(self).__name__} is not attached to a run. Use its session between setup and teardown of a Trainer."
             )
         return self._session
 
-    # -- what subclasses say
+    # -- for subclasses to override
 
     @property
     def neutral(self) -> bool:
-        """True where the settings make this plain training: then nothing is attached and nothing contradicts it."""
+        """Whether the settings make this plain training. Then nothing is attached, and nothing conflicts with it."""
         declared = (pair for cls in type(self).__mro__ for pair in vars(cls).get("neutral_at", {}).items())
         return any(getattr(self, name) == value for name, value in declared)
 
     @property
     def changes_shapes(self) -> bool:
-        """True where these settings hand the network batches of other shapes as the run goes on."""
+        """Whether these settings give the network batches of changing shapes during the run."""
         return False
 
     @property
     def drops_blocks(self) -> bool:
-        """True where a training step of these settings may pass over all blocks of a stack."""
+        """Whether a training step with these settings may skip all blocks of a stack."""
         return False
 
     def _reset(self) -> None:
         """Set what a fit finds and counts to its first values; called after construction and before :meth:`attach`."""
 
     def on_budget(self, session: Session) -> None:
-        """Tell ``session.progress`` of an end of the run that the Trainer has not; called before any technique's checks."""
+        """Give ``session.progress`` a limit that the Trainer does not have. Called before any technique's checks."""
 
     def check(self, session: Session) -> None:
-        """Raise ``ValueError`` if this run cannot be trained with the technique; nothing has been touched yet."""
+        """Raise ``ValueError`` if the technique cannot train this run. Nothing has been changed yet."""
 
     def on_open(self, session: Session) -> None:
-        """The run begins, in evaluation too, unless neutral; nothing of the module's own has run yet."""
+        """Called when the run begins, in evaluation too, unless neutral. None of the module's own code has run."""
 
     def attach(self, session: Session) -> None:
-        """Ask for links; called in ``Callback.setup`` of a fit, after :meth:`_reset`, unless neutral."""
+        """Request links. Called in ``Callback.setup`` of a fit, after :meth:`_reset`, unless neutral."""
         if self.stage is not None:
             session.chain.add(self.stage, self._link, self.order)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """The link at :attr:`stage` of the chain."""
+        """Run the step, as the link at :attr:`stage` of the chain."""
         raise NotImplementedError
 
     def on_model(self, session: Session) -> None:
-        """The module is complete, its checkpoint (if any) loaded, and the strategy has not wrapped it."""
+        """Called when the module is complete with its checkpoint (if any) loaded, before the strategy wraps it."""
 
     def on_optimizers(self, session: Session) -> None:
-        """The optimizers are built."""
+        """Called when the optimizers are built."""
 
     def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
-        """Raise ``ValueError`` if one cannot resume from a checkpoint with this technique's ``state`` (None: without)."""
+        """Raise ``ValueError`` if the run cannot resume with this technique's ``state`` in the checkpoint (None: no state)."""
 
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
-        """Before each micro-batch; ``session.progress.u`` is up to date."""
+        """Called before each micro-batch; ``session.progress.u`` is up to date."""
 
     def on_batch_end(self, session: Session, batch_idx: int) -> None:
-        """After each micro-batch, before checkpoints and validation."""
+        """Called after each micro-batch, before checkpoints and validation."""
 
     def on_rest_of_validation(self, session: Session) -> None:
-        """A run resumes within the last hooks of a validation, and this technique's ``on_validation_end`` is to come."""
+        """Called if a run resumes within the last hooks of a validation, before this technique's ``on_validation_end``."""
 
     def on_blocks_changed(self, session: Session) -> None:
-        """Another technique changed which blocks the network has, or overwrote weights."""
+        """Called when another technique changed which blocks the network has, or overwrote weights."""
 
     def detach(self, session: Session) -> None:
-        """The run ends, well or not; what ``_core`` was asked for is put back by itself."""
+        """Called when the run ends, also after an error. ``_core`` undoes its own changes."""
 
     def report(self) -> dict[str, float | int | torch.Tensor]:
-        """Quantities for the logger, by their name in ``eff/<technique>/<quantity>``."""
+        """Return quantities for the logger, by the last part of their name ``eff/<technique>/<quantity>``."""
         return {}
 
     def summary(self) -> str:
-        """One line on what was done, for the closing report."""
+        """Return one line about what the technique did, for the closing report."""
         return "nothing to tell"
 
     # -- Lightning's hooks
@@ -259,7 +258,7 @@ class Technique(Callback):
     @driving
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._leads() and pl_module.automatic_optimization:  # a manual step may run the network again
+        if self._leads() and pl_module.automatic_optimization:  # a manual step may run the network again afterwards
             self.session.after_backward()
 
     @driving
@@ -297,11 +296,11 @@ class Technique(Callback):
             self._session.close()
 
     def _leads(self) -> bool:
-        """Whether this is the technique whose hooks drive the session; the others' do nothing of themselves."""
+        """Return whether this technique's hooks drive the session, which only the first technique's do."""
         return self._session is not None and self._session.techniques[0] is self
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_session", "_past", *BATCH_HOOKS)  # in a fit, a hook that does nothing is None
+        own = ("_session", "_past", *BATCH_HOOKS)  # during a fit, hooks that do nothing are None
         run = self._session or self._past
         return {
             key: value
@@ -311,19 +310,18 @@ class Technique(Callback):
 
 
 def techniques_of(trainer: Trainer) -> list[Technique]:
-    """Every technique among the trainer's callbacks, in their order."""
+    """Return every technique among the trainer's callbacks, in order."""
     return [c for c in trainer.callbacks if isinstance(c, Technique)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class OtherWeights(Technique):
-    """A technique of which validation, checkpoints and the fit's end see other weights than those that are trained.
+    """A technique for which validation, checkpoints and the end of the fit use other weights than those that are trained.
 
-    A subclass says what they are in :meth:`put_in` and :meth:`take_out`, neither of which does anything if it is done
-    already, and wraps the strategy's ``lightning_module_state_dict`` in :meth:`shown`. A run that fails ends with those
-    that are trained.
+    A subclass implements :meth:`put_in` and :meth:`take_out`, which do nothing if already done, and wraps the strategy's
+    ``lightning_module_state_dict`` in :meth:`shown`. A run that fails ends with the trained weights.
     """
 
-    _finished = False  # whether the fit ended, and left the other weights in the module
+    _finished = False  # whether the fit ended with the other weights in the module
 
     @abstractmethod
     def put_in(self, session: Session) -> None:
@@ -331,11 +329,11 @@ class OtherWeights(Technique):
 
     @abstractmethod
     def take_out(self, session: Session) -> None:
-        """Put the trained weights back."""
+        """Restore the trained weights."""
 
     @contextmanager
     def shown(self, session: Session) -> Iterator[None]:
-        """The module holds the other weights."""
+        """Put the other weights into the module until the context ends."""
         try:
             self.put_in(session)
             yield

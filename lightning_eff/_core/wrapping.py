@@ -1,4 +1,4 @@
-"""A precision plugin around another one: all that it does not change itself is the inner plugin's."""
+"""A precision plugin around another one, which handles everything that the outer one does not change."""
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +21,7 @@ NAMES: dict[str, Callable[[], Precision]] = {
     "64-true": DoublePrecision,
     "16-true": lambda: HalfPrecision("16-true"),
     "bf16-true": lambda: HalfPrecision("bf16-true"),
-    "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),  # the device is set where the module is seen
+    "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),  # _place sets the module's device
 }
 
 
@@ -30,9 +30,9 @@ _UNROUNDED: list[None] = []
 
 @contextmanager
 def unrounded() -> Iterator[None]:
-    """Let plugins compute as the plain module does, where the losses of batches are compared with one another.
+    """Let plugins compute as in the plain module, for code that compares the losses of batches.
 
-    A scale that a batch's samples share makes the loss of each depend on the others, by a rounding error.
+    A scale that a batch's samples share would make each sample's loss depend on the others, by a rounding error.
     """
     _UNROUNDED.append(None)
     try:
@@ -42,17 +42,17 @@ def unrounded() -> Iterator[None]:
 
 
 def is_unrounded() -> bool:
-    """Whether :func:`unrounded` is around."""
+    """Return whether :func:`unrounded` is active."""
     return bool(_UNROUNDED)
 
 
 @of_both
 class WrappingPrecision(NoCallback, Precision):
-    """Hands every call on to an inner plugin. Subclasses override what they add, and call ``super()``.
+    """Delegates every call to an inner plugin. Subclasses override what they add, and call ``super()``.
 
-    A checkpoint saved with the inner plugin alone can be resumed with this one around it. The Trainer's backward passes
-    are counted and a seed is drawn once, both kept in checkpoints, so that :meth:`seed` gives a resumed run the numbers of
-    an undisturbed one. Passes that techniques run to measure something do not count.
+    A checkpoint saved with only the inner plugin can be resumed with this one around it. The plugin counts the Trainer's
+    backward passes and draws a seed once, and checkpoints hold both. So :meth:`seed` gives a resumed run the numbers of an
+    uninterrupted one. Passes that techniques run to measure something are not counted.
 
     Attributes:
         kind: how it is used, for the table of techniques.
@@ -87,8 +87,8 @@ class WrappingPrecision(NoCallback, Precision):
             )
         if not (isinstance(inner, str) or is_a(inner, Precision)) or isinstance(inner, type(self)):
             raise TypeError(
-                f"{who}({argument} of {type(inner).__name__}): expected a precision's name, or a plugin that is no {who}"
-                " itself."
+                f"{who}({argument} of {type(inner).__name__}): expected the name of a precision, or a plugin that is not"
+                f" itself a {who}."
             )
         self._named = isinstance(inner, str)
         self.inner: Precision = NAMES[inner]() if isinstance(inner, str) else inner
@@ -99,11 +99,11 @@ class WrappingPrecision(NoCallback, Precision):
 
     @property
     def scaler(self) -> Any:
-        """The inner plugin's gradient scaler, if it has one."""
+        """The inner plugin's gradient scaler, or None."""
         return getattr(self.inner, "scaler", None)
 
     def seed(self, *key: int | str, shared: bool = False) -> int:
-        """A number in [0, 2^63) that depends on the run's seed, the backward passes so far, ``key`` and the rank alone.
+        """Return a number in [0, 2^63) that depends only on the run's seed, the backward passes so far, ``key`` and the rank.
 
         With ``shared`` it is the same on all ranks.
         """
@@ -111,7 +111,7 @@ class WrappingPrecision(NoCallback, Precision):
         return rng.keyed_generator(self._agree(), type(self).__name__, rank, self._passes, *key).initial_seed()
 
     def _agree(self) -> int:
-        """The run's seed, rank 0's; collective at the first call."""
+        """Return rank 0's seed; the first call is collective."""
         if self._seed is None:
             seed = [torch.initial_seed() % 2**63]
             if _is_distributed():
@@ -120,7 +120,7 @@ class WrappingPrecision(NoCallback, Precision):
         return self._seed
 
     def _place(self) -> None:
-        """A plugin made from its name is of the device that the module is on by now."""
+        """Set the device of a plugin built from its name to the module's device."""
         if self._named and is_a(self.inner, MixedPrecision) and self._module is not None:
             self.inner.device = next((p.device.type for p in self._module.parameters()), "cpu")
 
@@ -128,12 +128,12 @@ class WrappingPrecision(NoCallback, Precision):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         self._place()
-        self._agree()  # here, where all ranks pass, and not in a backward pass beside DDP's own messages
+        self._agree()  # collective, so not in a backward pass, during DDP's own communication
         with self.inner.train_step_context():
             yield
 
     def _belong_to(self, module: nn.Module) -> None:
-        """Inherit from the one of Lightning's packages that ``module`` is of: the other's clips none of its gradients."""
+        """Adapt the plugins to the Lightning package of ``module``; those of the other package would not clip its gradients."""
         adapt(self, module)
         adapt(self.inner, module)
 
@@ -164,7 +164,7 @@ class WrappingPrecision(NoCallback, Precision):
         self.inner.teardown()
         self._module = None
 
-    # -- what is handed on
+    # -- delegated to the inner plugin
 
     @override
     def connect(

@@ -167,7 +167,7 @@ def test_blocks_within_what_is_compiled_are_refused_by_every_name() -> None:
     body.compile(backend="eager")
     net = Holds(body=body)
     for layers in (None, "body.layer*", ["body.layer1", "body.layer2"]):
-        with pytest.raises(ValueError, match="lie within 'body', which is compiled"):
+        with pytest.raises(ValueError, match="are inside 'body', which is compiled"):
             refuse_compiled_around(net, find_stack(net, layers, who="It").path, who="It")
 
 

@@ -112,7 +112,7 @@ def test_gradients_go_through() -> None:
 
 def test_packed_sequences_are_refused() -> None:
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
-    with pytest.raises(ValueError, match="PackedSequence, whose samples lie interleaved; expected padded tensors"):
+    with pytest.raises(ValueError, match="PackedSequence, whose samples are interleaved; expected padded tensors"):
         select({"x": packed, "y": torch.ones(2), "z": torch.ones(2)}, torch.tensor([0]))
 
 
@@ -128,7 +128,7 @@ class Graphs:
 
 @pytest.mark.parametrize("batch", [Graphs(X), (Graphs(X), Y), {"graph": [Graphs(X)], "y": Y}])
 def test_samples_are_not_taken_out_of_an_object_that_keeps_its_tensors(batch: Any) -> None:
-    with pytest.raises(ValueError, match="Got a batch with an object of class Graphs, out of which samples cannot be"):
+    with pytest.raises(ValueError, match="Got a batch with an object of class Graphs, from which samples cannot be"):
         select(batch, INDEX, 5)
     with pytest.raises(ValueError, match=r"got a batch with an object of class Graphs, .* Collate samples into these"):
         check_indexed(batch, 5)
@@ -136,7 +136,7 @@ def test_samples_are_not_taken_out_of_an_object_that_keeps_its_tensors(batch: An
 
 @pytest.mark.parametrize("batch", [None, "text", {"a": 1}, [torch.tensor(1.0)], []])
 def test_a_batch_without_samples_is_refused(batch: Any) -> None:
-    with pytest.raises(ValueError, match=f"batch of type {type(batch).__name__} with no tensor .* Collate the batch"):
+    with pytest.raises(ValueError, match=f"batch of type {type(batch).__name__} without a tensor .* Collate the batch"):
         num_samples(batch)
 
 

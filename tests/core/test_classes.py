@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], bool], Callable[[], Any], dict[st
         lambda m: type(m) is nn.Linear,
         lambda: eff.LoRA(2, names=["layers.*"]),
         {},
-        r"LoRA: Asking computes something else when layers.0 is a LoRALinear in place of Linear",
+        r"LoRA: Asking computes something else when layers.0 is a LoRALinear instead of a Linear",
     ),
     "exact class, another shape": (
         lambda m: type(m) is nn.Linear,
@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], bool], Callable[[], Any], dict[st
         lambda m: isinstance(m, nn.LayerNorm),
         lambda: eff.RMSNormalization(),
         {"norm": True},
-        r"RMSNormalization: Asking computes something else when layers.1 is a RMSNorm in place of LayerNorm",
+        r"RMSNormalization: Asking computes something else when layers.1 is a RMSNorm instead of a LayerNorm",
     ),
 }
 
@@ -254,7 +254,7 @@ def test_the_look_at_a_manual_step_leaves_no_trace(monkeypatch: pytest.MonkeyPat
 def test_a_manual_step_that_fails_without_updates_is_told_of() -> None:
     net = Manual(lambda m: isinstance(m, nn.Linear))
     net.fails_without_steps = True
-    with pytest.warns(UserWarning, match="whether Manual asks for the class of a replaced layer could not be checked"):
+    with pytest.warns(UserWarning, match="could not check whether Manual tests the class of a replaced layer"):
         trainer(only_layers(), max_steps=4).fit(net, DataLoader(data(), 4))
 
 

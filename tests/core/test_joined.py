@@ -63,7 +63,10 @@ def test_a_rate_in_proportion_to_nothing_is_refused() -> None:
     a, b = tensors(2)
     own = torch.optim.SGD([a, b], lr=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.5)
-    with pytest.raises(ValueError, match=r"Test: the module's SGD has a rate of 0.0 in group 0, to which 0.5 is in no"):
+    with pytest.raises(
+        ValueError,
+        match=r"Test: the module's SGD has a learning rate of 0.0 in group 0, which a scheduler changes, so 0.5 cannot",
+    ):
         join(own, [schedule], [b], sgd(0.5), who="Test")
 
 

@@ -65,7 +65,7 @@ def test_overridden_hooks_are_told_in_either_package(package: str) -> None:
     assert names.is_overridden("train_dataloader", Data()) and not names.is_overridden("val_dataloader", Data())
     assert not names.is_overridden("backward", Net(), own.LightningModule)
     assert not names.is_overridden("training_step", None)
-    with pytest.raises(ValueError, match="int is no module, data module or callback"):
+    with pytest.raises(ValueError, match="int is not a module, data module or callback"):
         names.is_overridden("setup", 3)
 
 

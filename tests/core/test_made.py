@@ -206,7 +206,9 @@ def test_parts_of_blocks_that_do_not_run_cannot_be_called() -> None:
     net = made(CallsParts)
     with torch.no_grad():
         expected = net(make_batch("tiny_gpt")["input_ids"])
-    with pytest.raises(ValueError, match=r"blocks.2.mlp was called in a step, and its block, beyond the first 2 of"):
+    with pytest.raises(
+        ValueError, match=r"blocks.2.mlp was called in a step, but its block does not run: only the first 2"
+    ):
         losses(net, BUILDS["stacking"]())
     net = made(CallsParts)
     with torch.no_grad():
@@ -278,7 +280,9 @@ def test_hooks_that_would_be_on_the_first_blocks_alone_are_refused(how: str) -> 
     net: Any = made(Records)
     net.how = how
     listed = r"\[0, 1\]" if how == "index" else r"\[1\]"
-    with pytest.raises(ValueError, match=rf"hooks were registered on the blocks {listed} of 'blocks'.*2 run now; exp"):
+    with pytest.raises(
+        ValueError, match=rf"A step registered hooks on the blocks {listed} of 'blocks'.*2 run now; blocks"
+    ):
         losses(net, BUILDS["stacking"]())
     assert all(type(m) in (nn.ModuleList, *map(type, Walks().modules())) for m in net.blocks.modules())
 

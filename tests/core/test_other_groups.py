@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_eff._core._optim.parameter_multipliers import hasten
-from lightning_eff._core._optim.removed_parameters import forget
+from lightning_eff._core._optim.removed_parameters import remove_parameters
 
 
 def parameters(count: int = 4) -> list[nn.Parameter]:
@@ -21,7 +21,7 @@ def held(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 def test_what_is_forgotten_is_in_no_group_and_groups_stay_as_many() -> None:
     a, b, c, d = parameters()
     optimizer = torch.optim.SGD([{"params": [("a", a), ("b", b)]}, {"params": [("c", c), ("d", d)], "lr": 0.5}], 0.1)
-    forget(optimizer, [a, c, d])
+    remove_parameters(optimizer, [a, c, d])
     assert held(optimizer) == [[id(b)], []]
     assert [group["param_names"] for group in optimizer.param_groups] == [["b"], []]
     b.grad = torch.ones(2)
@@ -34,7 +34,7 @@ def test_an_optimizer_that_has_stepped_keeps_what_it_has() -> None:
     optimizer = torch.optim.Adam([a, b])
     a.grad = torch.ones(2)
     optimizer.step()
-    forget(optimizer, [a])
+    remove_parameters(optimizer, [a])
     assert held(optimizer) == [[id(a), id(b)]]
 
 

@@ -223,10 +223,12 @@ def test_indices_of_other_batches_are_not_known(kind: str) -> None:
 def test_what_needs_indices_is_refused_at_the_first_batch(kind: str) -> None:
     loader = UNKNOWN[kind]()
     name = type(loader).__name__
-    with pytest.raises(ValueError, match=rf"SAF: .*{name}.__iter__ yields other objects than the batches"):
+    with pytest.raises(ValueError, match=rf"SAF: .*{name}.__iter__ does not yield the batch objects"):
         fit(loader, SAF(lag=1))
     loader = UNKNOWN[kind]()
-    with pytest.raises(ValueError, match=rf"RobustImportanceSampling: .*{name}.__iter__ yields other objects"):
+    with pytest.raises(
+        ValueError, match=rf"RobustImportanceSampling: .*{name}.__iter__ does not yield the batch objects"
+    ):
         fit(loader, RobustImportanceSampling())
 
 

@@ -185,5 +185,5 @@ def test_a_clock_is_a_budget_and_keeps_within_bounds() -> None:
 
 
 def test_a_clock_must_say_how_much_is_used() -> None:
-    with pytest.raises(NotImplementedError, match="Clock does not say"):
+    with pytest.raises(NotImplementedError, match="Clock does not define"):
         progress.Clock().share()

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_eff._core._resume.fit import restarts_exactly
 from lightning_eff._core._resume.flags import Flags
 from lightning_eff._core._resume.groups import AddedGroups
-from lightning_eff._core._resume.position import among, only, reads
+from lightning_eff._core._resume.position import calling_only, reads, with_state_keys
 
 
 class Net(pl.LightningModule):
@@ -27,17 +27,17 @@ def callbacks(*keys: str) -> list[Any]:
 
 def test_of_several_callbacks_with_one_key_the_last_ones_are_pending() -> None:
     a, b, a2, a3 = callbacks("a", "b", "a", "a")
-    assert among([a, b, a2, a3], ["a", "a"]) == [a2, a3]
-    assert among([a, b, a2, a3], ["b", "gone"]) == [b]
+    assert with_state_keys([a, b, a2, a3], ["a", "a"]) == [a2, a3]
+    assert with_state_keys([a, b, a2, a3], ["b", "gone"]) == [b]
 
 
 def test_only_the_named_callbacks_are_called_and_all_are_put_back() -> None:
     a, b = callbacks("a", "b")
     trainer: Any = SimpleNamespace(callbacks=[a, b], lightning_module=SimpleNamespace(hook=print))
-    with only(trainer, "hook", [b], module=False):
+    with calling_only(trainer, "hook", [b], module=False):
         assert a.hook is None and callable(b.hook) and trainer.lightning_module.hook is None
     assert callable(a.hook) and trainer.lightning_module.hook is print
-    with only(trainer, "hook", [], module=True):
+    with calling_only(trainer, "hook", [], module=True):
         assert trainer.lightning_module.hook is print
 
 

@@ -113,7 +113,7 @@ def test_bare_layers_and_blocks_one_by_one_are_no_run() -> None:
     net = nn.Module()
     net.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Residual(), nn.ReLU(), Residual())
     with pytest.raises(
-        ValueError, match=r"put the blocks into one of their own \(self.blocks = nn.Sequential\(\*blocks\)\)"
+        ValueError, match=r"put the blocks into their own container \(self.blocks = nn.Sequential\(\*blocks\)\)"
     ):
         find_stack(net, None, who="Test", in_runs=True)
     with pytest.raises(
@@ -133,7 +133,7 @@ def test_a_compiled_container_is_refused() -> None:
     net = Images(mixed=True)
     refuse_compiled_around(net, "net[1:5]", who="Test")
     net.net.compile()
-    with pytest.raises(ValueError, match=r"the blocks at 'net\[1:5\]' lie within 'net', which is compiled as a whole"):
+    with pytest.raises(ValueError, match=r"the blocks at 'net\[1:5\]' are inside 'net', which is compiled as a whole"):
         refuse_compiled_around(net, "net[1:5]", who="Test")
 
 
@@ -181,7 +181,7 @@ def test_a_part_of_a_block_that_does_not_run_is_told_by_its_path() -> None:
     stack.freeze_inactive()
     with (
         stack.view(training=True),
-        pytest.raises(ValueError, match=r"net\.4\.conv was called .* first 2 of 'net\[1:5\]'"),
+        pytest.raises(ValueError, match=r"net\.4\.conv was called .* first 2 blocks of 'net\[1:5\]'"),
     ):
         net.net[4].conv(torch.randn(1, 8, 8, 8))  # pyright: ignore[reportCallIssue]
 

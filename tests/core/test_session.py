@@ -41,7 +41,7 @@ def test_one_session_for_all_techniques_and_none_afterwards() -> None:
     assert {types[0] for _, types in found} == {Looks} and len({id(s) for s, _ in found}) == 1
     assert found[0][1] == [Looks, Other] and len(found) == 2, "the first technique drives the session, once a batch"
     assert len(sessions._OPEN) == 0
-    with pytest.raises(RuntimeError, match="Looks is attached to no run"):
+    with pytest.raises(RuntimeError, match="Looks is not attached to a run"):
         _ = a.session
 
 
@@ -194,7 +194,7 @@ def test_another_number_of_replicas_is_said(tmp_path: Path, caplog: pytest.LogCa
     torch.save(checkpoint, path)
     with caplog.at_level("INFO"):
         fit("tiny_gpt", lambda: [Nop()], resume=path)
-    assert "of a run that divides its samples over 2 processes, and this run over 1" in caplog.text
+    assert "divided its samples over 2 processes, and this run divides them over 1" in caplog.text
 
 
 def test_blocks_built_late_are_found() -> None:

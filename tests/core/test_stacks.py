@@ -196,7 +196,7 @@ class Singles(Network):
 def test_lists_of_single_layers_are_not_called_stacks(technique: Any) -> None:
     with pytest.raises(ValueError, match=r"found no stacks? of .*blocks|side by side") as caught:
         fit(Singles(), technique())
-    assert "Say which one" not in str(caught.value)
+    assert "Choose one" not in str(caught.value)
 
 
 def test_a_named_list_of_heads_is_refused_in_the_first_step_and_the_chain_is_named() -> None:
@@ -271,7 +271,7 @@ def one_by_one(blocks: Any, x: Tensor) -> Tensor:
 REFUSED = [
     (Gives, subtracted, "does not return its input plus something"),
     (functools.partial(Gives, residual=True), subtracted, "subtracts what a block"),
-    (functools.partial(Gives, residual=True), summed, "the loss uses more of what block 0"),
+    (functools.partial(Gives, residual=True), summed, "the loss uses more outputs of block 0"),
     (Remembers, read_after, r"reads blocks\.0\.seen"),
 ]
 

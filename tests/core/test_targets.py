@@ -421,9 +421,7 @@ def test_what_cannot_be_told_is_an_error() -> None:
         one_step(step, batch, OtherTargets(labels=["z"]))
     with pytest.raises(ValueError, match=r"other labels of shape \(2,\) for .*expected .*\(6, 4\)"):
         one_step(step, batch, OtherTargets(labels=["y"], others=lambda y: [y.new_zeros(2)]))
-    with pytest.raises(
-        ValueError, match=r"values of shape \(5,\) .* expected \(6,\), one for each sample, or \(6, 4\)"
-    ):
+    with pytest.raises(ValueError, match=r"values of shape \(5,\) .* expected \(6,\), one per sample, or \(6, 4\)"):
         one_step(step, batch, OtherTargets(mixed(torch.ones(5), torch.ones(5)), labels=["y"]))
     with pytest.raises(
         ValueError, match=r"soft targets of shape \(6, 3\) .* expected \(6, 4\), the classes in the last"

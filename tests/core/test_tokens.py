@@ -571,7 +571,7 @@ def test_the_same_tokens_of_all_samples_are_offered_where_blocks_can_be_given_th
     cls, given, _ = GIVEN["tables"]
     told = r"\(12, 4\) has no dimension for the 3 samples, whose tokens differ\)"
     with pytest.raises(
-        ValueError, match=rf"{told}.* It can be given the same tokens of all samples: {way}\. Or take other"
+        ValueError, match=rf"{told}.* It supports the same tokens for all samples: {way}\. Or take other"
     ):
         gradient(Net(cls, given, 4), ids(), make())
     assert gradient(Net(cls, given, 4), ids(), eff.RandomLTD(multiple_of=4)).isfinite().all()
@@ -584,7 +584,7 @@ def test_the_same_tokens_of_all_samples_are_offered_where_blocks_can_be_given_th
 def test_blocks_that_go_by_places_are_refused(cls: type[nn.Module]) -> None:
     with pytest.raises(
         ValueError,
-        match=r"SomeTokens: block 0 of 'blocks' .* cannot be given fewer .*its output goes by where tokens stand.*layers=",
+        match=r"SomeTokens: block 0 of 'blocks' .* cannot be given fewer .*its output depends on token positions.*layers=",
     ):
         gradient(Net(cls), ids(), SomeTokens())
 
@@ -621,7 +621,7 @@ def test_other_things_that_are_refused() -> None:
         def forward(self, x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
             return super().forward(x), x @ x.transpose(1, 2)
 
-    with pytest.raises(CannotTake, match=r"it returns \(3, 12, 12\) beside the hidden state"):
+    with pytest.raises(CannotTake, match=r"it also returns \(3, 12, 12\)"):
         find_plan(Weights(), ((torch.randn(B, T, D),), {}), B, per_sample=False, generator=g)
 
 
@@ -684,7 +684,7 @@ def test_choices_and_ranges_that_are_wrong() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             gradient(Net(Causal), ids(), SomeTokens(choose=lambda at, choice=choice: choice))
-    with pytest.raises(ValueError, match=r"the blocks \[3:\] are none"):
+    with pytest.raises(ValueError, match=r"the range \[3:\] contains no block"):
         gradient(Net(Causal), ids(), SomeTokens(first=3))
 
     class Twice(SomeTokens):
@@ -708,9 +708,7 @@ def test_what_a_model_makes_of_its_routers() -> None:
     """Mixtral's balancing loss counts the tokens that were routed; with padding it wants all, and says so at once."""
     net, _, batch = model("mixtral")
     net.model.config.output_router_logits = True
-    with pytest.raises(
-        ValueError, match="SomeTokens: training_step, which ran on all tokens, fails with fewer of them"
-    ):
+    with pytest.raises(ValueError, match="SomeTokens: training_step ran on all tokens, but fails with fewer of them"):
         gradient(net, batch, SomeTokens(6, first=1))
     net, blocks, batch = model("mixtral")
     net.model.config.output_router_logits = True
@@ -751,7 +749,7 @@ def test_a_mask_that_appears_later_is_taken_along() -> None:
 def test_a_window_that_is_reached_later_is_refused_then() -> None:
     short, long = ids(length=4), ids(length=T)
     technique = SomeTokens(2)
-    with pytest.raises(ValueError, match="its output goes by where tokens stand"):
+    with pytest.raises(ValueError, match="its output depends on token positions"):
         fit_batches(Net(Windows), [short, short, long], technique)
     assert len(technique.chosen) == 6
     assert len(fit_batches(Net(Causal), [short, long, ids(length=7), ids(2, 9)], SomeTokens(2))) == 4

@@ -95,7 +95,7 @@ def test_trials_are_plain_and_it_is_told(tmp_path: Path, caplog: pytest.LogCaptu
     plain = losses()
     with caplog.at_level(logging.INFO):
         assert losses(CASES["JointSpar"].active(), CASES["SampleSubset"].active()) == plain
-    assert "tries plain training steps, in which techniques rest (JointSpar, SampleSubset)" in caplog.text
+    assert "tries plain training steps without techniques (JointSpar, SampleSubset)" in caplog.text
 
 
 def test_the_tuner_by_itself(tmp_path: Path) -> None:

@@ -48,9 +48,11 @@ def test_changed_architectures_under_hybrid_parallel(layout: str, found: dict[st
 @pytest.mark.timeout(960)
 def test_what_is_divided_already_is_refused(found: dict[str, Any]) -> None:
     first, scale, norm = found["divided"]
-    assert "has divided parameters (DTensor)" in first
-    assert "Call lightning_eff.apply(part, technique) in configure_model before it divides them" in first
-    assert scale.startswith("LayerScale: FSDPTinyGPT is divided already (DTensor), and blocks.0."), scale
+    assert "has sharded parameters (DTensor)" in first
+    assert "Call lightning_eff.apply(part, technique) in configure_model before it shards them" in first
+    assert scale.startswith("LayerScale: FSDPTinyGPT is already sharded (DTensor), but the new parameter blocks.0."), (
+        scale
+    )
     assert "Call lightning_eff.apply(self, LayerScale(...)) in configure_model before" in scale
     assert norm.startswith("QKNorm: ") and "(DTensor)" in norm and "Call lightning_eff.apply(" in norm
 

@@ -21,7 +21,7 @@ from lightning_eff import (
     ScheduleFree,
     StochasticWeightAveraging,
 )
-from lightning_eff._core._optim.external_rates import Known, Share, after_closure, understood
+from lightning_eff._core._optim.external_rates import Known, Share, after_closure, interpret
 from lightning_eff._core._optim.pinned_rates import HeldRates
 from tests.models import flat, trainer
 
@@ -145,8 +145,8 @@ def test_a_group_of_its_own_rate_follows_what_is_written(place: str, relative: b
 @pytest.mark.parametrize("relative", [False, True])
 def test_one_group_for_all_parameters_follows_too_and_says_how(relative: bool) -> None:
     seen = Rates()
-    means = "multiples of those that stood there" if relative else "the module's own"
-    with pytest.warns(UserWarning, match=f"are taken for {means}, and every group keeps its proportion"):
+    means = "multiples of the previous ones" if relative else "the module's own"
+    with pytest.warns(UserWarning, match=f"are interpreted as {means}, and every group keeps its proportion"):
         run(Hand("on_train_batch_start", relative=relative), seen, ReplaceOptimizer(torch.optim.SGD, "all", lr=2.0))
     assert [rate for (rate,) in seen.seen] == pytest.approx([2.0 * scale(step) for step in range(STEPS)])
 
@@ -203,7 +203,7 @@ def test_the_averages_own_rate_holds_from_its_start() -> None:
     assert [rate for (rate,) in seen.seen] == pytest.approx([LR * scale(step) for step in range(4)] + [0.25 * LR] * 4)
 
 
-@pytest.mark.filterwarnings("ignore:Learning rates that are written into")
+@pytest.mark.filterwarnings("ignore:Learning rates written into")
 def test_schedule_free_keeps_its_factor() -> None:
     seen = Rates()
     run(Hand("on_train_batch_start"), ScheduleFree(lr_factor=3.0), seen)
@@ -217,7 +217,7 @@ MAKES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Learning rates that are written into")
+@pytest.mark.filterwarnings("ignore:Learning rates written into")
 @pytest.mark.parametrize("place", ["optimizer_step", "on_before_optimizer_step", "lr_scheduler_step"])
 @pytest.mark.parametrize("name", sorted(MAKES))
 def test_a_resumed_run_goes_on_as_the_undisturbed_one(name: str, place: str, tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_what_a_written_value_means() -> None:
     shares = [Share(0, 1.0), Share(0, 20.0)]
 
     def meant(known: list[float], now: dict[int, float]) -> dict[int, float]:
-        return understood(shares, known, now).rates
+        return interpret(shares, known, now).rates
 
     assert meant([1e-3, 2e-2], {0: 5e-4, 1: 5e-4}) == {0: 5e-4}
     assert meant([1e-3, 2e-2], {0: 5e-4, 1: 1e-2}) == {0: pytest.approx(5e-4)}
@@ -246,11 +246,11 @@ def test_what_a_written_value_means() -> None:
     assert meant([0.0, 0.0], {0: 1e-4, 1: 1e-4}) == {0: 1e-4}
     assert meant([1e-3, 2e-2], {0: 2e-4}) == {0: pytest.approx(2e-4)}  # the module knows one group alone
     assert meant([1e-3, 2e-2], {1: 3e-2}) == {}  # who writes the second knows both
-    assert understood(shares, [1e-3, 2e-2], {1: 3e-2}).left == (1,)
-    assert understood([Share(0, 20.0)], [0.0], {0: 1e-4}).rates == {0: 1e-4}  # nothing is a multiple of zero
-    assert understood([Share(0, 1.0), Share(0, 0.0)], [1e-3, 0.0], {0: 5e-4}).rates == {0: 5e-4}
+    assert interpret(shares, [1e-3, 2e-2], {1: 3e-2}).left == (1,)
+    assert interpret([Share(0, 20.0)], [0.0], {0: 1e-4}).rates == {0: 1e-4}  # nothing is a multiple of zero
+    assert interpret([Share(0, 1.0), Share(0, 0.0)], [1e-3, 0.0], {0: 5e-4}).rates == {0: 5e-4}
     # a group that follows nothing tells nothing
-    assert understood([None, *shares], [1.0, 1e-3, 2e-2], {0: 0.5, 1: 5e-4, 2: 5e-4}).rates == {0: 5e-4}
+    assert interpret([None, *shares], [1.0, 1e-3, 2e-2], {0: 0.5, 1: 5e-4, 2: 5e-4}).rates == {0: 5e-4}
 
 
 def test_a_tensor_that_is_changed_in_place_is_another_rate() -> None:
@@ -332,14 +332,14 @@ def test_held_rates_are_let_go_and_warn_anew_in_the_next_run() -> None:
 def test_a_group_alone_tells_a_warm_up_from_a_decay(ratio: float, length: int) -> None:
     stands, absolute = ratio, False
     for step in range(length):
-        meant = understood([Share(0, ratio)], [stands], {0: (step + 1) / length}, absolute)
+        meant = interpret([Share(0, ratio)], [stands], {0: (step + 1) / length}, absolute)
         assert meant.absolute and meant.rates == {0: (step + 1) / length}
         stands, absolute = ratio * meant.rates[0], meant.absolute
     for factor in (0.99, 0.5, 0.97):
-        assert understood([Share(0, ratio)], [ratio], {0: factor * ratio}).rates == {0: pytest.approx(factor)}
+        assert interpret([Share(0, ratio)], [ratio], {0: factor * ratio}).rates == {0: pytest.approx(factor)}
 
 
-@pytest.mark.filterwarnings("ignore:Learning rates that are written into")
+@pytest.mark.filterwarnings("ignore:Learning rates written into")
 @pytest.mark.parametrize("writes", ["both", "second", "zip"])
 @pytest.mark.parametrize("replaced", ["blocks.*.weight", "blocks.*"])
 def test_param_groups_are_counted_as_the_module_made_them(replaced: str, writes: str) -> None:
@@ -371,5 +371,5 @@ def test_what_stays_as_written_is_told() -> None:
         def write(self, step: int) -> None:
             self.optimizers().param_groups[1]["lr"] = 0.3 / (1 + step)  # type: ignore[union-attr]
 
-    with pytest.warns(UserWarning, match=r"by hand into optimizer.param_groups\[1\], in no proportion"):
+    with pytest.warns(UserWarning, match=r"by hand into optimizer.param_groups\[1\], not in proportion"):
         run(Second("on_train_batch_start"), ReplaceOptimizer(group_lr={"head": HEAD}))

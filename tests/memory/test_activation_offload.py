@@ -464,7 +464,7 @@ def test_blocks_within_a_compiled_module_are_an_error() -> None:
     net = module("gpt2")
     net.model = torch.compile(net.model, backend="eager")
     technique = offload(layers="model._orig_mod.transformer.h")
-    with pytest.raises(ValueError, match="within 'model', which is compiled as a whole"):
+    with pytest.raises(ValueError, match="inside 'model', which is compiled as a whole"):
         trainer(technique, max_steps=3).fit(net, loader("gpt2"))
 
 

@@ -136,7 +136,7 @@ def test_a_forward_of_its_own_stays(caplog: pytest.LogCaptureFixture) -> None:
     net.blocks[1].proj = Subclass(16, 16)
     with caplog.at_level(logging.INFO):
         plugin().convert_module(net)
-    assert "a subclass of nn.Linear with a forward of its own: blocks.1.proj (16 to 16)" in caplog.text
+    assert "a subclass of nn.Linear with its own forward: blocks.1.proj (16 to 16)" in caplog.text
 
 
 # -- checkpoints

@@ -1,1 +1,1 @@
-"""The way in of techniques whose purpose is other parameters: layers swapped, maps of another form, adapters."""
+"""The interface for techniques that change a module's parameters: replaced layers, other forms of weights, adapters."""

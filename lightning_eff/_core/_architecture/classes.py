@@ -1,4 +1,4 @@
-"""Whether a module computes something else since layers of it are of another class."""
+"""Check whether a module computes something else because some of its layers have another class."""
 
 import copy
 import math
@@ -19,30 +19,30 @@ from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.patches import as_another, hook_before, hook_behind
 from lightning_eff._core.steps import Step, looking_on, silent
 
-_SAMPLES = 256  # elements of a tensor that are compared, beside its sum
+_SAMPLES = 256  # elements of a tensor that are compared, in addition to its mean
 _RTOL = 1e-3
 
 
 def check_classes(step: Step, batch: Any) -> bool:
-    """Raise ``ValueError`` where the user's step branches on the class of a layer that was replaced.
+    """Raise ``ValueError`` if the user's step branches on the class of a replaced layer.
 
-    A module may ask ``type(layer) is nn.Linear`` or ``isinstance(layer, nn.LayerNorm)`` and compute something else once
-    the layer is of another class. The step runs twice beside the run, without a trace: with the replacements, and with
-    objects of the replaced classes that call them. What each replacement is given must be the same, and so must be
-    what the modules around it return. The loss is not compared: a penalty on weights may count other weights now.
+    A module may test ``type(layer) is nn.Linear`` or ``isinstance(layer, nn.LayerNorm)``, and compute something else once the
+    layer has another class. The step runs twice without a trace: with the replacements, and with objects of the original
+    classes that call them. The inputs of each replacement, and the outputs of the modules around it, must be the same in both.
+    The loss is not compared, because a penalty on weights may now cover other weights.
 
     Args:
         step: the first step that returns a loss, or that runs replacements under manual optimization.
-        batch: of it.
+        batch: its batch.
 
     Returns:
-        Whether a replacement ran, or nothing is left to look at.
+        Whether a replacement ran, or nothing is left to check.
     """
     places = [(path, m, swap) for path, m, swap in swapped(step.module) if _is_layer(m, swap)]
     if not places:
         return True
     manual = not step.module.automatic_optimization
-    for grad in (True,) if manual else (False, True):  # some steps differentiate by themselves
+    for grad in (True,) if manual else (False, True):  # some steps compute derivatives themselves
         ours = _pass(step, batch, places, grad=grad, plain=False)
         theirs = _pass(step, batch, places, grad=grad, plain=True)
         if ours is None and theirs is None:
@@ -51,18 +51,18 @@ def check_classes(step: Step, batch: Any) -> bool:
             _compare(step.module, places, ours, theirs)
         replaced = {path for path, _, _ in places}
         return any(path in replaced for path, _ in (*(ours or ()), *(theirs or ())))
-    if manual:  # the real step need not fail where one without updates does
+    if manual:  # the real step may succeed although the one without updates failed
         by, name = places[0][2].by, type(step.module).__name__
         rank_zero_warn(
-            f"{by}: whether {name} asks for the class of a replaced layer could not be checked, because training_step fails"
-            f" while its optimizers do not step. Check that {name}'s output is the same before and after"
+            f"{by}: could not check whether {name} tests the class of a replaced layer, because training_step fails"
+            f" without optimizer steps. Check that {name}'s output is the same before and after"
             f" lightning_eff.apply(module, {by}(...))."
         )
     return True
 
 
 def _is_layer(m: nn.Module, swap: Swap) -> bool:
-    """Whether a layer of torch's was replaced, which keeps its meaning when something else is called in its place."""
+    """Return whether a torch layer was replaced that an object calling the replacement can represent."""
     cls = type(swap.was)
     return (
         type(m) is not cls
@@ -78,7 +78,7 @@ _Call = tuple[str, list[tuple[list[int], Tensor]]]
 def _pass(
     step: Step, batch: Any, places: list[tuple[str, nn.Module, Swap]], *, grad: bool, plain: bool
 ) -> list[_Call] | None:
-    """What each replacement is given in one pass, and modules around return, in order; None where the pass raises."""
+    """Return the inputs of each replacement and the outputs of modules around, in call order; None if the pass raises."""
     calls: list[_Call] = []
     with ExitStack() as scope:
         scope.enter_context(torch.set_grad_enabled(grad))
@@ -99,7 +99,7 @@ def _pass(
             scope.enter_context(_of_plain_classes(step.module, places))
         try:
             step.chain.call(step, batch, stages=())
-        except Exception:  # the real step tells why
+        except Exception:  # the real step raises it too
             return None
     step.chain.cost.forward_passes += 1
     return calls
@@ -121,7 +121,7 @@ def _noting_output(path: str, calls: list[_Call]) -> Callable[..., None]:
 
 @torch.no_grad()
 def _sketches(values: Any) -> list[tuple[list[int], Tensor]]:
-    """Shapes and few numbers of all tensors in ``values``."""
+    """Return the shape and a few numbers of each tensor in ``values``."""
     found: list[tuple[list[int], Tensor]] = []
     for t in tree_leaves(values):
         if isinstance(t, Tensor) and t.numel() and not t.is_sparse:
@@ -133,7 +133,7 @@ def _sketches(values: Any) -> list[tuple[list[int], Tensor]]:
 
 @contextmanager
 def _of_plain_classes(module: nn.Module, places: list[tuple[str, nn.Module, Swap]]) -> Iterator[None]:
-    """In the place of each replacement an object of the class that it replaced, which calls it."""
+    """Put an object of the original class, which calls the replacement, in place of each replacement."""
     made = {id(m): _posing(m, swap) for _, m, swap in places}
     held: list[tuple[nn.Module, str, nn.Module]] = []
     for parent in list(module.modules()):
@@ -149,7 +149,7 @@ def _of_plain_classes(module: nn.Module, places: list[tuple[str, nn.Module, Swap
 
 
 def _posing(m: nn.Module, swap: Swap) -> nn.Module:
-    """An object of the class that ``m`` replaced, with tensors of its shapes, which computes what ``m`` does."""
+    """Return an object of the class that ``m`` replaced, with tensors of its shapes, that computes what ``m`` does."""
     posing = copy.copy(swap.was)
     posing.__dict__.update({k: dict(v) if isinstance(v, dict) else v for k, v in swap.was.__dict__.items()})
     first = next((t for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()), torch.empty(0))
@@ -177,14 +177,14 @@ def _compare(
     path = next((at for at in of if at == path or at.startswith(f"{path}." if path else "")), places[0][0])
     m, swap = of[path]
     raise ValueError(
-        f"{swap.by}: {type(module).__name__} computes something else when {path} is a {type(m).__name__} in place of"
-        f" {type(swap.was).__name__}, because its forward pass asks for the layer's class. Leave {path} out of {swap.by},"
-        " or let the forward pass not ask for it."
+        f"{swap.by}: {type(module).__name__} computes something else when {path} is a {type(m).__name__} instead of a"
+        f" {type(swap.was).__name__}, because its forward pass tests the layer's class. Leave {path} out of {swap.by}, or"
+        " remove the test from the forward pass."
     )
 
 
 def _first_difference(ours: list[_Call], theirs: list[_Call]) -> str | None:
-    """Where two passes part: the path of the first layer that is given, or of the module that returns, something else."""
+    """Return where two passes differ: the path of the first layer with another input, or module with another output."""
     for (path, given), (other, wanted) in zip(ours, theirs, strict=False):
         if path != other:
             return other or path

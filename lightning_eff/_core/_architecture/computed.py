@@ -1,6 +1,7 @@
-"""Weights that a layer computes from others at each call, by weight or spectral normalisation or another parametrization.
+"""Weights that a layer computes from others at each call: weight or spectral normalisation and other parametrizations.
 
-Both forms are known: ``torch.nn.utils.parametrize``, and the older one of forward hooks (``torch.nn.utils.weight_norm``).
+Both forms are supported: ``torch.nn.utils.parametrize``, and the older one with forward hooks
+(``torch.nn.utils.weight_norm``).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,19 +17,19 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_eff._core.steps import in_evaluation
 
-_SETTLING = 30  # calls in which power iteration finds the norm of a new weight
+_SETTLING = 30  # calls after which power iteration has found the norm of a new weight
 
 
 @dataclass(frozen=True)
 class Computed:
-    """A weight of two dimensions or more that a layer computes.
+    """A weight with two or more dimensions that a layer computes.
 
     Attributes:
-        path: of the layer.
-        layer: it.
-        name: of the weight in the layer.
-        sources: parameters that it is computed from, by their names in the layer.
-        hook: computes it, in the older form; None in the newer.
+        path: the layer's path.
+        layer: the layer.
+        name: the weight's name in the layer.
+        sources: the parameters from which it is computed, by name in the layer.
+        hook: computes it in the older form; None in the newer.
     """
 
     path: str
@@ -38,15 +39,15 @@ class Computed:
     hook: Any = None
 
     def value(self) -> Tensor:
-        """The weight now, in evaluation mode, so that no buffer moves."""
+        """Return the present weight, computed in evaluation mode so that no buffer changes."""
         with in_evaluation(self.layer.modules()):
             return self._compute()
 
     def carrier(self) -> str | None:
-        """The name in the layer of the source whose zeros are the weight's zeros; None where there is none.
+        """Return the name of the source whose zeros are the weight's zeros, or None.
 
-        It is looked for on real values: a part of a source is set to zero for a moment. A whole row or column of zeros must
-        do, too, which weight normalisation divides by the length of.
+        It is found by setting part of a source to zero for a moment. The test includes a whole row and a whole column of zeros,
+        because weight normalisation divides by their norm.
         """
         for name, p in self.sources.items():
             if p.is_meta or isinstance(p, DTensor) or p.ndim < 2:
@@ -66,13 +67,13 @@ class Computed:
         return None
 
     def _zeros_stay(self, p: nn.Parameter, values: Tensor) -> bool:
-        """Whether the weight has the zeros of ``values`` in ``p``, and no others."""
+        """Return whether ``values`` in ``p`` give a weight with the same zeros and no others."""
         p.data.copy_(values)
         made = self.value()
         return made.shape == p.shape and bool(torch.isfinite(made).all()) and bool(((made != 0) == (values != 0)).all())
 
     def set(self, value: Tensor) -> bool:
-        """Let the weight be ``value``, in place of its sources; whether it can be, else all stays as it was."""
+        """Set the sources so that the weight equals ``value``; return False, with nothing changed, if that is impossible."""
         tensors = [*self.sources.values(), *self.layer.buffers()]
         before = [t.detach().clone() for t in tensors]
         try:
@@ -81,7 +82,7 @@ class Computed:
             if bool(torch.isfinite(made).all()) and torch.allclose(made, value, rtol=1e-3, atol=1e-4):
                 return True
         except (NotImplementedError, RuntimeError, ValueError):
-            pass  # it has no inverse, or none for this value
+            pass  # the parametrization has no inverse, or none for this value
         for t, old in zip(tensors, before, strict=True):
             t.data.copy_(old)
         self.value()
@@ -116,7 +117,7 @@ class Computed:
 
 
 def computed_weights(module: nn.Module) -> list[Computed]:
-    """The weights that layers of ``module`` compute, each layer once."""
+    """Return the weights that layers of ``module`` compute, each layer once."""
     found: list[Computed] = []
     for path, m in module.named_modules():
         if is_parametrized(m):
@@ -133,10 +134,10 @@ def computed_weights(module: nn.Module) -> list[Computed]:
 
 @contextmanager
 def as_parameters(module: nn.Module) -> Iterator[list[str]]:
-    """Within, the weights that layers compute are plain parameters, under their own names, with the values that they have.
+    """Make the weights that layers compute plain parameters under their own names, with their present values.
 
-    Afterwards the layers compute what was set, by other values of the sources. The list then holds the names of weights
-    that were set to what their layers cannot compute, and that are as they were.
+    On exit, the sources are set so that the layers compute the new values. The list then holds the names of weights that
+    their layers cannot compute; these are unchanged.
     """
     left: list[str] = []
     every = [
@@ -160,7 +161,7 @@ def as_parameters(module: nn.Module) -> Iterator[list[str]]:
 
 
 def _made_plain(one: Computed, plain: nn.Parameter) -> Callable[[], None]:
-    """Let the layer have ``plain``, and return what puts the layer back."""
+    """Put ``plain`` into the layer, and return a function that restores the layer."""
     m = one.layer
     cls, parameters, modules = type(m), dict(m._parameters), dict(m._modules)
     hooks, held = dict(m._forward_pre_hooks), m.__dict__.get(one.name)
@@ -191,5 +192,5 @@ def _made_plain(one: Computed, plain: nn.Parameter) -> Callable[[], None]:
 
 
 def is_parametrized_class(cls: type[nn.Module]) -> bool:
-    """Whether ``torch.nn.utils.parametrize`` made a class."""
+    """Return whether ``torch.nn.utils.parametrize`` created a class."""
     return cls.__name__.startswith("Parametrized") and len(cls.__bases__) == 1

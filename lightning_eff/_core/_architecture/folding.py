@@ -1,4 +1,4 @@
-"""``lightning_eff.export``: the plain architecture again, where what a technique put in folds away."""
+"""``lightning_eff.export``: restore the plain architecture where a technique's replacements can be folded."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,17 +18,17 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class CannotFold(ValueError):
-    """A replacement cannot be taken out without another function; raised by its ``fold``, with the reason."""
+    """A replacement has no equivalent in the plain architecture. Its ``fold`` raises this with the reason."""
 
 
 @runtime_checkable
 class Foldable(Protocol):
-    """A replacement that can be taken out."""
+    """A replacement that can be folded into the original module."""
 
     def fold(self) -> Mapping[str, Tensor]:
-        """The original's parameters and buffers by name, with which it computes what this one does, to rounding.
+        """Return the original's parameters and buffers by name, with which it computes the same, up to rounding.
 
-        Those that are as they were are given themselves; none is changed in place.
+        Unchanged tensors are returned themselves. No tensor is changed in place.
 
         Raises:
             CannotFold: if there are none, with the reason.
@@ -37,25 +37,24 @@ class Foldable(Protocol):
 
 
 def export(module: M) -> M:
-    """A copy of ``module`` with the plain module's architecture: its names, its shapes, and its outputs to rounding.
+    """Return a copy of ``module`` with the plain module's architecture: its names, its shapes, and its outputs up to rounding.
 
-    What architecture techniques put in is folded away, and parameters that they froze take gradients again. ``module``
-    stays as it is, and can be trained on. A module to which nothing was applied is copied.
+    Replacements of architecture techniques are folded, and parameters that they froze take gradients again. ``module`` does
+    not change, and can be trained further. A module without changes is copied.
 
     Args:
-        module: as training left it, or after ``lightning_eff.apply`` and the loading of a checkpoint; or a part of it.
+        module: a trained module, or one from ``lightning_eff.apply`` with a checkpoint loaded, or a part of either.
 
     Raises:
-        TypeError: if it is no module.
-        ValueError: if something does not fold away, with the reason; if its weights lie in pieces or nowhere; if its growth
-            was never finished, so that the plain module is another than was trained; while a run is under way.
+        TypeError: if it is not a module.
+        ValueError: if something cannot be folded, with the reason. Also if its weights are sharded or on the meta device, if
+            its growth is unfinished, so that the plain module differs from the trained one, or during a run.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"lightning_eff.export: got {type(module).__name__}; expected a module.")
+        raise TypeError(f"lightning_eff.export: got {type(module).__name__}; expected an nn.Module.")
     _check(module)
-    holder = nn.Sequential(
-        copy.deepcopy(module)
-    )  # so that the root, as a part of a larger module, may be a replacement
+    # in a container, because the root may be a replacement too, as a part of a larger module
+    holder = nn.Sequential(copy.deepcopy(module))
     standing = {path: swap for path, _, _, m in _places(holder) if (swap := swap_of(m)) and not isinstance(m, Foldable)}
     if standing:
         raise ValueError(f"lightning_eff.export: {type(module).__name__} cannot be made plain. {_reasons(standing)}")
@@ -73,28 +72,24 @@ def _check(module: nn.Module) -> None:
     if note is not None:
         raise ValueError(
             f"lightning_eff.export: {note}. Train on until all of them run, or train with finish='identity', which"
-            " leaves a plain"
-            " module that is right."
+            " gives a correct plain module."
         )
     if any(is_a(m, LightningModule) and m._trainer is not None and is_open(m._trainer) for m in module.modules()):
         raise ValueError(
-            f"{who} is being trained; expected a module whose run is over. Call it after the fit, or load a checkpoint"
-            " of the run"
-            " into lightning_eff.apply(plain, technique, ...)."
+            f"{who} is being trained. Call export after the fit, or load a checkpoint of the run into"
+            " lightning_eff.apply(plain, technique, ...)."
         )
     for name, tensor in tensors_of(module).items():
-        lies = (
-            "in pieces (DTensor)" if isinstance(tensor, DTensor) else "nowhere (meta device)" if tensor.is_meta else ""
-        )
+        lies = "sharded (a DTensor)" if isinstance(tensor, DTensor) else "on the meta device" if tensor.is_meta else ""
         if lies:
             raise ValueError(
-                f"{who}: {name} lies {lies}; expected whole weights. Load a checkpoint of the run into"
+                f"{who}: {name} is {lies}; expected whole weights. Load a checkpoint of the run into"
                 " lightning_eff.apply(plain, technique, ...), and export that."
             )
 
 
 def _places(holder: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """Path in the exported module, parent, name and child of each place in the tree, the innermost first."""
+    """Yield the path in the exported module, parent, name and child of each place in the tree, innermost first."""
     for path, parent in reversed(list(holder.named_modules(remove_duplicate=False))):
         for name, child in list(parent._modules.items()):
             if child is not None:
@@ -102,16 +97,16 @@ def _places(holder: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]
 
 
 def _fold(holder: nn.Module, *, who: str, below: str = "") -> None:
-    """Take out every replacement, the innermost first, and each once."""
+    """Fold every replacement once, innermost first."""
     folded: dict[int, nn.Module] = {}
-    kept: list[nn.Module] = []  # so that no id is given twice
+    kept: list[nn.Module] = []  # so that no id is reused
     for path, parent, name, child in _places(holder):
         where = ".".join(filter(None, (below, path)))
         while (swap := swap_of(child)) is not None:
             if id(child) not in folded:
                 kept.append(child)
                 plain = folded[id(child)] = _folded(holder, where, child, swap, who=who)
-                if any(swap_of(m) for m in plain.modules() if m is not plain):  # changed by a technique before
+                if any(swap_of(m) for m in plain.modules() if m is not plain):  # changed by an earlier technique
                     _fold(nn.Sequential(plain), who=who, below=where)
             child = folded[id(child)]
         parent._modules[name] = child
@@ -129,9 +124,7 @@ def _folded(holder: nn.Module, path: str, child: nn.Module, swap: Swap, *, who: 
             f" {path}: {e}"
         ) from e
     if any(t._version != versions[name] for name, t in had.items()):
-        raise TypeError(
-            f"{type(child).__name__}.fold changed its own tensors in place; expected a module with other ones."
-        )
+        raise TypeError(f"{type(child).__name__}.fold changed its own tensors in place. Return new tensors instead.")
     shapes = {name: list(t.shape) for name, t in tensors.items()}
     expected = {name: shape for name, (shape, _) in swap.tensors.items()}
     if shapes != expected:
@@ -146,7 +139,7 @@ def _folded(holder: nn.Module, path: str, child: nn.Module, swap: Swap, *, who: 
 def _keep_ties(
     holder: nn.Module, path: str, child: nn.Module, tensors: dict[str, Tensor], *, who: str, by: str
 ) -> None:
-    """Let what other modules use too stay one tensor; where folding changed it, there is no plain module that does both."""
+    """Keep tensors that other modules use too tied; raise ``ValueError`` if folding changed one."""
     inside = {id(m) for m in child.modules()}
     others = {
         id(t): where.partition(".")[2] for where, m in holder.named_modules() if id(m) not in inside for t in _own(m)
@@ -159,8 +152,8 @@ def _keep_ties(
             tensors[name] = t
             continue
         raise ValueError(
-            f"lightning_eff.export: {who} cannot be made plain. What {by} learnt at {path} folds into its {name}, which"
-            f" {others[id(t)] or 'another module'} uses too: the plain module has one tensor for both. Leave {path} out of"
+            f"lightning_eff.export: {who} cannot be made plain. What {by} learnt at {path} folds into its {name}, but"
+            f" {others[id(t)] or 'another module'} uses this tensor too. Leave {path} out of"
             f" {by}, or untie the two before training."
         )
 
@@ -174,13 +167,13 @@ def _equal(a: Tensor, b: Any) -> bool:
 
 
 def _reasons(standing: dict[str, Swap]) -> str:
-    """One sentence for each technique that does not fold, with the places."""
+    """Return one sentence for each technique that does not fold, with the places."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for path, swap in standing.items():
         found.setdefault((swap.by, type(swap.was).__name__, swap.stays), []).append(path or "the module")
     return " ".join(
-        f"{by} exchanged {was} at {', '.join(sorted(paths)[:8])}{' and others' * (len(paths) > 8)}:"
-        f" {stays or 'what it put there has no way back (no method fold)'}. Keep the module as it is, and build it by"
+        f"{by} replaced {was} at {', '.join(sorted(paths)[:8])}{' and others' * (len(paths) > 8)}:"
+        f" {stays or 'the replacement has no method fold'}. Keep the module as it is, and build it by"
         " lightning_eff.apply(plain, technique, ...) where its checkpoints are used."
         for (by, was, stays), paths in found.items()
     )

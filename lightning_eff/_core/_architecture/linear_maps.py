@@ -1,4 +1,4 @@
-"""The linear maps of a module: which there are, and which of them a technique may put something in the place of."""
+"""The linear layers of a module, and which of them a technique may replace."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ class LinearMap:
     """A submodule that computes ``x W^T + b``.
 
     Attributes:
-        path: dotted, in the LightningModule.
+        path: its dotted path in the LightningModule.
         module: ``nn.Linear``, or Hugging Face's ``Conv1D``, whose parameter is ``W^T``.
-        in_features: K, of ``x``.
-        out_features: N, of the result.
-        transposed: the parameter is (K, N) and not (N, K).
+        in_features: K, the size of ``x``.
+        out_features: N, the size of the result.
+        transposed: whether the parameter is (K, N) instead of (N, K).
     """
 
     path: str
@@ -34,11 +34,11 @@ class LinearMap:
 
 
 def linear_maps(module: nn.Module) -> list[LinearMap]:
-    """All ``nn.Linear`` and Hugging Face ``Conv1D`` in ``module``, in its own order, each once."""
+    """Return all ``nn.Linear`` and Hugging Face ``Conv1D`` in ``module``, in order, each once."""
     found: list[LinearMap] = []
     for path, m in module.named_modules():
         if stands_in(m):
-            continue  # the layers that it is made of are listed
+            continue  # its inner layers are listed
         if isinstance(m, nn.Linear):
             found.append(LinearMap(path, m, m.in_features, m.out_features, transposed=False))
         elif is_conv1d(m):
@@ -48,7 +48,7 @@ def linear_maps(module: nn.Module) -> list[LinearMap]:
 
 
 def is_conv1d(m: nn.Module) -> bool:
-    """Whether ``m`` is transformers' ``Conv1D``, GPT-2's linear map with a weight of shape (in, out), or a copy of it."""
+    """Return whether ``m`` is transformers' ``Conv1D``, a linear layer with a weight of shape (in, out), or a copy of it."""
     named = any(c.__name__ == "Conv1D" for c in type(m).__mro__)
     return named and isinstance(getattr(m, "nf", None), int) and hasattr(m, "nx")
 
@@ -69,28 +69,29 @@ def forward_with(m: nn.Module, plain: type[nn.Module], values: Mapping[str, Any]
 
 
 def unfit(m: LinearMap) -> str | None:
-    """Why this map's ``forward`` is not the place to act, or None where it is."""
+    """Return why this layer cannot be replaced, or None."""
     if isinstance(m.module, NonDynamicallyQuantizableLinear):
         return "its weight is used by nn.MultiheadAttention, which does not call it"
     if isinstance(m.module, nn.Linear) and type(m.module).forward is not nn.Linear.forward:
-        return "a subclass of nn.Linear with a forward of its own"
+        return "a subclass of nn.Linear with its own forward"
     return None
 
 
 def choose(module: nn.Module, names: Sequence[str] | None, *, who: str) -> tuple[list[LinearMap], dict[str, str]]:
-    """The linear maps that a technique shall act on, and what is left alone with the reason.
+    """Return the linear layers that a technique acts on, and the skipped ones with the reason.
 
     Args:
         module: the module tree.
-        names: patterns of dotted paths or of their last part, such as ``"q_proj"`` or ``"layers.*.mlp.*"``; None takes all
+        names: patterns of dotted paths or of their last part, such as ``"q_proj"`` or ``"layers.*.mlp.*"``. None selects all
             but those that share a weight with another module.
         who: the technique's name.
 
     Returns:
-        The maps, in the module's order, and reasons by the names of other maps and of stacks of maps in one parameter.
+        The layers, in the module's order. And the reasons by the names of skipped layers and of parameters that hold several
+        layers.
 
     Raises:
-        ValueError: if a pattern meets none, a map that it meets cannot be acted on, or none is left, with what there is.
+        ValueError: if a pattern matches nothing, a matched layer cannot be replaced, or none is left.
     """
     maps = linear_maps(module)
     stacks = stacked(module)
@@ -103,9 +104,9 @@ def choose(module: nn.Module, names: Sequence[str] | None, *, who: str) -> tuple
         met = names is not None and any(meets(m.path, name) for name in names)
         reason = unfit(m)
         if reason is None and not met and id(m.module.weight) in shared:
-            reason = f"its weight is that of {' and '.join(p for p in shared[id(m.module.weight)] if p != m.path)} too"
+            reason = f"it shares its weight with {' and '.join(p for p in shared[id(m.module.weight)] if p != m.path)}"
         if met and reason is not None:
-            raise ValueError(f"{who}: {m} cannot be acted on: {reason}. Leave it out of the names.")
+            raise ValueError(f"{who}: {m} cannot be replaced: {reason}. Remove it from the names.")
         if reason is None and (met or names is None):
             chosen.append(m)
         elif reason is not None and names is None:
@@ -115,19 +116,20 @@ def choose(module: nn.Module, names: Sequence[str] | None, *, who: str) -> tuple
             near = ", ".join(nearest(name, [m.path for m in maps]))
             similar = f" Nearest: {near}." if near else ""
             raise ValueError(
-                f"{who}: no linear map of {type(module).__name__} is named {name!r}; expected a dotted path, its last part"
-                f" or a pattern of one. There are {every}.{similar}{alone}"
+                f"{who}: no linear layer of {type(module).__name__} is named {name!r}; expected a dotted path, its last part"
+                f" or a pattern. The linear layers are {every}.{similar}{alone}"
             )
     if not chosen:
         reasons = "".join(f" {name}: {reason}." for name, reason in left.items())
         raise ValueError(
-            f"{who}: {type(module).__name__} has no linear map to act on (nn.Linear, or Hugging Face's Conv1D).{reasons}{alone}"
+            f"{who}: {type(module).__name__} has no linear layer to act on (nn.Linear, or Hugging Face's Conv1D)."
+            f"{reasons}{alone}"
         )
     return chosen, {**left, **stacks}
 
 
 def stacked(module: nn.Module) -> dict[str, str]:
-    """Parameters that are several linear maps in one, as of a mixture's experts, with why they are left alone."""
+    """Return the parameters that hold several linear layers, such as a mixture's experts, with why they are skipped."""
     found: dict[str, str] = {}
     for path, m in module.named_modules():
         if type(m).__module__.startswith("torch."):  # convolutions and the like
@@ -135,13 +137,13 @@ def stacked(module: nn.Module) -> dict[str, str]:
         for name, p in m.named_parameters(prefix=path, recurse=False):
             if p.ndim == 3 and min(p.shape) > 1:
                 found[name] = (
-                    f"{p.shape[0]} maps in one parameter of {type(m).__name__}, no modules that could be swapped"
+                    f"{p.shape[0]} linear layers in one parameter of {type(m).__name__}, without modules to replace"
                 )
     return found
 
 
 def _shared(module: nn.Module) -> dict[int, list[str]]:
-    """Paths of the modules that register a parameter, by its id, where there are several."""
+    """Return the paths of the modules that register a parameter, by its id, if there are several."""
     users: dict[int, list[str]] = {}
     for path, m in module.named_modules():
         for p in m.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""What patterns of dotted paths mean among a module's parts, and what was nearly meant."""
+"""Match patterns of dotted paths, and suggest similar paths."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,12 +6,12 @@ from fnmatch import fnmatchcase
 
 
 def meets(path: str, pattern: str) -> bool:
-    """Whether ``pattern`` is the path, a pattern of it, or one of its last parts."""
+    """Return whether ``pattern`` is the path, a pattern of it, or one of its last parts."""
     return path == pattern or fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
 
 
 def nearest(pattern: str, paths: Iterable[str]) -> list[str]:
-    """At most four paths, or beginnings or ends of paths, that look like what was asked for."""
+    """Return at most four paths, or beginnings or ends of paths, similar to ``pattern``."""
     found: dict[str, None] = {}
     for path in paths:
         components = path.split(".")
@@ -25,29 +25,29 @@ def nearest(pattern: str, paths: Iterable[str]) -> list[str]:
 
 
 def check_names(names: Sequence[str] | None, *, who: str, what: str, example: str) -> list[str] | None:
-    """The argument ``names`` as a list.
+    """Return the argument ``names`` as a list.
 
     Raises:
-        ValueError: where it is neither None nor a list of names.
+        ValueError: if it is neither None nor a list of names.
     """
     if names is None:
         return None
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(n, str) and n for n in names):
         raise ValueError(
-            f"{who}({names=}): expected dotted paths of {what}, their last parts or patterns, such as [{example!r}], or None to"
-            " look for them; [] is plain training."
+            f"{who}({names=}): expected dotted paths of {what}, their last parts or patterns, such as [{example!r}]. None"
+            " finds them automatically; [] is plain training."
         )
     return list(names)
 
 
 def check_met(names: Sequence[str], paths: Iterable[str], *, who: str, what: str, root: str) -> None:
-    """Raise ``ValueError`` for a name that means none of ``paths``, with the nearest ones.
+    """Raise ``ValueError`` for a name that matches none of ``paths``, with the most similar ones.
 
     Args:
         names: patterns, see :func:`meets`.
-        paths: of what could be meant.
+        paths: the paths that could be meant.
         who: the technique.
-        what: that is, in the plural.
+        what: a plural noun for the paths.
         root: the class of the module.
     """
     known = list(paths)
@@ -56,13 +56,13 @@ def check_met(names: Sequence[str], paths: Iterable[str], *, who: str, what: str
             continue
         near = nearest(name, known) or known[:4]
         raise ValueError(
-            f"{who}(names=[{name!r}, ...]): it means none of the {len(known)} {what} of {root}; expected a dotted path, its"
-            f" last part, or a pattern of one. Nearest: {', '.join(near) or 'none'}."
+            f"{who}(names=[{name!r}, ...]): it matches none of the {len(known)} {what} of {root}; expected a dotted path, its"
+            f" last part, or a pattern. Nearest: {', '.join(near) or 'none'}."
         )
 
 
 def by_reason(left: Mapping[str, str]) -> str:
-    """Sentences on what is left alone, one for each reason: with a space before each, and three names at most."""
+    """Return a sentence for each reason with at most three skipped names, each after a space."""
     names: dict[str, list[str]] = {}
     for name, reason in left.items():
         names.setdefault(reason, []).append(name)

@@ -1,7 +1,7 @@
-"""What a module keeps of the changes to its architecture: plain attributes, which copies of it have too.
+"""A module's record of changes to its architecture, in plain attributes that copies of it have too.
 
-A module that was changed carries a list of :class:`Applied`. A submodule that was swapped in carries a :class:`Swap`, and
-a module whose own parameters were frozen their names, so that each part of the tree can be exported by itself.
+A changed module has a list of :class:`Applied`. A replacement has a :class:`Swap`. A module whose own parameters were
+frozen has their names. So each part of the tree can be exported separately.
 """
 
 import copy
@@ -23,8 +23,8 @@ class Applied:
     Attributes:
         technique: the technique's class.
         settings: its arguments, as numbers, strings, lists and dicts.
-        order: the place of its change among those of other techniques.
-        where: paths of what it swapped, and of parameters that it froze.
+        order: the order of its change among those of other techniques.
+        where: the paths of replaced submodules and of frozen parameters.
     """
 
     technique: str
@@ -38,13 +38,13 @@ class Applied:
 
 @dataclass
 class Swap:
-    """What was in the place of a submodule.
+    """The original of a replaced submodule.
 
     Attributes:
         by: the technique's class.
-        was: the module that was there, without its tensors.
+        was: the original module, without its tensors.
         tensors: its parameters and buffers: name -> shape, and whether it took gradients.
-        stays: why it cannot be had back, where the technique says so for all of its modules.
+        stays: why it cannot be restored, if the technique declares this for all of its modules.
     """
 
     by: str
@@ -54,14 +54,14 @@ class Swap:
 
     @classmethod
     def of(cls, module: nn.Module, *, by: str, stays: str) -> Self:
-        """The record of ``module``, which is to be swapped."""
+        """Return the record of ``module``, which will be replaced."""
         tensors = tensors_of(module)
         memo: dict[int, Any] = {id(t): None for t in tensors.values()}
         kept = {name: (list(t.shape), t.requires_grad) for name, t in tensors.items()}
         return cls(by, copy.deepcopy(module, memo), kept, stays)
 
     def put_back(self, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """The module that was there, with these tensors."""
+        """Return the original module with these tensors."""
         module = copy.deepcopy(self.was)
         made: dict[int, nn.Parameter] = {}
         for name, t in tensors.items():
@@ -77,7 +77,7 @@ class Swap:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each name of those that are shared."""
+    """Return parameters and buffers by name, under each name of shared ones."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -85,17 +85,17 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def swap_of(module: nn.Module) -> Swap | None:
-    """What stood in the place of ``module``; None of a module that was not swapped in."""
+    """Return the original of a replacement; None if ``module`` is not one."""
     return module.__dict__.get(SWAP)
 
 
 def applied(module: nn.Module) -> list[Applied]:
-    """What was applied to ``module`` or to a part of it, in the order of the changes."""
+    """Return the changes of ``module`` and its parts, in order."""
     return [record for m in module.modules() for record in m.__dict__.get(APPLIED, ())]
 
 
 def swapped(module: nn.Module) -> Iterator[tuple[str, nn.Module, Swap]]:
-    """Path, module and record of what was swapped in, each once."""
+    """Yield the path, module and record of each replacement, once."""
     for path, m in module.named_modules():
         swap = swap_of(m)
         if swap is not None:
@@ -103,7 +103,7 @@ def swapped(module: nn.Module) -> Iterator[tuple[str, nn.Module, Swap]]:
 
 
 def frozen(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that techniques froze, each once."""
+    """Return the parameters that techniques froze, each once."""
     found = {
         id(p): p
         for m in module.modules()
@@ -114,40 +114,39 @@ def frozen(module: nn.Module) -> list[nn.Parameter]:
 
 
 def described(module: nn.Module) -> list[dict[str, Any]]:
-    """What was applied, as plain containers for a checkpoint."""
+    """Return the changes as plain containers for a checkpoint."""
     return [asdict(record) for record in applied(module)]
 
 
 def names(records: list[Applied]) -> str:
-    """The techniques and their settings, for messages."""
+    """Return the techniques and their settings as text."""
     return ", ".join(map(str, records)) or "none"
 
 
 def check_checkpoint(module: nn.Module, state: dict[str, Tensor] | None, entry: list[dict[str, Any]]) -> None:
-    """Check that a checkpoint is of a module to which the same was applied as to this one.
+    """Check that a checkpoint is of a module with the same changes as this one.
 
     Args:
-        module: the module that is to take its weights.
-        state: the checkpoint's ``state_dict``; None where it lies elsewhere.
-        entry: what :func:`described` said of the module that was saved.
+        module: the module that will load the weights.
+        state: the checkpoint's ``state_dict``; None if it is stored elsewhere.
+        entry: the result of :func:`described` for the module that was saved.
 
     Raises:
-        ValueError: if not, with what must be applied.
+        ValueError: if not, with the techniques to apply.
     """
     was, here = [Applied(**one) for one in entry], applied(module)
     if [(w.technique, w.settings) for w in was] == [(h.technique, h.settings) for h in here]:
         return
-    if not was and (state is None or module.state_dict().keys() == state.keys()):  # saved without any technique there
+    if not was and (state is None or module.state_dict().keys() == state.keys()):  # saved without any technique
         return
     if not was:
         raise ValueError(
-            f"The checkpoint is of the plain module, and to this one was applied: {names(here)}; expected a checkpoint of the"
-            " same architecture. To begin from its weights, load its ['state_dict'] into the plain module, and start a fit"
-            " without ckpt_path."
+            f"The checkpoint is of the plain module, but this module was changed by {names(here)}; expected a checkpoint of"
+            " the same architecture. To start from its weights, load its ['state_dict'] into the plain module, and start a"
+            " fit without ckpt_path."
         )
     raise ValueError(
-        f"The checkpoint is of a module to which was applied: {names(was)}; to this one was applied: {names(here)}. Put"
-        " the same"
-        " techniques with the same settings into the Trainer's callbacks; or, without a Trainer, build the plain module and"
-        " load the checkpoint's ['state_dict'] into lightning_eff.apply(module, technique, ...)."
+        f"The checkpoint is of a module changed by {names(was)}, but this module was changed by {names(here)}. Add the same"
+        " techniques with the same settings to the Trainer's callbacks. Or, without a Trainer, load the checkpoint's"
+        " ['state_dict'] into lightning_eff.apply(module, technique, ...) with the plain module."
     )

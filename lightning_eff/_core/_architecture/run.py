@@ -1,4 +1,4 @@
-"""Changed architectures in a run: when the change is made, what the optimizers get, and what is kept at the end."""
+"""Changed architectures in a run: when the change is made, which parameters the optimizers get, and what is kept at the end."""
 
 import functools
 import inspect
@@ -18,8 +18,8 @@ from lightning_eff._core._architecture.watch import BypassWatch
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core._optim.combined import CombinedOptimizer
-from lightning_eff._core._optim.no_weight_decay import exempt
-from lightning_eff._core._optim.removed_parameters import forget
+from lightning_eff._core._optim.no_weight_decay import exempt_from_decay
+from lightning_eff._core._optim.removed_parameters import remove_parameters
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
@@ -33,7 +33,7 @@ _CONFIGURING: "list[tuple[LightningModule, int]]" = []
 
 
 def configuring() -> "tuple[LightningModule, int] | None":
-    """The module whose ``configure_model`` a run is in, and the run's seed, which all of its processes have."""
+    """Return the module whose ``configure_model`` is running, and the run's seed, which all its processes share; or None."""
     return _CONFIGURING[-1] if _CONFIGURING else None
 
 
@@ -47,55 +47,54 @@ def _configuring(module: LightningModule, seed: int) -> Iterator[None]:
 
 
 class Undoable(Protocol):
-    """A change that can be put back."""
+    """A change that can be undone."""
 
     def undo(self) -> None:
-        """Put it back."""
+        """Undo the change."""
         ...
 
 
 def check(session: "Session", who: str) -> None:
-    """Raise ``ValueError`` where a run cannot have its module changed."""
+    """Raise ``ValueError`` if the module of a run cannot be changed."""
     trainer = session.trainer
     callbacks = list(trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
     if any(is_a(callback, StochasticWeightAveraging) for callback in callbacks):
         raise ValueError(
-            f"{who}: Lightning's StochasticWeightAveraging copies the module at setup, wherever it stands, before it is"
-            " changed, and would average other parameters than are trained; expected lightning_eff's own. Or change the"
-            f" module before: Trainer.fit(lightning_eff.apply(module, {who}(...))) without {who} among the callbacks."
+            f"{who}: Lightning's StochasticWeightAveraging copies the module at setup, before it is changed, and would"
+            " average other parameters than those trained. Use lightning_eff's own, or change the module first:"
+            f" Trainer.fit(lightning_eff.apply(module, {who}(...))) without {who} among the callbacks."
         )
     first = min(callbacks.index(technique) for technique in session.techniques)
     for callback in callbacks[:first]:
         if is_a(callback, WeightAveraging):
             raise ValueError(
-                f"{who}: {type(callback).__name__} stands before it among the callbacks, and copies the module before it is"
-                f" changed; expected it behind. Move {type(callback).__name__} to the end of the list."
+                f"{who}: {type(callback).__name__} precedes it in the callbacks, so it copies the module before it is changed."
+                f" Move {type(callback).__name__} to the end of the list."
             )
 
 
 class ArchitectureOfRun:
     """The changes that all architecture techniques of a run make to its module.
 
-    They are made in ``configure_model``, where the module is complete and its checkpoint not loaded, and put back at the end
-    unless a run has trained the module, or loaded a checkpoint into it, meanwhile.
+    They are made in ``configure_model``, when the module is complete and its checkpoint not yet loaded. They are undone at
+    the end, unless the run trained the module or loaded a checkpoint into it.
 
     Args:
         session: the run, whose patches are being set.
-        change: makes the changes that are not made yet.
+        change: makes the changes that are still due.
     """
 
     def __init__(self, session: "Session", change: Callable[[], Undoable]) -> None:
         self._session = session
         self._changed: list[Undoable] = []
         self._kept = False
-        self._watched = not is_plain(
-            session.trainer.strategy
-        )  # parameters of others are not what the forward pass uses
-        self._compares = session.trainer.ckpt_path is None  # the run that saved the checkpoint was looked at
+        # under other strategies the forward pass does not use the registered parameters
+        self._watched = not is_plain(session.trainer.strategy)
+        self._compares = session.trainer.ckpt_path is None  # the run that saved the checkpoint was checked
         module = session.module
         configure = module.configure_model
 
-        def configure_model() -> None:  # plain: Lightning looks through wrappers, and would find nothing overridden
+        def configure_model() -> None:  # not wrapped: Lightning unwraps, and would find no overridden method
             with _configuring(module, session.seed if session.fitting else torch.initial_seed() % 2**63):
                 configure()
             self._changed.append(change())
@@ -106,12 +105,12 @@ class ArchitectureOfRun:
             session.chain.add(Stage.SAVE, self._watch)
 
     def keep(self) -> None:
-        """The module holds what was trained or loaded: from now on it stays changed."""
+        """Keep the changes from now on, because the module holds trained or loaded weights."""
         self._kept = True
-        self._changed.clear()  # with what stood in the module before, whose memory is then free
+        self._changed.clear()  # frees the memory of the original modules
 
     def close(self) -> None:
-        """The run is over."""
+        """Undo the changes at the end of the run, unless they are kept."""
         if not self._kept:
             for changed in reversed(self._changed):
                 changed.undo()
@@ -123,21 +122,21 @@ class ArchitectureOfRun:
         if self._compares:
             self._compares = not check_classes(step, batch)
         if compiled_around(step.module, [m for _, m, _ in swapped(step.module)]):
-            output, ran = proceed(batch), not self._compares  # what a compiled graph calls, it calls for no module
+            output, ran = proceed(batch), not self._compares  # a compiled graph does not call modules
         else:
             with BypassWatch(step.module) as watch:
                 output = proceed(batch)
             ran = watch.ran and not self._compares
-        manual = not step.module.automatic_optimization  # such a step returns nothing
-        self._watched = ran if manual else output is not None  # a step that returns nothing may have called nothing
+        manual = not step.module.automatic_optimization  # such a step returns None
+        self._watched = ran if manual else output is not None  # a step that returns None may have called no module
         return output
 
 
 def _adopting(module: LightningModule) -> Callable[..., Any]:
-    """``configure_optimizers`` that gives what lists parameters by name those that are new.
+    """Wrap ``configure_optimizers`` so that optimizers whose parameters were listed by name also get new parameters.
 
-    Those that a replacement names in ``undecayed`` are put into groups without weight decay. Those that a technique froze are
-    in no group any more.
+    Parameters that a replacement names in ``undecayed`` get a group without weight decay. Parameters that a technique froze
+    are removed from their groups.
     """
     original = module.configure_optimizers
 
@@ -155,8 +154,8 @@ def _adopting(module: LightningModule) -> Callable[..., Any]:
             _check_each_trains(module, optimizers, without)
         for optimizer in optimizers:
             if not isinstance(optimizer, CombinedOptimizer):
-                exempt(optimizer, schedulers_of(configured), list[Tensor](new))
-            forget(optimizer, without)
+                exempt_from_decay(optimizer, schedulers_of(configured), list[Tensor](new))
+            remove_parameters(optimizer, without)
         return configured
 
     configure_optimizers.__wrapped__ = inspect.unwrap(original)
@@ -164,7 +163,7 @@ def _adopting(module: LightningModule) -> Callable[..., Any]:
 
 
 def _check_each_trains(module: LightningModule, optimizers: list[Optimizer], without: list[nn.Parameter]) -> None:
-    """Raise ``ValueError`` where techniques froze all that one of several optimizers trains, by a loss of its own."""
+    """Raise ``ValueError`` if techniques froze all parameters of one of several optimizers, which has its own loss."""
     gone, paths = {id(p) for p in without}, {id(p): path for path, p in module.named_parameters()}
     for index, optimizer in enumerate(optimizers):
         had = [p for group in optimizer.param_groups for p in group["params"]]
@@ -173,20 +172,19 @@ def _check_each_trains(module: LightningModule, optimizers: list[Optimizer], wit
         where = [paths[id(p)] for p in had if id(p) in paths]
         record = next((one for one in applied(module) if {*where} & {*one.where}), applied(module)[0])
         parts = list(dict.fromkeys(path.partition(".")[0] for path in where))
-        way = f"Add also={parts} to what else it trains, or remove" if "also" in record.settings else "Remove"
+        way = f"Train them too with also={parts}, or remove" if "also" in record.settings else "Remove"
         raise ValueError(
-            f"{record.technique}: it freezes all parameters of optimizer {index}"
-            f" ({type(optimizer).__name__}: {', '.join(parts)}), and the loss that {type(module).__name__} computes for that"
-            f" optimizer would have no gradient. {way}"
-            f" {record.technique}."
+            f"{record.technique}: it freezes all parameters of optimizer {index} ({type(optimizer).__name__}:"
+            f" {', '.join(parts)}), so the loss that {type(module).__name__} computes for that optimizer would have no"
+            f" gradient. {way} {record.technique}."
         )
 
 
 def adopt(module: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Put new parameters that are in no group into the group of the module that they came with.
+    """Add new parameters that are in no group to the group of the module's original parameters.
 
     Raises:
-        ValueError: if there is none, or the optimizer may have made plans with the parameters that it was given.
+        ValueError: if there is none, or the optimizer may have prepared state for the parameters that it was given.
     """
     groups = {id(p): (o, group) for o in optimizers for group in o.param_groups for p in group["params"]}
     if not optimizers:
@@ -199,19 +197,16 @@ def adopt(module: nn.Module, optimizers: list[Optimizer]) -> None:
         names = ", ".join(f"{path}.{name}" for name in new)
         if home is None:
             raise ValueError(
-                f"{swap.by}: {names} would not be trained: no optimizer of configure_optimizers has it, nor any other"
-                " parameter of"
-                f" {path}. Give the optimizer self.parameters(), or name {path} among what it trains; or leave {path} out of"
+                f"{swap.by}: {names} would not be trained, because no optimizer of configure_optimizers has any parameter of"
+                f" {path}. Give the optimizer self.parameters() or the parameters of {path}, or leave {path} out of"
                 f" {swap.by}."
             )
         optimizer, group = home
         if not is_per_parameter(optimizer) or optimizer.state:
             raise ValueError(
-                f"{swap.by}: {names} would not be trained: {type(optimizer).__name__} has been given {path}'s other"
-                " parameters by"
-                " name, and parameters cannot be added to it once it is made. Give it self.parameters() in"
-                " configure_optimizers,"
-                f" or the new ones too, which are there by then; or leave {path} out of {swap.by}."
+                f"{swap.by}: {names} would not be trained: {type(optimizer).__name__} got {path}'s other parameters by name,"
+                " and parameters cannot be added to it later. Give it self.parameters() in configure_optimizers, which"
+                f" includes the new ones, or leave {path} out of {swap.by}."
             )
         group["params"].extend(new.values())
         groups.update({id(p): home for p in new.values()})

@@ -1,7 +1,7 @@
 """Replacements of linear layers and convolutions that stay instances of the class that they replace.
 
-Modules ask ``isinstance(layer, nn.Linear)``, or read ``layer.in_features``, and compute something else where the answer
-is another one. scvi-tools' layers put covariates beside the input of each ``nn.Linear``, and of nothing else.
+Modules test ``isinstance(layer, nn.Linear)`` or read ``layer.in_features``, and compute something else otherwise. For
+example, scvi-tools' layers append covariates only to the input of each ``nn.Linear``.
 """
 
 import functools
@@ -14,26 +14,26 @@ _SIMPLE = (bool, int, float, str, tuple, type(None))
 
 
 class StandsIn:
-    """What a replacement's class is mixed with, beside the class of the layer that it replaces."""
+    """A mixin for the class of a replacement, together with the class of the replaced layer."""
 
     def reset_parameters(self) -> None:
-        """Do nothing: the parameters are those of inner modules, which reset them."""
+        """Do nothing, because inner modules hold the parameters and reset them."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Classes that are made at run time are made again in the process that loads a pickle."""
+        """Create the run-time class again in the process that loads a pickle."""
         _, own, plain = type(self).__bases__
         return _blank, (own, plain), self.__dict__
 
 
 def stands_in(module: nn.Module) -> bool:
-    """Whether ``module`` is an instance of the class that it replaces, and not a plain layer of it."""
+    """Return whether ``module`` is a replacement that is an instance of the class that it replaces."""
     return isinstance(module, StandsIn)
 
 
 def keep_class(new: nn.Module, plain: nn.Module) -> None:
-    """Let ``new`` be an instance of the class of ``plain``, too, with the settings that ``plain`` has.
+    """Make ``new`` also an instance of the class of ``plain``, with the settings of ``plain``.
 
-    It stays as it is where ``plain`` is no linear layer or convolution of torch's, or ``new`` has no ``weight`` to show.
+    It does nothing if ``plain`` is not a torch linear layer or convolution, or if ``new`` has no ``weight`` attribute.
     """
     cls = type(plain)
     if not isinstance(plain, nn.Linear | _ConvNd) or not cls.forward.__module__.startswith("torch.nn.modules."):
@@ -57,6 +57,6 @@ def _stand_in(own: type[nn.Module], plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def _blank(own: type[nn.Module], plain: type[nn.Module]) -> nn.Module:
-    """An instance without any state."""
+    """Return an instance without any state."""
     made = _stand_in(own, plain)
     return made.__new__(made)

@@ -1,4 +1,4 @@
-"""What a technique changes an architecture with: submodules swapped for others, parameters frozen, all or nothing."""
+"""The operations with which a technique changes an architecture: replace submodules and freeze parameters, all or nothing."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,22 +21,22 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Surgeon:
-    """One technique's hand on one module.
+    """One technique's changes to one module.
 
-    Random numbers that a replacement's making draws follow from the run's seed, the technique and the path alone, and leave
-    the global stream as it was: the same seed gives the same parameters in a Trainer and through ``lightning_eff.apply``.
-
-    Attributes:
-        root: the module tree.
-        where: paths of what was swapped and of parameters that were frozen, so far.
-        batch: of the module's data, for what must see it run; None where none was given.
+    Random numbers drawn while a replacement is built depend only on the run's seed, the technique and the path, and leave the
+    global stream unchanged. So the same seed gives the same parameters in a Trainer and through ``lightning_eff.apply``.
 
     Args:
         root: the module tree.
         seed: the run's seed.
         who: the technique's class, for messages.
-        stays: why what it puts in cannot be taken out again; empty where each replacement has ``fold``.
-        batch: see above.
+        stays: why its replacements cannot be folded; empty if each replacement has ``fold``.
+        batch: see the attribute.
+
+    Attributes:
+        root: the module tree.
+        where: the paths of replaced submodules and of frozen parameters so far.
+        batch: a batch of the module's data, for techniques that must run the module; or None.
     """
 
     def __init__(self, root: nn.Module, *, seed: int, who: str, stays: str = "", batch: Any = None) -> None:
@@ -58,25 +58,24 @@ class Surgeon:
         unties: bool = False,
         numbers: bool = False,
     ) -> list[str]:
-        """Put ``build(submodule)`` in the place of each submodule for which ``match(path, submodule)`` holds.
+        """Replace each submodule for which ``match(path, submodule)`` returns True by ``build(submodule)``.
 
-        While ``build`` runs, what it makes is by default on the device and of the dtype of the submodule's parameters. It
-        may register them under their own names or others, and freeze them. What replaces a linear layer or a convolution
-        stays an instance of its class. A replacement that is :class:`Foldable` lets
-        ``export`` take it out.
+        Tensors that ``build`` creates have by default the device and dtype of the submodule's parameters. The replacement may
+        register the originals under their own names or others, and freeze them. A replacement of a linear layer or a
+        convolution stays an instance of its class. A :class:`Foldable` replacement can be removed by ``export``.
 
         Args:
-            match: which submodules; one that is reachable by several paths is built once, if any of them is met.
-            build: makes the replacement, which takes over the ``training`` flag.
-            what: what is looked for, in the words of messages, e.g. "a LayerNorm".
-            unties: the replacement may do without a tensor that other modules go on using.
-            numbers: what is made has numbers at once, on the CPU, also where the submodule lies on the meta device.
+            match: selects submodules. One with several paths is built once, if any of them matches.
+            build: returns the replacement, which gets the ``training`` flag.
+            what: the name of the submodules for messages, such as "a LayerNorm".
+            unties: the replacement may drop a tensor that other modules still use.
+            numbers: the replacement gets real values on the CPU even if the submodule is on the meta device.
 
         Returns:
-            The paths swapped, each way to a shared module.
+            The paths replaced, including each path to a shared module.
 
         Raises:
-            ValueError: if none is met, with what there is, or one cannot be swapped, with the reason.
+            ValueError: if none matches, or one cannot be replaced, with the reason.
         """
         chosen: dict[int, str] = {}
         places: dict[int, list[str]] = {}
@@ -86,8 +85,8 @@ class Surgeon:
                 chosen[id(m)] = path
         if id(self.root) in chosen:
             raise ValueError(
-                f"{self._who}: the module itself is {what} ({type(self.root).__name__}); expected a module that has such parts,"
-                " since a module cannot be exchanged in place. Put it into another, such as nn.Sequential."
+                f"{self._who}: the module itself is {what} ({type(self.root).__name__}), and a module cannot be replaced in"
+                " place. Put it into another module, such as nn.Sequential."
             )
         if not chosen:
             raise ValueError(
@@ -120,9 +119,9 @@ class Surgeon:
         return paths
 
     def freeze(self, match: Callable[[str, nn.Parameter], bool]) -> list[str]:
-        """Let no gradient be computed for the parameters for which ``match(name, parameter)`` holds; their names.
+        """Freeze the parameters for which ``match(name, parameter)`` returns True, and return their names.
 
-        ``export`` gives them back as they were. Those that are frozen already are not looked at.
+        ``export`` unfreezes them. Parameters that are already frozen are skipped.
         """
         names: list[str] = []
         for path, m in self.root.named_modules():
@@ -141,27 +140,27 @@ class Surgeon:
         return names
 
     def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        """Let ``hook`` look at each call of ``module``: its arguments by position and by name, or return others.
+        """Call ``hook`` before each call of ``module`` with its positional and keyword arguments; it may return others.
 
-        The hook stays with the module, in copies of it too, which must be able to copy it.
+        The hook stays on the module and on copies of it, so it must be copyable.
         """
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def behind(self, module: nn.Module, hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]) -> None:
-        """Let ``hook`` look at what each call of ``module`` returns, and return it or something else in its place.
+        """Call ``hook`` with the output of each call of ``module``; it may return another output.
 
-        It stays as one of :meth:`before` does.
+        The hook stays on the module, as with :meth:`before`.
         """
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def leave(self, reasons: Mapping[str, str]) -> None:
-        """Tell the user, once, what was left as it is, and why."""
+        """Log which parts were left unchanged, and why."""
         if reasons:
             listed = "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
-            rank_zero_info(f"{self._who}: left as they are: {listed}")
+            rank_zero_info(f"{self._who}: left unchanged: {listed}")
 
     def undo(self) -> None:
-        """Put back everything."""
+        """Undo all changes."""
         self._surgery.restore()
         for handle in self._handles:
             handle.remove()
@@ -177,15 +176,15 @@ class Surgeon:
         self._marked.clear()
 
     def _check_ties(self, places: dict[int, list[str]], old: list[nn.Module], used: dict[int, set[str]]) -> None:
-        """That a tensor which others use too is still used by what came into this module's place."""
+        """Raise ``ValueError`` if a replacement no longer uses a tensor that its original shared with other modules."""
         now = _users(self.root)
         for m in old:
             for name, tensor in tensors_of(m).items():
                 others = [path for path in used[id(tensor)] if not _under(path, places[id(m)])]
                 if others and not any(_under(path, places[id(m)]) for path in now.get(id(tensor), ())):
                     raise ValueError(
-                        f"{self._who}: the {name} of {places[id(m)][0]} ({type(m).__name__}) is that of"
-                        f" {' and '.join(sorted(others))} too, and the replacement does without it: the weights would no longer"
+                        f"{self._who}: {places[id(m)][0]} ({type(m).__name__}) shares its {name} with"
+                        f" {' and '.join(sorted(others))}, but the replacement does not use it, so the weights would no longer"
                         " be tied. Leave that module out."
                     )
 
@@ -195,7 +194,7 @@ def _under(path: str, places: list[str]) -> bool:
 
 
 def _users(root: nn.Module) -> dict[int, set[str]]:
-    """Paths of the modules that register each tensor, by its id."""
+    """Return the paths of the modules that register each tensor, by its id."""
     found: dict[int, set[str]] = {}
     for path, m in root.named_modules(remove_duplicate=False):
         for tensor in [*m.parameters(recurse=False), *m.buffers(recurse=False)]:
@@ -204,18 +203,18 @@ def _users(root: nn.Module) -> dict[int, set[str]]:
 
 
 def _check_swappable(path: str, m: nn.Module, *, who: str) -> None:
-    """Raise ``ValueError`` where something hangs on the module that a replacement would not have."""
-    problem, mend = "", "Leave it out, or take that away before"
+    """Raise ``ValueError`` if a module has hooks or other attachments that a replacement would lack."""
+    problem, mend = "", "Leave it out, or remove that first"
     tensors = list(tensors_of(m).values())
     if any(isinstance(t, DTensor) for t in tensors):
-        problem = "has divided parameters (DTensor)"
-        mend = "Call lightning_eff.apply(part, technique) in configure_model before it divides them"
+        problem = "has sharded parameters (DTensor)"
+        mend = "Call lightning_eff.apply(part, technique) in configure_model before it shards them"
     elif any(is_lazy(t) for t in tensors):
-        problem, mend = "is lazy and has no parameters yet", "Run the module once on a batch before"
+        problem, mend = "is lazy and has no parameters yet", "Run the module once on a batch first"
     elif is_parametrized(m):
         problem = "is parametrized (torch.nn.utils.parametrize)"
     elif "forward" in m.__dict__:
-        problem = "has a forward of its own on the instance"
+        problem = "has its own forward on the instance"
     elif any(getattr(m, name) for name in _HOOKS):
         problem = "has hooks (as torch.nn.utils.weight_norm sets them, or accelerate's device maps)"
     if problem:
@@ -224,7 +223,7 @@ def _check_swappable(path: str, m: nn.Module, *, who: str) -> None:
 
 @contextmanager
 def _made_like(m: nn.Module, *, numbers: bool) -> Iterator[None]:
-    """What is made within is by default on the device, and of the dtype, of the first floating tensor of ``m``."""
+    """Create tensors by default with the device and dtype of the first floating-point tensor of ``m``."""
     first = next((t for t in tensors_of(m).values() if t.is_floating_point()), None)
     if first is None:
         yield
@@ -243,7 +242,7 @@ def _settable(tensor: Tensor) -> bool:
 
 
 def _listed(root: nn.Module) -> str:
-    """The classes of parts that have parameters of their own, and how many there are."""
+    """Return the classes of parts with parameters of their own, and their counts."""
     counts: dict[str, int] = {}
     for path, m in root.named_modules():
         if path and any(True for _ in m.parameters(recurse=False)):

@@ -1,4 +1,4 @@
-"""The base class of techniques whose purpose is other parameters."""
+"""The base class of techniques that change a module's parameters."""
 
 import inspect
 from abc import abstractmethod
@@ -15,32 +15,32 @@ from typing_extensions import override
 from lightning_eff._core._architecture import run
 from lightning_eff._core._architecture.record import APPLIED, Applied, applied, names
 from lightning_eff._core._architecture.surgeon import Surgeon
-from lightning_eff._core._architecture.twins import Twin, aside, find_twins, tell
+from lightning_eff._core._architecture.twins import Twin, find_twins, hidden, log_changes
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
 
 
 class Change(IntEnum):
-    """Where a technique's change comes among those of others, in whatever order they are given; then by class name."""
+    """The order of a technique's change among those of others, however they are listed; then by class name."""
 
     SWAP = 1  #: layers of another kind
-    STRUCTURE = 2  #: maps of another form: low rank, block-diagonal
-    ADAPT = 3  #: parameters beside those that are there
-    FREEZE = 4  #: fewer that are trained
+    STRUCTURE = 2  #: linear layers of another form: low rank, block-diagonal
+    ADAPT = 3  #: additional parameters
+    FREEZE = 4  #: fewer trained parameters
 
 
 class Architecture(Technique):
-    """A technique after which a module has other parameters, in training, in checkpoints and from then on.
+    """A technique that gives a module other parameters, in training, in checkpoints and afterwards.
 
-    A subclass says what it does in :meth:`change`, with the :class:`Surgeon` that it gets, and keeps each argument of its
-    constructor under its own name. The rest follows: in a Trainer the change is made once the module is complete, before its
-    checkpoint is loaded, its optimizers built and its strategy set up; without one by ``lightning_eff.apply``. The module
-    keeps it once a run has trained it or loaded a checkpoint into it, and gives it back in ``lightning_eff.export``.
+    A subclass implements :meth:`change` with the :class:`Surgeon` that it gets, and keeps each constructor argument in an
+    attribute of the same name. In a Trainer the change is made when the module is complete, before its checkpoint is loaded,
+    its optimizers are built and its strategy is set up. ``lightning_eff.apply`` makes it without a Trainer. The module keeps
+    the change once a run has trained it or loaded a checkpoint into it, and ``lightning_eff.export`` undoes it.
 
-    Class attributes, beside those of :class:`Technique`:
-        change_at: where the change comes among those of other techniques.
-        stays: why ``export`` cannot give the plain architecture back; empty where every replacement has ``fold``.
+    Class attributes, in addition to those of :class:`Technique`:
+        change_at: the order of the change among those of other techniques.
+        stays: why ``export`` cannot restore the plain architecture; empty if every replacement has ``fold``.
     """
 
     change_at: ClassVar[Change]
@@ -48,25 +48,25 @@ class Architecture(Technique):
     needs_automatic_optimization: ClassVar[bool] = False
     needs: ClassVar[Need] = Need.MODULE
     refuses: ClassVar[Reasons] = {
-        Part.ENGINE: "the technique changes the module after that may have begun, where lightning_eff.apply changes it before"
+        Part.ENGINE: "the technique changes the module after the engine may have begun; lightning_eff.apply changes it before"
     }
 
-    _run: "run.ArchitectureOfRun | None" = None  # of all the run's; the first of them has it
+    _run: "run.ArchitectureOfRun | None" = None  # only the run's first architecture technique has it
 
     @abstractmethod
     def change(self, surgeon: Surgeon) -> None:
-        """Change ``surgeon.root``, or raise ``ValueError`` with what there is; then all that was done is put back."""
+        """Change ``surgeon.root``, or raise ``ValueError``; then all changes so far are undone."""
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments as numbers, strings, lists and dicts, for checkpoints and comparisons."""
+        """Return the constructor's arguments as numbers, strings, lists and dicts, for checkpoints and comparisons."""
         found: dict[str, Any] = {}
         for name in inspect.signature(type(self)).parameters:
             if not hasattr(self, name):
                 raise TypeError(
-                    f"{type(self).__name__} has an argument {name!r} and no attribute of that name; expected one, which says"
-                    " what the module was changed by. Set it in __init__, or override settings()."
+                    f"{type(self).__name__} has an argument {name!r} but no attribute of that name, which checkpoints record."
+                    " Set it in __init__, or override settings()."
                 )
-            found[name] = plain(getattr(self, name))
+            found[name] = to_plain(getattr(self, name))
         return found
 
     # -- in a run
@@ -104,21 +104,21 @@ class Architecture(Technique):
         return {key: value for key, value in super().__getstate__().items() if key != "_run"}
 
 
-def plain(value: Any) -> Any:
-    """``value`` as plain containers, numbers and strings, comparable after a checkpoint; other things by their names."""
+def to_plain(value: Any) -> Any:
+    """Return ``value`` as plain containers, numbers and strings, comparable after a checkpoint; other objects as names."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in (sorted(value, key=repr) if isinstance(value, set | frozenset) else value)]
+        return [to_plain(item) for item in (sorted(value, key=repr) if isinstance(value, set | frozenset) else value)]
     name = getattr(value, "__qualname__", None)
     return f"{value.__module__}.{name}" if name else type(value).__qualname__
 
 
 @dataclass
 class Changed:
-    """What :func:`change` did; it can be put back as long as nothing else was done to the module."""
+    """The changes that :func:`change` made. They can be undone as long as the module was not changed otherwise."""
 
     module: nn.Module
     surgeons: list[Surgeon]
@@ -126,7 +126,7 @@ class Changed:
     twins: list[Twin] = field(default_factory=list)
 
     def undo(self) -> None:
-        """Put back everything, newest first."""
+        """Undo all changes, newest first."""
         for twin in self.twins:
             twin.undo()
         for surgeon in reversed(self.surgeons):
@@ -138,17 +138,17 @@ class Changed:
 
 
 def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, batch: Any = None) -> Changed:
-    """Make the changes of all ``techniques`` that are not made yet, in the order of :class:`Change`: all, or none.
+    """Make the changes of all ``techniques`` that are still due, in the order of :class:`Change`: all, or none.
 
     Args:
         module: the module tree.
-        techniques: whose changes they are.
-        seed: of what is drawn.
-        batch: of the module's data, for those that must see it run.
+        techniques: the techniques.
+        seed: the seed of random draws.
+        batch: a batch of the module's data, for techniques that must run the module.
 
     Raises:
-        ValueError: if a technique was applied with other settings, or one that comes after it was applied before it, or it
-            finds nothing to act on; nothing is left changed.
+        ValueError: if a technique was applied with other settings, a later technique was applied before it, or it finds
+            nothing to act on. Nothing is left changed.
     """
     ordered = sorted((t for t in techniques if not t.neutral), key=lambda t: (t.change_at, type(t).__name__))
     done = {record.technique: record for record in applied(module)}
@@ -159,7 +159,7 @@ def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, 
         twins = find_twins(module) if any(type(t).__name__ not in done for t in ordered) else []
         for twin in twins:
             twin.note(module)
-        with aside(twins):
+        with hidden(twins):
             for technique in ordered:
                 name = type(technique).__name__
                 record = Applied(name, technique.settings(), int(technique.change_at))
@@ -169,9 +169,8 @@ def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, 
                 later = [r for r in done.values() if (r.order, r.technique) > (record.order, name)]
                 if later:
                     raise ValueError(
-                        f"{name}: to {type(module).__name__} was applied already: {names(later)}, which comes after {name}."
-                        " Give them"
-                        " together to one lightning_eff.apply, or put all of them into the Trainer's callbacks."
+                        f"{name}: {type(module).__name__} was already changed by {names(later)}, which comes after {name}."
+                        " Give them together to one lightning_eff.apply, or add all of them to the Trainer's callbacks."
                     )
                 surgeon = Surgeon(module, seed=seed, who=name, stays=technique.stays, batch=batch)
                 changed.surgeons.append(surgeon)
@@ -183,7 +182,7 @@ def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, 
                 records.append(record)
         changed.twins = twins
         followed = [twin for twin in twins if twin.follow()]
-        tell(followed, ", ".join(record.technique for record in records))
+        log_changes(followed, ", ".join(record.technique for record in records))
         if records:
             module.__dict__[APPLIED] = [*(before or []), *records]
     except BaseException:
@@ -193,19 +192,18 @@ def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, 
 
 
 def _check_divided(module: nn.Module, had: Container[str], *, who: str) -> None:
-    """Raise ``ValueError`` where parameters were added to a module that is divided: nobody would average their gradients."""
+    """Raise ``ValueError`` if parameters were added to a sharded module, because no process would average their gradients."""
     new = [name for name, _ in module.named_parameters() if name not in had]
     if new:
         raise ValueError(
-            f"{who}: {type(module).__name__} is divided already (DTensor), and {new[0]}, which is new, would not be. Call"
-            f" lightning_eff.apply(self, {who}(...)) in configure_model before it divides the module."
+            f"{who}: {type(module).__name__} is already sharded (DTensor), but the new parameter {new[0]} would not be. Call"
+            f" lightning_eff.apply(self, {who}(...)) in configure_model before it shards the module."
         )
 
 
 def _check_same(was: Applied, asked: Applied, module: nn.Module) -> None:
     if was.settings != asked.settings:
         raise ValueError(
-            f"{asked.technique}: to {type(module).__name__} was applied already: {was}; asked for is {asked}. Go on"
-            " with the settings"
-            " that it has, or begin from the plain module (lightning_eff.export gives it, where the technique folds away)."
+            f"{asked.technique}: {type(module).__name__} was already changed by {was}, not {asked}. Use the same settings, or"
+            " start from the plain module (lightning_eff.export restores it if the technique can be folded)."
         )

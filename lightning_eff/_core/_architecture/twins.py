@@ -1,7 +1,7 @@
-"""Frozen copies of a network in the same module, such as an EMA or target network, which are changed along with it.
+"""Frozen copies of a network in the same module, such as an EMA or target network, which are changed with it.
 
-Code that keeps such a copy up to date pairs its parameters with those of the network, by order or by name. So the copy gets
-the same new parameters. Techniques do not see it while they change the network: they would look for layers to train in it.
+Code that updates such a copy pairs its parameters with those of the network, by order or by name. So the copy gets the
+same new parameters. Techniques do not see the copy while they change the network, because they would try to train it.
 """
 
 import copy
@@ -27,11 +27,11 @@ class Twin:
     """A network, and a frozen copy of it with the same values.
 
     Attributes:
-        path: of the network.
-        at: the path of the copy.
-        network: the module that trains.
-        parent: of the copy.
-        name: of the copy in its parent.
+        path: the network's path.
+        at: the copy's path.
+        network: the network, which trains.
+        parent: the copy's parent.
+        name: the copy's name in its parent.
         twin: the copy.
     """
 
@@ -45,15 +45,15 @@ class Twin:
     _children: list[dict[str, nn.Module | None]] = field(default_factory=list)
     _hooks: list[set[int]] = field(default_factory=list)
     _memo: dict[int, Any] = field(default_factory=dict)
-    _kept: list[Any] = field(default_factory=list)  # whose ids the memo has
+    _kept: list[Any] = field(default_factory=list)  # objects whose ids are in the memo
     _undo: list[Any] = field(default_factory=list)
 
     def note(self, root: nn.Module) -> None:
-        """Remember what the network is made of, before it is changed."""
+        """Record the network's structure before it is changed."""
         self._pairs = [(m, self.twin.get_submodule(path)) for path, m in self.network.named_modules()]
         self._children = [dict(m._modules) for m, _ in self._pairs]
         self._hooks = [_hooks_of(m) for m, _ in self._pairs]
-        same = [*root.modules(), *root.parameters(), *root.buffers()]  # what is used from elsewhere is not copied
+        same = [*root.modules(), *root.parameters(), *root.buffers()]  # objects used elsewhere are not copied
         ours, theirs = tensors_of(self.network), tensors_of(self.twin)
         matched = [*self._pairs, *((t, theirs[name]) for name, t in ours.items())]
         self._kept = [same, matched]
@@ -61,7 +61,7 @@ class Twin:
 
     @torch.no_grad()
     def follow(self) -> bool:
-        """Change the copy as the network was changed since :meth:`note`; whether it was."""
+        """Change the copy as the network has changed since :meth:`note`; return whether it had."""
         for (m, other), children in zip(self._pairs, self._children, strict=True):
             for name, child in m._modules.items():
                 if child is None or child is children.get(name):
@@ -79,7 +79,7 @@ class Twin:
         return changed
 
     def undo(self) -> None:
-        """Put the copy back as it was."""
+        """Undo the changes of the copy."""
         while self._undo:
             match self._undo.pop():
                 case (dict() as space, key, old):
@@ -94,7 +94,7 @@ class Twin:
         new = copy.deepcopy(m, self._memo)
         new.requires_grad_(False).train(training)
         for part in new.modules():
-            part.__dict__.pop(FROZEN, None)  # it was frozen before, and export is to leave it so
+            part.__dict__.pop(FROZEN, None)  # it was frozen before, and export must keep it so
             swap = swap_of(part)
             if swap is not None:
                 swap.tensors = {name: (shape, False) for name, (shape, _) in swap.tensors.items()}
@@ -113,7 +113,7 @@ class Twin:
 
 
 def find_twins(root: nn.Module) -> list[Twin]:
-    """The frozen copies in ``root`` of networks of it that train: same class, same parameters and buffers, same values."""
+    """Return the frozen copies in ``root`` of networks that train: same class, parameters, buffers and values."""
     if not any(p.requires_grad for p in root.parameters()) or all(p.requires_grad for p in root.parameters()):
         return []
     networks: dict[_Key, list[tuple[str, nn.Module]]] = {}
@@ -131,7 +131,7 @@ def find_twins(root: nn.Module) -> list[Twin]:
             continue
         parent, _, name = at.rpartition(".")
         holder = root.get_submodule(parent)
-        if isinstance(holder, nn.Sequential | nn.ModuleList | nn.ModuleDict):  # it cannot be hidden from those
+        if isinstance(holder, nn.Sequential | nn.ModuleList | nn.ModuleDict):  # they could not hide it
             continue
         key = _key(m)
         for path, network in () if key is None else networks.get(key, ()):
@@ -142,8 +142,8 @@ def find_twins(root: nn.Module) -> list[Twin]:
 
 
 @contextmanager
-def aside(twins: list[Twin]) -> Iterator[None]:
-    """Nobody who walks the tree of modules finds the copies; code that uses them does."""
+def hidden(twins: list[Twin]) -> Iterator[None]:
+    """Hide the copies from code that walks the module tree, but not from code that uses them by attribute."""
     held = [(twin.parent, dict(twin.parent._modules)) for twin in twins]
     for twin in twins:
         del twin.parent._modules[twin.name]
@@ -154,20 +154,20 @@ def aside(twins: list[Twin]) -> Iterator[None]:
         for twin in twins:
             twin.parent.__dict__.pop(twin.name, None)
             twin.parent._modules[twin.name] = twin.twin
-        for parent, children in held:  # in their order
+        for parent, children in held:  # restore the order
             now = dict(parent._modules)
             parent._modules.clear()
             parent._modules.update({key: now[key] for key in children if key in now})
             parent._modules.update({key: child for key, child in now.items() if key not in children})
 
 
-def tell(twins: list[Twin], who: str) -> None:
-    """Say once which copies were changed."""
+def log_changes(twins: list[Twin], who: str) -> None:
+    """Log which copies were changed."""
     for twin in twins:
         rank_zero_info(
             f"{who}: {twin.at} is a frozen copy of {twin.path}, so it gets the same new parameters, frozen. To leave the copy"
-            f" as it is, remove {who} from the callbacks and call lightning_eff.apply(self.{twin.path}, ...) in __init__, after"
-            " the copy is made."
+            f" unchanged, remove {who} from the callbacks and call lightning_eff.apply(self.{twin.path}, ...) in __init__,"
+            " after the copy is created."
         )
 
 
@@ -181,7 +181,7 @@ def _key(m: nn.Module) -> _Key | None:
 
 
 def _same(network: nn.Module, twin: nn.Module) -> bool:
-    """Whether the values are equal, and tell something: those of two fresh norms are equal in any case."""
+    """Return whether the values are equal and not constant: those of two fresh norms are always equal."""
     ours, theirs = tensors_of(network), tensors_of(twin)
     if any(a is theirs[name] and isinstance(a, nn.Parameter) for name, a in ours.items()):
         return False

@@ -1,6 +1,6 @@
-"""Modules that growth left unfinished: as plain modules they are others than were trained, which ``export`` must say.
+"""Modules whose growth is unfinished: as plain modules they differ from the trained ones, which ``export`` must report.
 
-They carry no mark. What is noted is forgotten with the module, and once other weights are put into it.
+The modules carry no mark. A note disappears with its module, and when other weights are loaded into it.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ _NOTES: "WeakKeyDictionary[nn.Module, tuple[str, list[int]]]" = WeakKeyDictionar
 
 
 def note(part: nn.Module, text: str | None) -> None:
-    """Say what is unfinished of ``part``, or, with None, that nothing is."""
+    """Note what is unfinished in ``part``; None removes the note."""
     if text is None:
         _NOTES.pop(part, None)
     else:
@@ -20,7 +20,7 @@ def note(part: nn.Module, text: str | None) -> None:
 
 
 def note_of(module: nn.Module) -> str | None:
-    """What was said of ``module`` or a part of it, if it still has the weights of which it was said."""
+    """Return the note on ``module`` or a part of it, if the weights have not changed since."""
     for m in module.modules():
         if m in _NOTES and _NOTES[m][1] == _versions(m.modules()):
             return _NOTES[m][0]

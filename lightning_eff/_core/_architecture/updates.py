@@ -1,4 +1,4 @@
-"""Trial passes of a step that updates the module itself, as steps under manual optimization do."""
+"""Trial passes of a step that updates the module itself, as under manual optimization."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,17 +13,17 @@ from lightning_eff._core.patches import Patches
 
 @contextmanager
 def without_updates(module: LightningModule) -> Iterator[None]:
-    """Let ``training_step`` call ``manual_backward`` and ``step`` as it does, and nothing of that remain.
+    """Let ``training_step`` call ``manual_backward`` and ``step`` without any lasting effect.
 
-    Gradients are computed beside autograd's accumulation, so DDP's hooks do not fire, and optimizers and schedulers do not
-    step. Afterwards each parameter has the values, the gradient and the ``requires_grad`` that it had: a step may also write
-    to weights by itself, such as those of a moving average.
+    Gradients are computed without autograd's accumulation, so DDP's hooks do not fire. Optimizers and schedulers do not step.
+    On exit each parameter has its previous value, gradient and ``requires_grad``, because a step may also write to weights
+    itself, such as those of a moving average.
     """
     trainer = module.trainer
     kept = [(p, p.detach().clone(), p.grad, p.requires_grad) for p in module.parameters()]
     patches = Patches()
     patches.set(module, "manual_backward", _backward_of(module))
-    own = module.optimizers()  # Lightning's wrappers: steps of those are counted
+    own = module.optimizers()  # Lightning's wrappers, which count steps
     for optimizer in (*trainer.optimizers, *(own if isinstance(own, list) else [own])):
         patches.set(optimizer, "step", _no_step)
     for config in trainer.lr_scheduler_configs:

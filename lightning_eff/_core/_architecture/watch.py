@@ -1,4 +1,4 @@
-"""Whether a module's forward pass goes through what was swapped in, or uses its parameters past it."""
+"""Check that a module's forward pass calls the replacements, and does not use their parameters directly."""
 
 import inspect
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.record import Swap, swapped
 from lightning_eff._core.patches import Patches
 
-#: What computes with a weight and another tensor; penalties on weights alone, such as ``w.pow(2).sum()``, are no bypass.
+#: Functions of a weight and another tensor. Penalties on weights alone, such as ``w.pow(2).sum()``, are allowed.
 _USES = {
     *("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"),
     *("embedding", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
@@ -23,19 +23,20 @@ _VIEWS = {"t", "transpose", "permute", "T", "mT", "swapaxes", "contiguous"}
 
 
 class BypassWatch(TorchFunctionMode):
-    """Raises where code uses a parameter of a swapped module while neither that module nor another owner runs.
+    """Raises an error if code uses a parameter of a replacement while neither the replacement nor another owner runs.
 
-    So do a ``forward`` that computes ``F.linear(x, self.fc.weight)``, ``nn.MultiheadAttention`` with its ``out_proj``, and one
-    that holds the plain module in a list: what was put in would have no effect, and nothing would say so. It stands around
-    one pass; compiled code is not looked into.
-    Parameters that a replacement names in ``as_before`` mean by themselves what they meant before, so that others may use
-    them: an embedding's weight, of which a head makes logits.
+    Then the replacement would silently have no effect. Examples are a ``forward`` that computes ``F.linear(x,
+    self.fc.weight)``, ``nn.MultiheadAttention`` with its ``out_proj``, and a module that keeps the plain module in a list. The
+    mode is entered around one pass; compiled code is not observed.
+
+    Parameters that a replacement names in ``as_before`` keep their meaning, so other modules may use them. An example is an
+    embedding's weight from which a head computes logits.
 
     Args:
         module: the module tree.
 
     Attributes:
-        ran: a swapped module, or another owner of its parameters, was called.
+        ran: whether a replacement, or another owner of its parameters, was called.
 
     Raises:
         ValueError: in the pass.
@@ -70,7 +71,7 @@ class BypassWatch(TorchFunctionMode):
     @override
     def __enter__(self) -> Self:
         for m in self._watched:
-            if not isinstance(inspect.getattr_static(type(m), "forward"), property):  # else a block that does not run
+            if not isinstance(inspect.getattr_static(type(m), "forward"), property):  # otherwise the block does not run
                 self._patches.set(m, "forward", self._noting(m))
         return super().__enter__()
 
@@ -107,7 +108,7 @@ class BypassWatch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name in _VIEWS and args and id(args[0]) in self._of:
             self._of[id(result)], self._owners[id(result)] = self._of[id(args[0])], self._owners[id(args[0])]
-            self._views.append(result)  # so that its id is not given to another
+            self._views.append(result)  # so that its id is not reused
         return result
 
     def _look(self, name: str, tensors: list[Tensor]) -> None:
@@ -117,9 +118,8 @@ class BypassWatch(TorchFunctionMode):
             if id(t) in self._of and not any(self._running.get(owner) for owner in self._owners[id(t)]):
                 path, swap, parameter = self._of[id(t)]
                 raise ValueError(
-                    f"{swap.by}: {self._who} uses {path}.{parameter} itself ({name}) and does not call {path}, so what"
-                    f" {swap.by}"
-                    f" put there would have no effect. Leave {path} out of it, or let the forward pass call self.{path}(...)."
+                    f"{swap.by}: {self._who} uses {path}.{parameter} directly ({name}) and does not call {path}, so {swap.by}"
+                    f" would have no effect there. Leave {path} out of it, or call self.{path}(...) in the forward pass."
                 )
 
 

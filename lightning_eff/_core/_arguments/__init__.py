@@ -1,1 +1,1 @@
-"""Arguments of public classes: declared in the signature, checked in one place."""
+"""Arguments of public classes: declared in the signature, and checked in one place."""

@@ -15,7 +15,7 @@ class BatchKeys(Kind):
     """A list of names or positions of tensors in a batch.
 
     Attributes:
-        length: how many there must be; None for any number.
+        length: the required number; None for any number.
         empty: whether an empty list is accepted.
         hint: an example, as a sentence, for the message.
     """

@@ -1,4 +1,4 @@
-"""Checks the arguments that a signature declares, and words the message where one is wrong."""
+"""Check the arguments that a signature declares, and word the message if one is wrong."""
 
 import functools
 import inspect
@@ -19,8 +19,8 @@ class Argument:
     """One declared argument.
 
     Attributes:
-        kind: what it may be; None where only its other names are declared.
-        optional: whether None is accepted as well.
+        kind: the accepted values; None if only other names are declared.
+        optional: whether None is accepted too.
         aliases: other names under which it is accepted.
     """
 
@@ -30,13 +30,13 @@ class Argument:
 
 
 def declared(init: Callable[P, None]) -> Callable[P, None]:
-    """``init`` with the arguments checked that its signature declares; the signature stays as it is.
+    """Wrap ``init`` to check the arguments that its signature declares; the signature stays the same.
 
-    An argument is declared by ``Annotated[float, Fraction(above=0)]``, and one annotated with ``bool`` or ``Literal`` by
-    that alone. Classes of techniques have this without asking; others put it above their ``__init__``.
+    An argument is declared by ``Annotated[float, Fraction(above=0)]``, or by ``bool`` or ``Literal`` alone. Techniques get this
+    wrapper automatically. Other classes use it as a decorator of their ``__init__``.
 
     Raises:
-        ValueError: from the wrapped function, for the first argument of another kind.
+        ValueError: from the wrapped function, for the first wrong argument.
         TypeError: from the wrapped function, if an argument is given under two of its names.
     """
     if hasattr(init, _DECLARED):
@@ -53,7 +53,7 @@ def declared(init: Callable[P, None]) -> Callable[P, None]:
         kwargs = renamed(owner.__name__, own_names, kwargs)
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError:  # ``init`` raises it better
+        except TypeError:  # ``init`` raises a better error
             return init(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         for name, argument in arguments.items():
             if name in bound.arguments:
@@ -65,17 +65,17 @@ def declared(init: Callable[P, None]) -> Callable[P, None]:
 
 
 def arguments_of(cls: type) -> Mapping[str, Argument]:
-    """The declared arguments of a class's constructor, by name."""
+    """Return the declared arguments of a class's constructor, by name."""
     return getattr(cls.__init__, _DECLARED, {})
 
 
 def aliases_of(cls: type) -> dict[str, str]:
-    """The arguments of a class's constructor by their other names."""
+    """Return the arguments of a class's constructor by their other names."""
     return {alias: name for name, argument in arguments_of(cls).items() for alias in argument.aliases}
 
 
 def renamed(owner: str, own_names: Mapping[str, str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """``kwargs`` under the arguments' own names.
+    """Return ``kwargs`` under the arguments' own names.
 
     Raises:
         TypeError: if one is given under two names.
@@ -92,7 +92,7 @@ def renamed(owner: str, own_names: Mapping[str, str], kwargs: Mapping[str, Any])
 
 
 def refusal(cls: type, name: str, value: Any, expected: str, hint: str = "") -> ValueError:
-    """The error for an argument that cannot be used: ``Name(argument=value): expected ... The default is ...``."""
+    """Return the error for a wrong argument: ``Name(argument=value): expected ... The default is ...``."""
     default = _default(cls, name)
     meaning = "" if expected.startswith("a function") else meaning_of(cls, name)
     known = "" if default in (inspect.Parameter.empty, None) or hint else f" The default is {default!r}."
@@ -105,9 +105,9 @@ def refusal(cls: type, name: str, value: Any, expected: str, hint: str = "") -> 
 
 
 def meaning_of(cls: type, name: str) -> str:
-    """What an argument is, from the class's docstring: the first sentence of its entry, without the range behind it.
+    """Return the meaning of an argument: the first sentence of its docstring entry, without the range.
 
-    A subclass that does not document it has that of its base.
+    A subclass without an entry uses that of its base.
     """
     doc = "\n\n".join(inspect.cleandoc(base.__doc__ or "") for base in cls.__mro__)
     found = re.search(rf"^ +{re.escape(name)}: (.+?)(?:\.\s|\.$|;|\n\n|\n +\w+: |\n\w+:\n|\Z)", doc, re.S | re.M)
@@ -147,7 +147,7 @@ def _taken(owner: type, name: str, argument: Argument, value: Any, signature: in
 
 
 def _default(cls: type, name: str) -> Any:
-    """The default of an argument where it is declared: a subclass may only hand it on."""
+    """Return the default of an argument where it is declared, because a subclass may only pass it on."""
     for base in cls.__mro__:
         parameter = inspect.signature(vars(base)["__init__"]).parameters.get(name) if "__init__" in vars(base) else None
         if parameter is not None:

@@ -1,11 +1,11 @@
 """The kinds of values that an argument can have.
 
-A kind stands in the signature, inside ``Annotated``::
+A kind is part of the signature, inside ``Annotated``::
 
     def __init__(self, keep: Annotated[float, Fraction(above=0)] = 0.5, interval: Annotated[int, Count()] = 1) -> None:
 
-A kind says what it expects, as text, and returns a given value as a plain Python value. It raises ``ValueError`` without a
-message for any other value: the message is made in ``declared.py``, with the names of the class and the argument.
+A kind describes the accepted values as text, and converts a given value to a plain Python value. For any other value it raises
+``ValueError`` without a message. ``declared.py`` adds the message with the names of the class and the argument.
 """
 
 import math
@@ -21,24 +21,24 @@ from typing_extensions import override
 
 
 class Kind(ABC):
-    """What an argument may be."""
+    """The values that an argument accepts."""
 
     @property
     @abstractmethod
     def expected(self) -> str:
-        """The values that are accepted, as a noun phrase: ``a number in (0, 1]``."""
+        """The accepted values as a noun phrase: ``a number in (0, 1]``."""
 
     @abstractmethod
     def __call__(self, value: Any) -> Any:
-        """``value`` as a plain Python value.
+        """Return ``value`` as a plain Python value.
 
         Raises:
-            ValueError: if it is of another kind.
+            ValueError: if it is not accepted.
         """
 
     @override
     def __repr__(self) -> str:
-        """The kind with what was declared, as ``help()`` shows it in a signature."""
+        """Return the kind with its declared settings, as ``help()`` shows it in a signature."""
         given = [(one.name, getattr(self, one.name), one.default) for one in fields(self) if one.repr]  # pyright: ignore[reportArgumentType]
         said = [f"{name}={value!r}" for name, value, default in given if default is MISSING or value != default]
         return f"{type(self).__name__}({', '.join(said)})"
@@ -46,7 +46,7 @@ class Kind(ABC):
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name under which an argument is accepted, as known from another library.
+    """Another name under which an argument is accepted, for example from another library.
 
     Attributes:
         name: the other name, such as ``label_smoothing``.
@@ -57,13 +57,13 @@ class Alias:
 
 @dataclass(frozen=True, repr=False)
 class Number(Kind):
-    """A finite number between bounds; a bool is none, a number of numpy or a tensor of one element is.
+    """A finite number between bounds. Numpy numbers and one-element tensors are accepted, but not bools.
 
     Attributes:
-        at_least: the lower bound, which is accepted itself.
-        above: the lower bound, which is not.
-        at_most: the upper bound, which is accepted itself.
-        below: the upper bound, which is not.
+        at_least: the lower bound, inclusive.
+        above: the lower bound, exclusive.
+        at_most: the upper bound, inclusive.
+        below: the upper bound, exclusive.
         hint: values to choose from, as a sentence, for the message.
     """
 
@@ -73,7 +73,7 @@ class Number(Kind):
     below: float | None = None
     hint: str = field(default="", repr=False)
 
-    #: the bounds, which are accepted themselves, where none is declared
+    #: the inclusive bounds if none are declared
     low: ClassVar[float | None] = None
     high: ClassVar[float | None] = None
 
@@ -116,14 +116,14 @@ class Number(Kind):
 
 @dataclass(frozen=True, repr=False)
 class Fraction(Number):
-    """A number in [0, 1], unless bounds say otherwise."""
+    """A number in [0, 1], unless bounds are declared."""
 
     low, high = 0, 1
 
 
 @dataclass(frozen=True, repr=False)
 class Count(Number):
-    """An integer >= 1, unless a bound says otherwise; a bool is none, an integer of numpy is."""
+    """An integer >= 1, unless a bound is declared. Numpy integers are accepted, but not bools."""
 
     low = 1
 
@@ -142,7 +142,7 @@ class Count(Number):
 
 @dataclass(frozen=True, repr=False)
 class Flag(Kind):
-    """True or False. Arguments annotated with ``bool`` are checked so without a declaration."""
+    """True or False. Arguments annotated with ``bool`` are checked like this without a declaration."""
 
     @property
     @override
@@ -159,7 +159,7 @@ class Flag(Kind):
 
 
 class OneOf(Kind):
-    """One of a few values. Arguments annotated with ``Literal`` are checked so without a declaration.
+    """One of a few values. Arguments annotated with ``Literal`` are checked like this without a declaration.
 
     Args:
         choices: the values.
@@ -193,7 +193,7 @@ class Either(Kind):
     """A value of any of several kinds, as in ``Either(OneOf("epoch"), Count())``.
 
     Args:
-        kinds: the kinds, the most usual one first.
+        kinds: the kinds, the most common one first.
         hint: which one to choose, as a sentence, for the message.
     """
 
@@ -219,11 +219,11 @@ class Either(Kind):
 
 @dataclass(frozen=True, repr=False)
 class Each(Kind):
-    """A sequence of values that are all of one kind, kept as a tuple.
+    """A sequence of values of one kind, converted to a tuple.
 
     Attributes:
         of: the kind of each value.
-        length: how many there must be; None for any number, at least one.
+        length: the required number; None for any number, at least one.
         hint: values to choose from, as a sentence, for the message.
     """
 
@@ -252,11 +252,11 @@ class Each(Kind):
 
 @dataclass(frozen=True, repr=False)
 class Names(Kind):
-    """A list of names, not a single string, whose letters would be taken for names.
+    """A list of names. A single string is refused, because its letters would count as names.
 
     Attributes:
-        of: what the names are, in the plural, for the message.
-        empty: whether no name at all is accepted.
+        of: a plural noun for the names, for the message.
+        empty: whether an empty list is accepted.
         hint: an example, as a sentence, for the message.
     """
 
@@ -284,7 +284,7 @@ class Text(Kind):
     """A string.
 
     Attributes:
-        of: what it says, for the message: ``a dotted path of a submodule``.
+        of: its meaning, for the message: ``a dotted path of a submodule``.
         empty: whether the empty string is accepted.
         hint: an example, as a sentence, for the message.
     """
@@ -307,10 +307,10 @@ class Text(Kind):
 
 @dataclass(frozen=True, repr=False)
 class Function(Kind):
-    """Something that can be called.
+    """A callable.
 
     Attributes:
-        of: its arguments and what it returns: ``(module, batch) that returns one loss per sample``.
+        of: its arguments and its result: ``(module, batch) that returns one loss per sample``.
     """
 
     of: str
@@ -338,5 +338,5 @@ def _text(bound: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy, or of another library, as int or float."""
+    """Return a numpy number, or one of another library, as int or float."""
     return int(value) if isinstance(value, numbers.Integral) else float(value)

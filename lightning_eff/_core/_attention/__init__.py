@@ -1,1 +1,1 @@
-"""Attention as unchanged modules call it: read as numbers, and computed otherwise."""
+"""Attention calls of unchanged modules: read their arguments, and replace their computation."""

@@ -1,4 +1,4 @@
-"""A call of attention as numbers: which key each query may see, with what scale, and whether a mask can be read."""
+"""The arguments of an attention call: which keys each query may see, with what scale, and whether a mask can be read."""
 
 import inspect
 import math
@@ -14,21 +14,21 @@ MODULE = inspect.signature(F.multi_head_attention_forward)
 
 
 class CannotReplace(ValueError):
-    """A call of attention that a technique cannot do, with the reason."""
+    """An attention call that a technique cannot replace, with the reason."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of ``F.scaled_dot_product_attention``, or one that comes down to it.
+    """One call of ``F.scaled_dot_product_attention``, or an equivalent one.
 
     Attributes:
         query: (B, H, L, E).
-        key: (B, H', S, E); H is a multiple of H', and each key head is that of H / H' query heads in a row.
+        key: (B, H', S, E). H is a multiple of H', and H / H' consecutive query heads share each key head.
         value: (B, H', S, E').
-        mask: True where a key may be seen, or a number that is added to its score; broadcasts to (B, H, L, S). Or None.
-        dropout: the share of weights that is dropped, in [0, 1).
-        causal: whether query i sees keys up to i alone.
-        scale: of the products.
+        mask: True where a key may be seen, or numbers added to the scores; broadcasts to (B, H, L, S). Or None.
+        dropout: the fraction of weights that is dropped, in [0, 1).
+        causal: whether query i sees only keys up to i.
+        scale: the factor of the products.
     """
 
     query: Tensor
@@ -41,33 +41,33 @@ class Call:
 
     @property
     def groups(self) -> int:
-        """How many query heads share a head of keys."""
+        """How many query heads share a key head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
     def whole_key(self) -> Tensor:
-        """Keys of each query head, (B, H, S, E)."""
+        """The keys of each query head, (B, H, S, E)."""
         return self.key if self.groups == 1 else self.key.repeat_interleave(self.groups, dim=1)
 
     @property
     def whole_value(self) -> Tensor:
-        """Values of each query head, (B, H, S, E')."""
+        """The values of each query head, (B, H, S, E')."""
         return self.value if self.groups == 1 else self.value.repeat_interleave(self.groups, dim=1)
 
     def may_see(self) -> Tensor | None:
-        """Which keys each query may see: bool, broadcasts to (B, H, L, S); None where it may see all."""
-        seen = None if self.mask is None else shown(self.mask)
+        """Return which keys each query may see: bool, broadcasts to (B, H, L, S); None if it may see all."""
+        seen = None if self.mask is None else visible(self.mask)
         if not self.causal:
             return seen
         below = triangle(self.query.shape[-2], self.key.shape[-2], self.query.device)
         return below if seen is None else seen & below
 
     def scores(self) -> Tensor:
-        """``q k^T scale`` with the mask added, ``-inf`` where a key may not be seen: (B, H, L, S)."""
+        """Return ``q k^T scale`` plus the mask, ``-inf`` where a key may not be seen: (B, H, L, S)."""
         return self.scores_of(self.query, self.whole_key)
 
     def scores_of(self, query: Tensor, key: Tensor) -> Tensor:
-        """:meth:`scores` of other queries and keys, (B, H, L, .) and (B, H, S, .), in their place."""
+        """Return :meth:`scores` for other queries and keys, (B, H, L, .) and (B, H, S, .)."""
         found = query @ key.transpose(-1, -2) * self.scale
         if self.mask is not None and self.mask.dtype != torch.bool:
             found = found + self.mask
@@ -75,47 +75,47 @@ class Call:
         return found if seen is None else found.masked_fill(~seen, -torch.inf)
 
     def run(self) -> Tensor:
-        """The call itself, for whatever computes attention next."""
+        """Compute the call with the next attention implementation."""
         options: dict[str, Any] = {"enable_gqa": True} if self.groups > 1 else {}
         return F.scaled_dot_product_attention(
             self.query, self.key, self.value, self.mask, self.dropout, self.causal, scale=self.scale, **options
         )
 
     def of_keys(self, keep: Tensor) -> "Call":
-        """The call in which queries see, of the keys that they may see, those of ``keep`` alone: bool, (B, H, L, S).
+        """Return the call in which queries see only those of their visible keys for which ``keep`` is True: bool, (B, H, L, S).
 
-        The weights of these sum to one again. A query that may see nothing keeps the mask that it has.
+        The weights of these keys sum to one. A query without any visible key keeps its mask.
         """
         seen = self.may_see()
         keep = keep if seen is None else keep & seen
         if self.mask is None or self.mask.dtype == torch.bool:
             return replace(self, mask=keep, causal=False)
-        none = keep.any(-1, keepdim=True).logical_not()  # such a row is what its own numbers make of it
+        none = keep.any(-1, keepdim=True).logical_not()  # such a row keeps its own numbers
         return replace(self, mask=torch.where(keep | none, self.mask, -torch.inf).to(self.mask.dtype), causal=False)
 
 
 def triangle(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Which keys causal attention shows, (L, S): as ``is_causal`` has it, the first of them to the first query."""
+    """Return which keys causal attention shows, (L, S), aligned at the first query and key as for ``is_causal``."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
 
 
-def shown(mask: Tensor) -> Tensor:
-    """Where a mask, of bool or of numbers that are added, shows a key."""
+def visible(mask: Tensor) -> Tensor:
+    """Return where a mask, of bool or of added numbers, shows a key."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, tuple[int, ...]]:
-    """The call with these arguments of ``F.scaled_dot_product_attention``, and the dimensions in front of its heads.
+    """Return the call with these arguments of ``F.scaled_dot_product_attention``, and the dimensions before its heads.
 
     Raises:
-        CannotReplace: if they are tensors of other kinds.
+        CannotReplace: if the tensors are of unsupported kinds.
     """
     given: dict[str, Any] = {**dict(zip(FUSED, args, strict=False)), **kwargs}
     tensors: tuple[Any, ...] = tuple(given.get(name) for name in FUSED[:4])
     q, k, v, mask = tensors
     for name, t in zip(FUSED, tensors, strict=False):
         if t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_nested):
-            raise CannotReplace(f"its {name} is a {type(t).__name__} of a kind of its own, which cannot be read")
+            raise CannotReplace(f"its {name} is a {type(t).__name__}, a tensor class that is not supported")
     if q.ndim < 2 or not (q.ndim == k.ndim == v.ndim):
         raise CannotReplace(f"queries, keys and values have {q.ndim}, {k.ndim} and {v.ndim} dimensions")
     front = tuple(q.shape[:-2]) if q.ndim < 4 else tuple(q.shape[:-3])
@@ -153,20 +153,20 @@ def as_term(mask: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def restored(output: Tensor, call: Call, front: tuple[int, ...], dims: int) -> Tensor:
-    """What is returned for queries of ``dims`` dimensions, from (B, H, L, E')."""
+    """Convert an output (B, H, L, E') to the form for queries of ``dims`` dimensions."""
     if dims < 4:
         return output[(0,) * (4 - dims)]
     return output.unflatten(0, front) if dims > 4 else output
 
 
 def keys_alone(call: Call, who: str) -> tuple[Tensor | None, bool]:
-    """What a mask says of each key, (B or 1, H or 1, S), bool or numbers, and whether attention is causal.
+    """Return a mask's value for each key, (B or 1, H or 1, S), bool or numbers, and whether attention is causal.
 
-    That is all that can be said to a method without a weight for each pair. A causal mask with padding on either side is
-    told, also where padding itself sees what it likes.
+    Methods without a weight for each pair cannot use more. A causal mask with padding on either side is recognized, whatever
+    padding itself may see.
 
     Raises:
-        CannotReplace: if the mask says more: windows, packed samples, biases of pairs.
+        CannotReplace: if the mask contains more: windows, packed samples, biases of pairs.
     """
     mask = call.mask
     if mask is None:
@@ -174,14 +174,14 @@ def keys_alone(call: Call, who: str) -> tuple[Tensor | None, bool]:
     queries, keys = call.query.shape[-2], call.key.shape[-2]
     if mask.shape[-2] == 1 or bool((mask == mask[..., :1, :]).all()):
         return mask[..., 0, :].expand(*mask.shape[:2], keys), call.causal
-    seen = shown(mask).expand(*mask.shape[:2], queries, keys)
-    numbers = mask.dtype != torch.bool and bool((mask.masked_fill(~shown(mask), 0) != 0).any())
+    seen = visible(mask).expand(*mask.shape[:2], queries, keys)
+    numbers = mask.dtype != torch.bool and bool((mask.masked_fill(~visible(mask), 0) != 0).any())
     if queries == keys and not numbers and not call.causal:
         there = seen.any(-2)
         expected = there[..., None, :] & triangle(queries, keys, mask.device)
         if bool(((seen == expected) | ~there[..., None]).all()):
             return there, True
     raise CannotReplace(
-        f"its mask of shape {tuple(mask.shape)} says more than which keys are padding and whether it is causal, and {who} has"
-        " no weight for each pair that it could be applied to"
+        f"its mask of shape {tuple(mask.shape)} contains more than padding and causality, and {who} has no weight for each"
+        " pair to apply it to"
     )

@@ -1,4 +1,4 @@
-"""While it is entered, attention is computed otherwise, wherever it is called and also where it runs again."""
+"""A torch function mode that replaces attention wherever it is called, also when checkpointed code runs again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,29 +17,29 @@ _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _SEEN = frozenset({*_SOFTMAX, *_BACKWARD, F.scaled_dot_product_attention, F.multi_head_attention_forward})
 _WEIGHTS = (
-    "attention weights are asked for, which are not computed: call nn.MultiheadAttention with need_weights=False, or"
-    " set attn_implementation='sdpa' and no output_attentions of a Hugging Face model"
+    "it returns attention weights, which are not computed: call nn.MultiheadAttention with need_weights=False, or set"
+    " attn_implementation='sdpa' and no output_attentions of a Hugging Face model"
 )
 
 
 class Replacing(TorchFunctionMode):
-    """While it is entered, each call of attention is what ``attend`` makes of it.
+    """Replaces each attention call by ``attend`` while it is entered.
 
-    Seen are ``F.scaled_dot_product_attention``, by whatever name (Hugging Face's "sdpa" among them), and
-    ``nn.MultiheadAttention``, whose fast path in evaluation is off meanwhile. What gradient checkpointing runs again in a
-    backward pass that begins while it is entered is seen too, and not counted.
+    It covers ``F.scaled_dot_product_attention`` under any name, including Hugging Face's "sdpa", and
+    ``nn.MultiheadAttention``, whose fast path in evaluation is disabled meanwhile. It also covers code that gradient
+    checkpointing runs again in a backward pass that begins while the mode is entered; those calls are not counted.
 
     Args:
-        attend: what is computed; :class:`CannotReplace` says why it is not.
+        attend: computes a call, or raises :class:`CannotReplace` with the reason.
         who: the technique's name, for messages.
 
     Attributes:
-        calls: how many were seen.
-        by_hand: how many times scores (B, H, L, S) went through a softmax, as where attention is written by hand.
-        rerunning: whether a backward pass is under way.
+        calls: how many calls were replaced.
+        by_hand: how often scores (B, H, L, S) went through a softmax, as in hand-written attention.
+        rerunning: whether a backward pass is running.
     """
 
-    apart_from_compiled = True  # sees nothing in compiled code, which need not be compiled with it
+    apart_from_compiled = True  # observes nothing in compiled code, which therefore is not compiled with it
 
     def __init__(self, attend: Callable[[Call], Tensor], who: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Replacing(TorchFunctionMode):
         if func in _BACKWARD:
             around, self.rerunning = self.rerunning, True
             try:
-                with self:  # torch has put the mode aside, and what checkpoints run again is to be seen, too
+                with self:  # torch has suspended the mode, which must also see recomputed calls
                     return (grad_by_edges if func is torch.autograd.grad else backward_by_edges)(*args, **kwargs)
             finally:
                 self.rerunning = around
@@ -73,31 +73,31 @@ class Replacing(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def softmaxed(self, weights: Tensor) -> Tensor:
-        """What a softmax of scores (B, H, L, S) that is written by hand returns."""
+        """Return the result for a hand-written softmax of scores (B, H, L, S)."""
         return weights
 
     def replace(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What a call with these arguments of ``F.scaled_dot_product_attention`` returns."""
+        """Return the result of a call with these arguments of ``F.scaled_dot_product_attention``."""
         try:
             call, front = read(args, kwargs)
             self.calls += not self.rerunning
             output = self.attend(call)
         except CannotReplace as e:
             raise CannotReplace(
-                f"{self.who}: a call of attention cannot be replaced: {e}. Take the technique out, or train with attention"
-                " that it can do."
+                f"{self.who}: a call of attention cannot be replaced: {e}. Remove the technique, or train with attention that"
+                " it supports."
             ) from None
         query = args[0] if args else kwargs["query"]
         return restored(output, call, front, query.ndim)
 
     def _of_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # a function of torch's own in Python, in which this mode is off and names are looked up in F
+        # a Python function of torch, in which this mode is off and names are looked up in F
         given = MODULE.bind(*args, **kwargs)
         given.apply_defaults()
         if given.arguments["need_weights"]:
             raise CannotReplace(f"{self.who}: a call of nn.MultiheadAttention cannot be replaced: {_WEIGHTS}.")
         plain = F.scaled_dot_product_attention
-        modes = [*getattr(plain, "modes", ()), self]  # those that were entered later come first
+        modes = [*getattr(plain, "modes", ()), self]  # later modes come first
         patches = Patches()
         patches.set(F, "scaled_dot_product_attention", _Inner(modes, getattr(plain, "plain", plain)))
         try:
@@ -107,11 +107,11 @@ class Replacing(TorchFunctionMode):
 
 
 class _Inner:
-    """What torch's function finds in the place of ``F.scaled_dot_product_attention``: the replacement of each mode in turn.
+    """Replaces ``F.scaled_dot_product_attention`` within torch's function: applies each mode in turn.
 
     Args:
-        modes: in the order in which they act.
-        plain: the function that was there.
+        modes: the modes, in the order in which they act.
+        plain: the original function.
     """
 
     def __init__(self, modes: list[Replacing], plain: Callable[..., Tensor]) -> None:

@@ -1,1 +1,1 @@
-"""What an autograd graph tells of a network's architecture: its residual branches and its heads."""
+"""Find parts of a network's architecture in an autograd graph: residual branches, attention, feed-forward networks, heads."""

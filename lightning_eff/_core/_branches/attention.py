@@ -1,7 +1,7 @@
-"""Queries, keys, values and output maps of attention, whatever modules are called, also where one map makes several.
+"""Find the linear layers of queries, keys, values and outputs of attention, also where one layer computes several.
 
-Attention is a fused ``scaled_dot_product_attention``, or a product of values with a softmax of products. Which outputs of a
-map are its queries is told by gradients: ones that come from the queries alone reach the rows of no others.
+Attention is a fused ``scaled_dot_product_attention``, or a product of values with a softmax of products. Gradients show which
+outputs of a layer are its queries: gradients that come only from the queries reach only these rows.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ _OF_SCORES = SHAPES | {"Mul", "Div", "Add", "Sub", "MaskedFill", "Where", "Tanh"
 
 
 class Part(NamedTuple):
-    """Outputs of a map.
+    """Some outputs of a linear layer.
 
     Attributes:
-        weight: the name of the map's weight.
-        dim: along which of the weight's dimensions its outputs lie.
-        outputs: which of them, of shape (out,), on the CPU.
+        weight: the name of the layer's weight.
+        dim: the weight's dimension along the outputs.
+        outputs: which outputs, bool, of shape (out,), on the CPU.
     """
 
     weight: str
@@ -35,30 +35,30 @@ class Part(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the map."""
+        """Whether it contains all outputs of the layer."""
         return bool(self.outputs.all())
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of the weight, or of its bias of shape (out,): a copy."""
+        """Return a copy of this part of the weight, or of its bias of shape (out,)."""
         return tensor.index_select(min(self.dim, tensor.ndim - 1), self.outputs.nonzero().flatten().to(tensor.device))
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
-        """Write ``values``, of the shape that :meth:`of` returns, into the weight or its bias."""
+        """Write ``values``, in the shape that :meth:`of` returns, into the weight or its bias."""
         tensor.index_copy_(min(self.dim, tensor.ndim - 1), self.outputs.nonzero().flatten().to(tensor.device), values)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention: of what its queries, keys and values are made, and the maps that its result goes into.
+    """One attention: the linear layers of its queries, keys and values, and those that get its result.
 
     Attributes:
-        query: parts of maps.
-        key: likewise.
-        value: likewise.
+        query: parts of layers.
+        key: parts of layers.
+        value: parts of layers.
         output: names of weights.
-        cross: whether keys are made of other data than queries, as in a decoder's attention to its encoder.
-        width: features of a head's queries, which lie side by side; None where it is not told.
-        normed: whether a norm stands between a map and the queries or keys that it makes.
+        cross: whether keys come from other data than queries, as in a decoder's attention to its encoder.
+        width: consecutive features per query head; None if unknown.
+        normed: whether a norm follows the layers of queries or keys.
     """
 
     query: tuple[Part, ...]
@@ -71,16 +71,16 @@ class Attention:
 
 
 class _Seen(NamedTuple):
-    """Where an attention lies in the graph: by role, the operation that takes it, and at which of its places."""
+    """The position of an attention in the graph: by role, the operation that uses it, and at which argument."""
 
     node: Node
     at: dict[str, tuple[Node, int]]
 
 
 def attentions(graph: Graph) -> list[Attention]:
-    """All attentions that a loss was computed by, in their order; takes three backward passes where there are any.
+    """Return all attentions in the graph of a loss, in order. This takes three backward passes if there are any.
 
-    Those whose queries, keys or values are made of no map's outputs have none of these parts.
+    Parts are empty for queries, keys or values that are not outputs of a linear layer.
     """
     seen = [*_seen(graph)]
     if not seen:
@@ -110,11 +110,11 @@ def _input(node: Node, place: int) -> Node:
 
 
 def _width(node: Node, place: int) -> int | None:
-    """The last dimension of the queries that a node was handed at a place, by what it keeps for its backward pass."""
+    """Return the last dimension of the queries in a node's argument, from the tensors saved for backward; None if unknown."""
     if kind(node).startswith(ATTENTION):
         kept = getattr(node, "_saved_query", None)
         return kept.shape[-1] if isinstance(kept, Tensor) else None
-    # of a product, the second factor has as many rows
+    # the second factor of a product has as many rows
     kept = getattr(node, "_saved_mat2", getattr(node, "_saved_batch2", None))
     first = place == len(node.next_functions) - 2
     return kept.shape[-2] if first and isinstance(kept, Tensor) else None
@@ -136,7 +136,7 @@ def _seen(graph: Graph) -> Iterator[_Seen]:
 
 
 def _product(graph: Graph, node: Node) -> tuple[int, int] | None:
-    """The places of the two factors of a product of what the batch makes, none of them a weight."""
+    """Return the arguments of the two factors of a product in which neither is a weight."""
     if kind(node) not in _BATCHED or graph.map_at(node) is not None:
         return None
     made = [behind(edge) for edge in node.next_functions]
@@ -145,7 +145,7 @@ def _product(graph: Graph, node: Node) -> tuple[int, int] | None:
 
 
 def _scores(graph: Graph, node: Node) -> tuple[Node, tuple[int, int]] | None:
-    """The product that attention weights are a softmax of; None where ``node`` is no such weights."""
+    """Return the product in the softmax that computes attention weights; None if ``node`` has no such weights."""
     onward = SHAPES | {"Mul", "Div", "Add", "Sub", "Sum"}
     reached = graph.below(node, lambda n: graph.inputs[n] if kind(n) in onward else ())
     for softmax in (n for n in reached if kind(n) in _SOFTMAX):
@@ -157,11 +157,11 @@ def _scores(graph: Graph, node: Node) -> tuple[Node, tuple[int, int]] | None:
 
 
 def _reached(graph: Graph, seen: list[_Seen], role: str, ends: list[End]) -> dict[str, Part]:
-    """Which outputs of the maps at ``ends`` gradients reach that come from ``role`` alone; by the weight's name."""
+    """Return by weight name which outputs of the layers at ``ends`` get gradients that come only from ``role``."""
     variables = {name: variable for name, variable in graph.leaves.values() if name in {end.weight for end in ends}}
     if not variables:
         return {}
-    cut: dict[Node, set[int]] = {}  # places of a node past which nothing goes
+    cut: dict[Node, set[int]] = {}  # arguments of a node at which gradients stop
     fed: set[Node] = set()
     for one in seen:
         node, place = one.at[role]
@@ -176,7 +176,7 @@ def _reached(graph: Graph, seen: list[_Seen], role: str, ends: list[End]) -> dic
         for node in fed:
             scope.callback(node.register_prehook(_feeding).remove)
         for variable in variables.values():
-            if not variable.requires_grad:  # one that was frozen before the pass that was looked at, and is so again
+            if not variable.requires_grad:  # the parameter is frozen outside of the observed pass
                 scope.callback(variable.requires_grad_, False)
                 variable.requires_grad_(True)
         zero = torch.zeros_like(graph.loss)
@@ -196,7 +196,7 @@ def _feeding(grad_outputs: tuple[Tensor | None, ...]) -> Any:
     first, *rest = grad_outputs
     if first is None:
         return None
-    # numbers without a pattern that sums could cancel by, the same each time
+    # random numbers do not cancel in sums, and are the same each time
     fed = torch.randn(first.shape, generator=torch.Generator().manual_seed(0)).to(first)
     return (fed, *rest)
 
@@ -210,7 +210,7 @@ def _part(graph: Graph, name: str, node: Node, gradient: Tensor) -> Part:
 
 
 def output_dim(graph: Graph, name: str, node: Node) -> int | None:
-    """Along which dimension of its weight a map's outputs lie: 0 of ``x W^T``, 1 of ``x W``; None where it is not told."""
+    """Return the dimension of a weight along its layer's outputs: 0 for ``x W^T``, 1 for ``x W``; None if unknown."""
     if kind(node) not in ("Mm", "Addmm", "Bmm", "Baddbmm", "GroupedMm"):
         return 0 if kind(node) == "Linear" or "Convolution" in kind(node) else None
     here = graph.inputs[node][-1]
@@ -228,7 +228,7 @@ def output_dim(graph: Graph, name: str, node: Node) -> int | None:
 
 
 def _outputs(graph: Graph, seen: list[_Seen]) -> dict[Node, dict[str, None]]:
-    """By the node of each attention, the weights of the maps that its result goes into, gates in between allowed."""
+    """Return, by attention node, the weights of the layers that get its result, also through gates."""
     found: dict[Node, dict[str, None]] = {one.node: {} for one in seen}
     for node in graph.order:
         at = graph.map_at(node)
@@ -246,7 +246,7 @@ def _outputs(graph: Graph, seen: list[_Seen]) -> dict[Node, dict[str, None]]:
 
 
 def _joins(node: Node) -> bool:
-    """Whether a node is a sum of two, as of a stream and a branch."""
+    """Return whether a node is a sum of two tensors, such as a stream and a branch."""
     return (
         kind(node) in ("Add", "Addcmul")
         and len(node.next_functions) > 1
@@ -255,7 +255,7 @@ def _joins(node: Node) -> bool:
 
 
 def _sources(graph: Graph) -> list[int]:
-    """What begins from data: look-ups, and maps of what no weight has made; as bits."""
+    """Return the nodes at which data enters, as bits: embeddings, and layers of inputs without weights before them."""
     return [
         graph.bits([node])
         for node in graph.order

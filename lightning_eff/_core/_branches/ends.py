@@ -1,4 +1,4 @@
-"""The tensors in which a residual branch ends: scaled by one number, what the branch adds is scaled by it."""
+"""Find the tensors that scale a residual branch's output proportionally."""
 
 import re
 
@@ -12,21 +12,21 @@ from lightning_eff._core._stack.finding import repeated, signature
 def tensors_that_end(
     module: nn.Module, graph: Graph, branch: Branch, every: list[Branch], *, who: str
 ) -> tuple[str, ...]:
-    """Names of the parameters that a branch's output is proportional to, all taken together.
+    """Return the names of the parameters to which a branch's output is proportional, all taken together.
 
-    They are the weights of its last maps with their biases, or those of the norms behind these; and what stands in one list
-    with them and was not used in the pass, as experts are to which no token was sent.
+    They are the weights and biases of its last linear layers, or of norms after these. Unused parameters in the same list are
+    included, such as experts that got no token.
 
     Args:
-        module: that the pass was of.
-        graph: of the pass.
+        module: the module of the pass.
+        graph: the graph of the pass.
         branch: one of ``every``.
         every: the branches that :func:`~lightning_eff._core._branches.finding.branches` found in it.
         who: the technique's name, for messages.
 
     Raises:
-        ValueError: where a branch ends in a norm without a weight, or in a map that is used elsewhere too; or where equal
-            blocks do not have equal branches.
+        ValueError: if a branch ends in a norm without a weight, or in a layer that is also used elsewhere; or if equal blocks
+            have different branches.
     """
     if every and branch is every[0]:
         refuse_unequal(module, graph, every, who=who)
@@ -35,10 +35,10 @@ def tensors_that_end(
 
 
 def refuse_unequal(module: nn.Module, graph: Graph, every: list[Branch], *, who: str) -> None:
-    """Raise ``ValueError`` if branches were found in some blocks of a stack and not in others that are like them.
+    """Raise ``ValueError`` if branches were found in some blocks of a stack but not in other blocks of the same structure.
 
-    Blocks are alike if their class, and the names and shapes of their tensors, are the same. Those that the pass did not run
-    say nothing.
+    Blocks have the same structure if their classes, and the names and shapes of their tensors, are equal. Blocks that did not
+    run in the pass are ignored.
     """
     ran = {name for name, _ in graph.leaves.values()}
     ends = {end.weight for branch in every for end in branch.last}
@@ -47,7 +47,7 @@ def refuse_unequal(module: nn.Module, graph: Graph, every: list[Branch], *, who:
         for path, block in stack.named_blocks.items():
             if any(name.startswith(f"{path}.") for name in ran):
                 within = {name.removeprefix(f"{path}.") for name in ends if name.startswith(f"{path}.")}
-                places = {re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in within}  # whichever experts were used
+                places = {re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in within}  # the same for all experts
                 alike.setdefault(f"{type(block)}{signature(block)}", {})[path] = places
         for found in alike.values():
             if len({frozenset(places) for places in found.values()}) > 1:
@@ -68,28 +68,28 @@ def _tensors(module: nn.Module, graph: Graph, end: End, every: list[Branch], *, 
     if end.norms:
         if not end.norms[0]:
             raise ValueError(
-                f"{who}: a residual branch ends in a norm behind {end.weight}, of which no weight is seen that could be zero"
-                " (none, or one to which 1 is added). Expected branches that end in a map, or in a norm with a weight. Take the"
-                " technique out."
+                f"{who}: a residual branch ends in a norm after {end.weight} without a weight that could be zero (none, or one"
+                " to which 1 is added); expected branches that end in a linear layer, or in a norm with a weight. Remove"
+                f" {who}."
             )
         return (*end.norms[0], *end.added)
     ends = {other.node for branch in every for other in branch.last}
     others = [kind(node) for node in graph.uses(end.weight) if node not in ends]
     if others and any("BackwardBackward" in node.name() for node in graph.inputs):
         raise ValueError(
-            f"{who}: training_step takes derivatives by itself, so sums in its graph need not be residual ones. Name the"
-            f" weights in which branches end, branches=[...], or remove {who}."
+            f"{who}: training_step takes derivatives by itself, so sums in its graph may not be residual. Name the weights in"
+            f" which branches end, branches=[...], or remove {who}."
         )
     if others:
         raise ValueError(
             f"{who}: {end.weight} ends a residual branch and is used elsewhere too ({', '.join(others)}), where zeros would"
-            " do something else. Expected a weight of its own. Take the technique out."
+            f" have another effect. Remove {who}."
         )
     return (end.weight, *biases_beside(module, end.weight), *_handed(graph, end), *end.added)
 
 
 def _handed(graph: Graph, end: End) -> list[str]:
-    """The biases that a map was handed with its input, whatever they are called."""
+    """Return the biases that a layer got as arguments, whatever their names."""
     found: list[str] = []
     for f in graph.inputs[end.node]:
         while f not in graph.leaves and kind(f) in SHAPES and len(graph.inputs[f]) == 1:
@@ -100,7 +100,7 @@ def _handed(graph: Graph, end: End) -> list[str]:
 
 
 def alike_unused(module: nn.Module, graph: Graph, names: list[str]) -> list[str]:
-    """What the batch left unused and stands in one list with a last map, as experts do to which it sent no token."""
+    """Return parameters that the batch did not use and that are in one list with a last layer, such as unused experts."""
     seen = {name for name, _ in graph.leaves.values()}
     left = {name: p.shape for name, p in module.named_parameters() if name not in seen}
     shapes = {name: p.shape for name, p in module.named_parameters()}
@@ -115,9 +115,9 @@ def alike_unused(module: nn.Module, graph: Graph, names: list[str]) -> list[str]
 
 
 def channels_of(graph: Graph, end: End) -> int | None:
-    """Which dimension of a weight are the channels that its map puts out; None where it is not told.
+    """Return the dimension of a weight along its layer's output channels; None if unknown.
 
-    A product has them last, and what is done to the weight before may exchange the last two.
+    In a product they come last, but a transposition of the weight may exchange the last two dimensions.
     """
     if kind(end.node) not in ("Mm", "Addmm", "Bmm", "Baddbmm", "GroupedMm"):
         return None
@@ -133,15 +133,15 @@ def channels_of(graph: Graph, end: End) -> int | None:
 
 
 def _dims(node: Node, ndim: int) -> set[int]:
-    """Which dimensions a transposition exchanged, of a tensor of ``ndim`` ones."""
+    """Return the dimensions that a transposition exchanged, of a tensor with ``ndim`` dimensions."""
     dims = (int(node._saved_dim0), int(node._saved_dim1))
     return {(dim - 2**64 if dim >= 2**63 else dim) % ndim for dim in dims}
 
 
 def biases_beside(module: nn.Module, weight: str) -> tuple[str, ...]:
-    """The biases of a map, by its weight: in the module that has both; of norms in there, none.
+    """Return the biases in the module that has ``weight``; norms inside are excluded.
 
-    Where that module has several weights, as experts in one parameter have, a bias has the name of its weight in its own.
+    If the module has several weights, as experts in one parameter do, a bias belongs to the weight whose name it starts with.
     """
     path, _, key = weight.rpartition(".")
     owner = module.get_submodule(path)

@@ -1,4 +1,4 @@
-"""Inputs that a module may be called with, made up from its config, its embeddings, its convolutions and its maps."""
+"""Generate inputs with which a module may be called, from its config, embeddings, convolutions and linear layers."""
 
 import inspect
 import math
@@ -8,20 +8,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-LENGTH = 8  # of a made-up sequence, unless the module says another
+LENGTH = 8  # of a generated sequence, unless the module requires another
 SAMPLES = 2
 _TARGETS = ("label", "labels", "target", "targets", "y")
 
 
 class Call(NamedTuple):
-    """A call's arguments, by position and by name."""
+    """The arguments of a call, by position and by name."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}  # noqa: RUF012 -- a named tuple's default, never changed
 
 
 def calls_of(part: nn.Module) -> Iterator[tuple[str, Call]]:
-    """Calls that ``part.forward`` may take, the likeliest first, each with what it is in words."""
+    """Yield calls that ``part.forward`` may accept, most likely first, each with a description."""
     names = required(part)
     if getattr(part, "config", None) is not None and hasattr(part, "main_input_name"):
         call = _transformers(part)
@@ -37,12 +37,12 @@ def calls_of(part: nn.Module) -> Iterator[tuple[str, Call]]:
 
 
 def targets(x: Tensor) -> Tensor:
-    """What may be predicted of an input: ids of ids, and a class of each other sample."""
+    """Return possible targets for an input: the ids themselves, or class 0 for each sample."""
     return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device) if x.is_floating_point() else x
 
 
 def required(part: nn.Module) -> list[str]:
-    """The arguments without a default that ``forward`` takes; one where it takes any."""
+    """Return the arguments of ``forward`` without a default; the first argument if there are none."""
     found = inspect.signature(part.forward).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in found if p.kind in positional and p.default is inspect.Parameter.empty]
@@ -50,7 +50,7 @@ def required(part: nn.Module) -> list[str]:
 
 
 def inputs(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that ``part`` may take: ids for embeddings, images for convolutions, else features; as it begins with."""
+    """Yield tensors that ``part`` may accept: ids for embeddings, images for convolutions, otherwise features."""
     makers = {"ids": _ids, "images": _images, "waves": _waves, "features": _features}
     kinds: dict[str, None] = {}
     for m in part.modules():
@@ -67,7 +67,7 @@ def inputs(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def step_batches(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Batches that a ``training_step`` may take: inputs alone, with targets as a pair, and by usual names."""
+    """Yield batches that a ``training_step`` may accept: inputs only, with targets as a pair, and by common names."""
     for what, x in inputs(module):
         names = ("input_ids", "ids", "x") if not x.is_floating_point() else ("x", "pixel_values", "image", "images")
         yield f"{what} with targets", (x, targets(x))
@@ -78,7 +78,7 @@ def step_batches(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def hidden_states(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a block of a stack may take: (B, T, D), or (B, C, H, W)."""
+    """Yield inputs that a block of a stack may accept: (B, T, D), or (B, C, H, W)."""
     if len(required(block)) != 1:
         return
     yield from inputs(block)
@@ -90,25 +90,25 @@ def _first_is_conv(part: nn.Module) -> bool:
 
 
 def _like(part: nn.Module) -> Tensor:
-    """The first floating parameter: whose device and dtype an input has."""
+    """Return the first floating-point parameter, whose device and dtype an input gets."""
     return next((p for p in part.parameters() if p.is_floating_point()), torch.empty(0))
 
 
 def noise(part: nn.Module, *shape: int) -> Tensor:
-    """Normal numbers, always the same, with a gradient: a branch may begin at what the module is handed."""
+    """Return fixed normal numbers that require gradients, because a branch may start at the module's input."""
     like = _like(part)
     made = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
     return made.to(like.device, like.dtype).requires_grad_(True)
 
 
 def ids(part: nn.Module, length: int, below: int) -> Tensor:
-    """Ids (B, T), as many different ones as there are."""
+    """Return ids (B, T), as many different ones as possible."""
     made = torch.arange(SAMPLES * length, device="cpu") % max(below, 1)
     return made.view(SAMPLES, length).to(_like(part).device)
 
 
 def _lengths(part: nn.Module) -> list[int]:
-    """Lengths of sequences: any, and those for which the module has places."""
+    """Return possible sequence lengths: a default, and those of the module's position tables."""
     places = [p.shape[1] for p in part.parameters() if p.ndim == 3 and p.shape[0] == 1 and p.shape[1] > 1]
     tables = [m.num_embeddings for m in part.modules() if isinstance(m, nn.Embedding)]
     places += [n for n in (min(tables, default=0),) if n > 1]
@@ -133,7 +133,7 @@ def _images(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     sides.append(side * stride)
     for side in dict.fromkeys([*sides, 32, 28, 64, 16, 8, 224]):
         yield f"images of side {side}", noise(part, SAMPLES, channels, side, side)
-    for m in part.modules():  # what is flattened behind the last convolution says the side
+    for m in part.modules():  # a linear layer after flattening fixes the side
         if isinstance(m, nn.Linear):
             for side in (48, 96, 128):
                 yield f"images of side {side}", noise(part, SAMPLES, channels, side, side)
@@ -164,14 +164,14 @@ def _features(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _transformers(part: Any) -> Call | None:
-    """Arguments of a Hugging Face model, by its signature and its config."""
+    """Return arguments of a Hugging Face model, from its signature and its config."""
     config, names = part.config, inspect.signature(part.forward).parameters
     text = getattr(config, "get_text_config", lambda: config)()
     vision = getattr(config, "vision_config", config)
     found: dict[str, Any] = {}
     try:
         embeddings = part.get_input_embeddings()
-    except (AttributeError, NotImplementedError):  # of models that have none
+    except (AttributeError, NotImplementedError):  # the model has none
         embeddings = None
     vocabulary = getattr(embeddings, "num_embeddings", None) or getattr(text, "vocab_size", None)
     for name in ("input_ids", "decoder_input_ids"):

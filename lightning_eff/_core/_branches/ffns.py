@@ -1,4 +1,4 @@
-"""Feed-forward networks ``x + W_2 f(W_1 x)`` in any module: by what is computed from what, or as the user names them."""
+"""Find feed-forward networks ``x + W_2 f(W_1 x)`` in any module, from its graph or by the names that the user gives."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from torch import nn
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.graph import SHAPES, End, Graph, Node, kind
 
-# what acts on each hidden unit by itself
+# operations on each hidden unit separately
 _ACTIVATIONS = (
     "Mul Div Add Sub Neg Abs Pow Exp Erf Tanh Sigmoid Gelu Silu Relu LeakyRelu Elu Celu Selu Mish Softplus LogSigmoid"
     " Hardtanh Hardsigmoid Hardswish Threshold Clamp ClampMin ClampMax Maximum Minimum Where MaskedFill Glu"
@@ -21,13 +21,13 @@ _TURNS = ("T", "Transpose", "Permute")
 
 
 class Part(NamedTuple):
-    """A parameter that has the hidden units along one of its dimensions.
+    """A parameter with the hidden units along one of its dimensions.
 
     Attributes:
-        name: dotted, in the module.
+        name: its dotted name in the module.
         dim: that dimension.
-        groups: how often it has them: 2 in one map that makes both a gate and what it opens, one after the other.
-        last: it is the map from the hidden units back to the stream.
+        groups: how often it contains them: 2 in a layer that computes a gate and the gated value, one after the other.
+        last: whether it is the layer from the hidden units back to the stream.
     """
 
     name: str
@@ -42,7 +42,7 @@ class FFN:
 
     Attributes:
         hidden: the number of its hidden units.
-        parts: its parameters that have them, the last map's at the end.
+        parts: its parameters with hidden units; the last layer's weight comes last.
     """
 
     hidden: int
@@ -53,12 +53,12 @@ class FFN:
 
 
 def find_ffns(graph: Graph) -> tuple[list[FFN], dict[str, str]]:
-    """The feed-forward networks among the residual branches of what a loss was computed by.
+    """Return the feed-forward networks among the residual branches in the graph of a loss.
 
-    A branch is one if between its last map and the maps before it, each hidden unit is treated by itself.
+    A branch is one if only operations on each hidden unit separately lie between its last layer and those before.
 
     Returns:
-        Those found; and for the last maps of the other branches, by their weight's name, why they are none.
+        The networks found. And for the last layers of other branches, by weight name, why they are none.
     """
     found: dict[str, FFN] = {}
     maps: dict[str, set[Node]] = {}
@@ -73,15 +73,15 @@ def find_ffns(graph: Graph) -> tuple[list[FFN], dict[str, str]]:
     for last, ffn in found.items():
         for part in ffn.parts:
             if part.name in maps and set(graph.uses(part.name)) != maps[part.name]:
-                refused[last] = f"{part.name} is used elsewhere, too"
+                refused[last] = f"{part.name} is also used elsewhere"
     return [ffn for last, ffn in found.items() if last not in refused], refused
 
 
 def _ffn(graph: Graph, end: End, maps: dict[str, set[Node]]) -> FFN | str:
-    """The network that ends in ``end``, or why it is none; the nodes of its maps are added to ``maps``."""
+    """Return the network that ends in ``end``, or why there is none; the nodes of its layers are added to ``maps``."""
     shapes = {name: tuple(tensor.shape) for name, tensor in graph.leaves.values()}
     if len(shapes[end.weight]) != 2:
-        return f"its weight has the shape {shapes[end.weight]}, which is no plain map's"
+        return f"its weight has the shape {shapes[end.weight]}, so it is not a plain linear layer"
     first: dict[str, Node] = {}
     vectors: dict[str, None] = {}
     seen: set[Node] = set(end.inputs)
@@ -94,19 +94,19 @@ def _ffn(graph: Graph, end: End, maps: dict[str, set[Node]]) -> FFN | str:
         at = graph.map_at(node)
         if at is not None:
             if len(shapes[at[0]]) != 2:
-                return f"the map before it, {at[0]}, has the shape {shapes[at[0]]}, which is no plain map's"
+                return f"the layer before it, {at[0]}, has the shape {shapes[at[0]]}, so it is not a plain linear layer"
             if any(_gathered(graph, f) for f in at[1]):
-                return f"{at[0]} is an expert's, which sees the tokens that are sent to it"
+                return f"{at[0]} belongs to an expert, which sees only the tokens routed to it"
             first[at[0]] = node
             vectors |= dict.fromkeys(_biases(graph, node))
             continue
         if kind(node) not in _BY_UNIT:
-            return f"{kind(node)} stands before it, which is not done to each hidden unit by itself"
+            return f"{kind(node)} precedes it, which does not act on each hidden unit separately"
         onward = [f for f in graph.inputs[node] if f not in seen]
         seen.update(onward)
         stack += onward
     if not 1 <= len(first) <= 3:
-        return f"{len(first)} maps come before it" if first else "no map comes before it"
+        return f"{len(first)} linear layers precede it" if first else "no linear layer precedes it"
     layouts = [[*_layouts(shapes[name], shapes[end.weight])] for name in first]
     down = {layout.down for found in layouts for layout in found}
     if len(down) > 1:
@@ -118,7 +118,7 @@ def _ffn(graph: Graph, end: End, maps: dict[str, set[Node]]) -> FFN | str:
         if len(fit) > 1:
             fit = [layout for layout in fit if layout.up == 1 - int(_out_first(graph, node, name))]
         if not fit:
-            return f"{name} {shapes[name]} does not lead from the stream to the inputs of its own {shapes[end.weight]}"
+            return f"{name} {shapes[name]} does not fit between the stream and {shapes[end.weight]}"
         parts.append(Part(name, fit[0].up, fit[0].groups, last=False))
     groups = {part.groups for part in parts}
     for name in vectors:
@@ -126,7 +126,7 @@ def _ffn(graph: Graph, end: End, maps: dict[str, set[Node]]) -> FFN | str:
         if len(size) == 1 and any(size[0] == g * hidden for g in groups | {1}):
             parts.append(Part(name, 0, size[0] // hidden, last=False))
         elif size and size != (1,):
-            return f"{name} {size} acts on its {hidden} hidden units in a way that is not known"
+            return f"{name} {size} acts on its {hidden} hidden units in an unknown way"
     for name, node in (*first.items(), (end.weight, end.node)):
         maps.setdefault(name, set()).add(node)
     parts.sort(key=lambda part: part.name)  # the graph's order is not the module's
@@ -134,7 +134,7 @@ def _ffn(graph: Graph, end: End, maps: dict[str, set[Node]]) -> FFN | str:
 
 
 def _gathered(graph: Graph, node: Node) -> bool:
-    """Whether a tensor is some of another's rows."""
+    """Return whether a tensor consists of selected rows of another."""
     while kind(node) in SHAPES and node not in graph.leaves:
         if kind(node) in _GATHERS:
             return True
@@ -143,7 +143,7 @@ def _gathered(graph: Graph, node: Node) -> bool:
 
 
 def _biases(graph: Graph, node: Node) -> Iterator[str]:
-    """The vectors that are added in a map itself."""
+    """Yield the vectors that a layer adds itself."""
     for f in graph.inputs[node]:
         while f not in graph.leaves and kind(f) in SHAPES and len(graph.inputs[f]) == 1:
             f = graph.inputs[f][0]
@@ -152,7 +152,7 @@ def _biases(graph: Graph, node: Node) -> Iterator[str]:
 
 
 class _Layout(NamedTuple):
-    """Along which dimension of the first map's weight, and of the last one's, hidden units lie, and how often there."""
+    """The dimensions of the first and of the last layer's weight along the hidden units, and how often the first has them."""
 
     up: int
     down: int
@@ -160,7 +160,7 @@ class _Layout(NamedTuple):
 
 
 def _layouts(up: Sequence[int], down: Sequence[int]) -> Iterator[_Layout]:
-    """How two maps may be laid out for the one to lead from the stream to hidden units, and the other back."""
+    """Yield how two layers may lead from the stream to hidden units and back."""
     for i in (0, 1):
         for j in (1, 0):
             for groups in (1, 2):
@@ -169,7 +169,7 @@ def _layouts(up: Sequence[int], down: Sequence[int]) -> Iterator[_Layout]:
 
 
 def _out_first(graph: Graph, node: Node, name: str) -> bool:
-    """Whether the weight of a map is stored as (out, in)."""
+    """Return whether the weight of a layer is stored as (out, in)."""
     here = next(f for f in reversed(graph.inputs[node]) if graph.weight(f) == name)
     turns = 0
     while here not in graph.leaves:
@@ -179,28 +179,28 @@ def _out_first(graph: Graph, node: Node, name: str) -> bool:
 
 
 def check_names(ffn: Any, *, who: str) -> None:
-    """Raise ``ValueError`` unless ``ffn`` is None, or lists of names as :func:`given_ffns` takes them."""
+    """Raise ``ValueError`` unless ``ffn`` is None, or lists of names as :func:`given_ffns` accepts them."""
     if ffn is not None and (
         isinstance(ffn, str)
         or not ffn
         or any(isinstance(names, str) or len(names) < 2 or not all(isinstance(n, str) for n in names) for names in ffn)
     ):
         raise ValueError(
-            f"{who}(ffn={ffn!r}): expected None, or lists of at least two names of maps, the one back to the stream at the"
-            " end, e.g. [['blocks.*.mlp.0', 'blocks.*.mlp.2']]."
+            f"{who}(ffn={ffn!r}): expected None, or lists of at least two names of linear layers, with the one back to the"
+            " stream last, such as [['blocks.*.mlp.0', 'blocks.*.mlp.2']]."
         )
 
 
 def given_ffns(module: nn.Module, names: Sequence[Sequence[str]], *, who: str) -> list[FFN]:
-    """Feed-forward networks as the user names them: each a list of maps, the last one's name at the end.
+    """Return the feed-forward networks that the user names, each as a list of layers with the last one at the end.
 
     Args:
         module: the root.
-        names: dotted paths of modules with a ``weight``, or of parameters; ``*`` stands for the same text in all of a list.
+        names: dotted paths of modules with a ``weight``, or of parameters; ``*`` matches the same text throughout a list.
         who: the technique's name, for messages.
 
     Raises:
-        ValueError: if a name is no map's, or the maps of a list do not follow upon each other; with those there are.
+        ValueError: if a name is not a linear layer, or the layers of a list do not fit together; with the layers found.
     """
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     found: list[FFN] = []
@@ -221,8 +221,8 @@ def given_ffns(module: nn.Module, names: Sequence[Sequence[str]], *, who: str) -
         if not whole:
             maps = [name for name, shape in shapes.items() if len(shape) == 2]
             raise ValueError(
-                f"{who}(ffn=...): {list(entry)} are not all maps of {type(module).__name__}; expected names of weights of two"
-                f" dimensions, or of the modules that have them. There are: {', '.join(maps) or 'none'}."
+                f"{who}(ffn=...): {list(entry)} are not all linear layers of {type(module).__name__}; expected names of weights"
+                f" with two dimensions, or of their modules. Candidates: {', '.join(maps) or 'none'}."
             )
         found += [_given(shapes, maps, who=who) for maps in whole]
     return found
@@ -234,8 +234,8 @@ def _given(shapes: dict[str, tuple[int, ...]], maps: list[str], *, who: str) -> 
     common = [j for j in (1, 0) if all(any(layout.down == j for layout in found) for found in layouts)]
     if not first or not common:
         raise ValueError(
-            f"{who}(ffn=...): {', '.join(f'{name} {shapes[name]}' for name in maps)} do not follow upon each other; expected"
-            " maps from the stream to hidden units, and last the one from those back to the stream."
+            f"{who}(ffn=...): {', '.join(f'{name} {shapes[name]}' for name in maps)} do not fit together; expected linear"
+            " layers from the stream to hidden units, and last the one back to the stream."
         )
     hidden = shapes[last][common[0]]
     parts: list[Part] = []

@@ -1,4 +1,4 @@
-"""Residual branches, by what is added to what: ``y = x + f(x)``, whatever the modules are called."""
+"""Find residual branches, ``y = x + f(x)``, from sums in the graph, whatever the modules are called."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lightning_eff._core._branches.graph import NORMS, SHAPES, End, Graph, Node, kind
 
 _PRODUCTS = ("Bmm", "Baddbmm", "Mm")
-_WEIGHTS = ("Softmax", "SafeSoftmax", "Sigmoid", "Relu", "Exp", "Softplus", "Elu")  # of attention
+_WEIGHTS = ("Softmax", "SafeSoftmax", "Sigmoid", "Relu", "Exp", "Softplus", "Elu")  # compute attention weights
 _SCALES = SHAPES | {"Mul", "Div", "Add", "Sub", "Sum", "Neg", "MaskedFill", "Where", "Tanh", "Clamp", "ClampMin"}
 _LOGITS = SHAPES | {
     "LogSoftmax",
@@ -16,7 +16,7 @@ _LOGITS = SHAPES | {
     "Div",
     "Add",
     "MaskedFill",
-}  # between a head and its loss: a softcap, a scale, a mask
+}  # operations between a head and its loss: a softcap, a scale, a mask
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Branch:
     """A residual branch ``f`` of ``y = x + f(x)``.
 
     Attributes:
-        last: its last maps: several where what is added is itself a sum.
-        inner: the weights of its other maps, and of norms on the way, by name, those next to the stream first.
-        stream: which stream it is added to, by a number: an encoder has one, its decoder another.
-        depth: how many maps follow upon each other on the longest way through it, the last one among them.
+        last: its last linear layers; several if the added tensor is itself a sum.
+        inner: the names of the weights of its other layers and of norms inside, those next to the stream first.
+        stream: the number of the stream to which it is added: an encoder has one, its decoder another.
+        depth: the number of layers on the longest way through it, including the last one.
     """
 
     last: tuple[End, ...]
@@ -37,12 +37,12 @@ class Branch:
 
 
 def branches(graph: Graph) -> list[Branch]:
-    """The residual branches of the network that a loss was computed by, in the order in which they are computed.
+    """Return the residual branches in the graph of a loss, in the order of computation.
 
-    A sum is residual if one side is made of the other by at least one map; what it is made of may be a sum that the other
-    side begins with, as where two branches start at one place. Where the other side is a map itself (a ResNet's
-    projection), the branch is the side that is not linear. Sums that stand alone are left out where others follow upon
-    each other: those belong to no stream. Nor do sums of attention scores, as in RealFormer, which are no hidden state.
+    A sum is residual if one side is computed from the other by at least one linear layer. The start may also be a sum with
+    which the other side begins, as where two branches start at one place. If the other side is a linear layer itself (a
+    ResNet's projection), the branch is the nonlinear side. Isolated sums are skipped if other sums follow each other, because
+    they belong to no stream. Sums of attention scores, as in RealFormer, are skipped too, because they are not hidden states.
     """
     found: dict[Node, _Sum] = {}
     scores = _scores(graph)
@@ -66,9 +66,9 @@ def branches(graph: Graph) -> list[Branch]:
 
 
 def _scores(graph: Graph) -> set[Node]:
-    """The nodes from which attention weights are made: below a factor of a product, behind a softmax or its like.
+    """Return the nodes of attention scores: before a softmax or a similar function in a factor of a product.
 
-    A residual stream goes into a product by way of a map or a norm, or as it is.
+    A residual stream enters a product through a layer or a norm, or directly.
     """
     found: set[Node] = set()
     for node in graph.nodes(*_PRODUCTS):
@@ -82,7 +82,7 @@ def _scores(graph: Graph) -> set[Node]:
 
 
 class _Sum(NamedTuple):
-    """A residual sum: its stream, as bits what the branch is made of, and the branch's last maps."""
+    """A residual sum: its stream, the origins of the branch as bits, and the branch's last layers."""
 
     stream: Node
     origins: int
@@ -90,7 +90,7 @@ class _Sum(NamedTuple):
 
 
 def _residual(graph: Graph, stream: Node, branch: Node) -> _Sum | None:
-    """The sum, if ``branch`` is a function of ``stream`` or of what that is the sum of."""
+    """Return the sum if ``branch`` is a function of ``stream`` or of its summands; otherwise None."""
     ends = graph.ends(branch)
     if not ends:
         return None
@@ -103,7 +103,7 @@ def _residual(graph: Graph, stream: Node, branch: Node) -> _Sum | None:
 
 
 def _origins(graph: Graph, stream: Node) -> set[Node]:
-    """``stream``, and what it is the sum of, or a norm of that; no maps among these, which begin something else."""
+    """Return ``stream``, and its summands or the norm's input; linear layers among these are excluded."""
 
     def onward(node: Node) -> tuple[Node, ...]:
         if kind(node) in NORMS:
@@ -115,7 +115,7 @@ def _origins(graph: Graph, stream: Node) -> set[Node]:
 
 
 def _before_projection(graph: Graph, stream: Node, branch: Node) -> set[Node]:
-    """Where ``stream`` is one map of something that ``branch`` is no linear function of: that."""
+    """Return the input of ``stream`` if that is one linear layer, and ``branch`` is not linear in the input."""
     projections = graph.ends(stream)
     if len(projections) != 1:
         return set()
@@ -124,19 +124,19 @@ def _before_projection(graph: Graph, stream: Node, branch: Node) -> set[Node]:
 
 
 def _sources(graph: Graph, node: Node) -> set[Node]:
-    """The nodes down to which ``node`` is computed by maps, norms and other linear operations alone."""
+    """Return the nodes from which ``node`` is computed only by layers, norms and other linear operations."""
     return {n for n in graph.below(node, graph.linear) if graph.inputs[n] and not graph.linear(n)}
 
 
 def _streams(graph: Graph, found: dict[Node, _Sum]) -> dict[Node, Node]:
-    """For each residual sum, the first one of the stream that it lies on."""
+    """Return for each residual sum the first one of its stream."""
     first: dict[Node, Node] = {}
 
     def onward(node: Node) -> tuple[Node, ...]:
         inputs = tuple(f for f in graph.inputs[node] if f not in graph.leaves)
         return () if node in first else graph.linear(node) or (inputs if len(inputs) == 1 else ())
 
-    for node, made in found.items():  # in the order of computation
+    for node, made in found.items():  # ordered by computation
         before = [first[n] for n in graph.below(made.stream, onward) if n in first]
         first[node] = before[0] if before else node
     return first
@@ -161,7 +161,7 @@ def _branch(graph: Graph, made: _Sum, stream: int) -> Branch:
 
 
 def outputs(graph: Graph, node: Node) -> list[str]:
-    """The weights of the maps whose outputs are what ``node`` has computed, but for a scale, a bias or a mask, by name."""
+    """Return the names of the weights of the layers whose outputs ``node`` is, up to a scale, a bias or a mask."""
 
     def through(here: Node) -> tuple[Node, ...]:
         inputs = tuple(f for f in graph.inputs[here] if f not in graph.fixed)
@@ -171,7 +171,7 @@ def outputs(graph: Graph, node: Node) -> list[str]:
 
 
 class Head(NamedTuple):
-    """A map whose outputs a loss of classes is taken of: its weight's name, its node, and names of what is added to it."""
+    """A linear layer whose outputs a classification loss uses: its weight's name, its node, and names of added biases."""
 
     weight: str
     node: Node
@@ -179,7 +179,7 @@ class Head(NamedTuple):
 
 
 def heads_of(graph: Graph) -> list[Head]:
-    """The maps whose outputs the losses of classes are taken of, each weight once."""
+    """Return the linear layers whose outputs classification losses use, each weight once."""
     found: dict[str, Head] = {}
     for node in graph.nodes("NllLoss", "NllLoss2D", "NllLossNd", "BinaryCrossEntropyWithLogits"):
         reached = graph.below(
@@ -196,7 +196,7 @@ def heads_of(graph: Graph) -> list[Head]:
 
 
 def _vectors(graph: Graph, node: Node) -> list[str]:
-    """Names of the parameters of one dimension that a node was handed, in any dtype."""
+    """Return names of the one-dimensional parameters among a node's arguments, in any dtype."""
     found: list[str] = []
     for f in graph.inputs[node]:
         here = f
@@ -208,5 +208,5 @@ def _vectors(graph: Graph, node: Node) -> list[str]:
 
 
 def heads(graph: Graph) -> list[str]:
-    """The weights of :func:`heads_of`, by name."""
+    """Return the names of the weights of :func:`heads_of`."""
     return [head.weight for head in heads_of(graph)]

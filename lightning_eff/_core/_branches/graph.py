@@ -1,7 +1,7 @@
-"""The autograd graph of one loss, as a graph of operations: what each is computed from, and of which weights.
+"""The autograd graph of a loss as a graph of operations, with their inputs and weights.
 
-Names of nodes are autograd's: ``aten`` operations with ``Backward0`` behind. A node's inputs stand in the order of the
-operation's arguments that take gradients.
+Names of nodes are autograd's: ``aten`` operations with the suffix ``Backward0``. A node's inputs are in the order of the
+operation's differentiable arguments. A *map* is a linear layer or a convolution.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,25 +28,25 @@ MAPS = _named(
     "Addmm Mm Bmm Baddbmm Linear GroupedMm Convolution ConvolutionOverrideable MkldnnConvolution CudnnConvolution"
 )
 NORMS = _named("NativeLayerNorm NativeGroupNorm NativeBatchNorm CudnnBatchNorm MiopenBatchNorm FusedRmsNorm RmsNorm")
-_DATA = MAPS | _named("Embedding EmbeddingBag Index IndexSelect Gather")  # of parameters, by what a batch holds
+_DATA = MAPS | _named("Embedding EmbeddingBag Index IndexSelect Gather")  # combine parameters with the batch
 _ROOTS = _named("Rsqrt Sqrt Reciprocal Std LinalgVectorNorm Norm Pow")
 ATTENTION = "ScaledDotProduct"
-LARGEST = 40_000  # nodes: who comes of whom is kept as a bit for each pair, which then takes 200 MB
+LARGEST = 40_000  # nodes; the ancestors are one bit per pair of nodes, which then takes 200 MB
 
 
 class TooLarge(ValueError):
-    """A graph of more operations than are looked through."""
+    """A graph with too many operations to search."""
 
 
 class End(NamedTuple):
-    """A map that a tensor is a linear function of the output of.
+    """A map of whose output a tensor is a linear function.
 
     Attributes:
         weight: the name of its weight.
-        node: that computes it.
-        inputs: the nodes that it was handed.
-        norms: names of weights and biases of the norms between the two; an empty tuple for a norm without any.
-        added: names of parameters that are added on the way.
+        node: the node that computes it.
+        inputs: the nodes of its inputs.
+        norms: names of weights and biases of the norms in between; an empty tuple for a norm without any.
+        added: names of parameters added in between.
     """
 
     weight: str
@@ -57,21 +57,21 @@ class End(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How far down a search for maps has come: at a node, with what it met."""
+    """The state of a search for maps: the node, and the parameters passed so far."""
 
     node: Node
     norms: tuple[tuple[str, ...], ...] = ()
     added: tuple[str, ...] = ()
-    scales: tuple[str, ...] = ()  # since the last norm, whose weights they are if one comes
+    scales: tuple[str, ...] = ()  # since the last norm; they are the weights of the next norm
 
 
 def kind(node: Node) -> str:
-    """The operation of a node, without what autograd puts around its name."""
+    """Return the operation of a node, without autograd's prefix and suffix."""
     return node.name().rpartition("::")[2].partition("Backward")[0]
 
 
 def behind(edge: tuple[Node | None, int]) -> Node | None:
-    """The node that an input comes from, seen through what FSDP2 puts around a module's inputs."""
+    """Return the node of an input, without FSDP2's wrapper of a module's inputs."""
     node, place = edge
     while node is not None and kind(node) == "RegisterPostBackwardFunction":
         node, place = node.next_functions[place]
@@ -79,15 +79,15 @@ def behind(edge: tuple[Node | None, int]) -> Node | None:
 
 
 class Graph:
-    """What a loss was computed from.
+    """The graph from which a loss was computed.
 
     Args:
         loss: shape (), with its graph.
-        module: its parameters give the names; those that took no gradient are not in the graph.
-        names: of the tensors that were computed with, by ``id``, where those are not the module's parameters.
+        module: provides the parameters' names. Parameters without gradients are not in the graph.
+        names: the names of the leaf tensors by ``id``, if those are not the module's parameters.
 
     Raises:
-        TooLarge: if it has more than :data:`LARGEST` nodes, as that of a recurrence over a long sequence.
+        TooLarge: if it has more than :data:`LARGEST` nodes, as in a recurrence over a long sequence.
     """
 
     def __init__(self, loss: Tensor, module: nn.Module, names: Mapping[int, str] | None = None) -> None:
@@ -115,7 +115,7 @@ class Graph:
             stack += [(f, False) for f in reversed(self.inputs[node])]
         if len(self.order) > LARGEST:
             raise TooLarge(f"{len(self.order)} operations in one pass; expected at most {LARGEST}")
-        self.fixed: set[Node] = set(self.leaves)  #: what is made of parameters alone, whatever the batch
+        self.fixed: set[Node] = set(self.leaves)  #: nodes computed only from parameters, independent of the batch
         self._of: dict[Node, int] = {}
         for node, place in self.order.items():
             if self.inputs[node] and kind(node) not in _DATA and self.fixed.issuperset(self.inputs[node]):
@@ -126,18 +126,18 @@ class Graph:
             self._of[node] = bits
 
     def bits(self, nodes: Iterable[Node]) -> int:
-        """A set of nodes, a bit for each."""
+        """Return a set of nodes as an integer with one bit per node."""
         found = 0
         for node in nodes:
             found |= 1 << self.order[node]
         return found
 
     def comes_of(self, node: Node, bits: int) -> bool:
-        """Whether ``node`` is one of a set of nodes, or was computed from one."""
+        """Return whether ``node`` is in a set of nodes, or was computed from one of them."""
         return bool(self._of[node] & bits)
 
     def below(self, node: Node, through: Callable[[Node], Iterable[Node]]) -> set[Node]:
-        """``node``, and all that ``through`` leads to from it, node by node."""
+        """Return ``node`` and all nodes reachable from it by ``through``."""
         seen, stack = {node}, [node]
         while stack:
             for other in through(stack.pop()):
@@ -147,11 +147,11 @@ class Graph:
         return seen
 
     def nodes(self, *kinds: str) -> Iterator[Node]:
-        """The nodes of these operations, in the order in which they were computed."""
+        """Yield the nodes of these operations, in the order of computation."""
         return (node for node in self.order if kind(node) in kinds)
 
     def weight(self, node: Node) -> str | None:
-        """The parameter of two dimensions or more that a node is, seen through changes of shape, dtype and scale."""
+        """Return the parameter with two or more dimensions that a node is, up to changes of shape, dtype and scale."""
         if node not in self._weights:
             here: Node | None = node
             while here is not None and here not in self.leaves:
@@ -165,7 +165,7 @@ class Graph:
         return self._weights[node]
 
     def _is_scale(self, node: Node) -> bool:
-        """Whether a node is a parameter of one dimension at most, seen through changes of its shape."""
+        """Return whether a node is a parameter with at most one dimension, up to changes of its shape."""
         while node not in self.leaves:
             if kind(node) not in SHAPES or len(self.inputs[node]) != 1:
                 return False
@@ -173,18 +173,18 @@ class Graph:
         return self.leaves[node][1].ndim <= 1
 
     def uses(self, name: str) -> list[Node]:
-        """The operations, other than changes of its shape and scale, that a parameter of two dimensions or more goes into."""
+        """Return the operations, other than changes of shape and scale, that use a parameter with two or more dimensions."""
         return [
             node
             for node in self.order
             if kind(node) not in SHAPES
-            and self.weight(node) != name  # its own multiple
+            and self.weight(node) != name  # not a multiple of it
             and any(self.weight(f) == name for f in self.inputs[node])
         ]
 
     def map_at(self, node: Node) -> tuple[str, tuple[Node, ...]] | None:
-        """The weight of the map that a node computes, and what else it was handed; None where it is no map."""
-        if kind(node) not in MAPS and not isinstance(node, BackwardCFunction):  # a product written by hand
+        """Return the weight of the map that a node computes, and the node's other inputs; None if it is not a map."""
+        if kind(node) not in MAPS and not isinstance(node, BackwardCFunction):  # the latter may be a custom product
             return None
         weights = [(f, name) for f in self.inputs[node] if (name := self.weight(f)) is not None]
         if not weights:
@@ -193,7 +193,7 @@ class Graph:
         return weights[-1][1], rest
 
     def ends(self, node: Node) -> tuple[End, ...]:
-        """The maps of whose outputs ``node`` is a linear function, norms in between allowed; attention is so of its values."""
+        """Return the maps in whose outputs ``node`` is linear, up to norms. Attention counts as linear in its values."""
         if node not in self._ends:
             found: dict[Node, End] = {}
             first = _Way(node)
@@ -211,7 +211,7 @@ class Graph:
         return self._ends[node]
 
     def linear(self, node: Node) -> tuple[Node, ...]:
-        """What the output of a node is a linear function of, if of one thing only; norms and sums count as linear, too."""
+        """Return the inputs in which a node's output is linear, if any. Norms and sums count as linear."""
         at = self.map_at(node)
         inputs = tuple(f for f in self.inputs[node] if f not in self.fixed) if at is None else at[1]
         if (
@@ -223,11 +223,11 @@ class Graph:
         return inputs[:1] if kind(node) in NORMS else inputs
 
     def _small(self, node: Node) -> tuple[str, ...]:
-        """Names of the parameters that a node was handed as they are."""
+        """Return names of the parameters that are direct inputs of a node."""
         return tuple(self.leaves[f][0] for f in self.inputs[node] if f in self.leaves)
 
     def _linear(self, way: _Way) -> Iterator[_Way]:
-        """Where a linear operation leads. A norm that is written by hand divides by a root."""
+        """Yield the next steps from a linear operation. A hand-written norm divides by a root."""
         node, norms, added, scales = way
         inputs, what = tuple(f for f in self.inputs[node] if f not in self.fixed), kind(node)
         if what in NORMS:
@@ -246,7 +246,7 @@ class Graph:
                 yield _Way(f, norms, added, scales)
 
     def _plain(self, node: Node) -> Node:
-        """The first node on the way down that changes more than the shape, or adds a constant."""
+        """Return the first node on the way down that is not a change of shape or the addition of a constant."""
         while (kind(node) in SHAPES or kind(node) in ("Add", "ClampMin", "Clamp")) and len(self.inputs[node]) == 1:
             node = self.inputs[node][0]
         return node

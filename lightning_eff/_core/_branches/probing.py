@@ -1,7 +1,7 @@
-"""What a module that has not run yet is computed of: one pass over an input that is made up, and forgotten.
+"""Find the structure of a module that has not run yet, by one pass over generated inputs without a trace.
 
-Values do not matter, and shapes hardly do: only which tensor is added to which. So what a Trainer finds before its first
-batch is what ``lightning_eff.apply`` finds without one.
+Values do not matter, and shapes hardly do; only which tensor is added to which. So a Trainer before its first batch and
+``lightning_eff.apply`` without a Trainer find the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,21 +26,21 @@ from lightning_eff._core.steps import in_evaluation, silent, takes_index
 
 WAYS_OUT = (
     "Give a batch, lightning_eff.apply(module, technique, batch=batch); or an example_input_array to the LightningModule; or"
-    " the names of the maps in which branches end, branches=[...]"
+    " the names of the layers in which branches end, branches=[...]"
 )
 
 
 class Divided(ValueError):
-    """The module's parameters lie in pieces, so that no pass of it alone shows what it computes."""
+    """The module's parameters are sharded, so it cannot run a pass alone."""
 
 
 class Probe(NamedTuple):
-    """One pass.
+    """The result of one pass.
 
     Attributes:
-        graph: what was computed.
-        of: what was run on what, in words.
-        heads: names of the weights whose maps compute what it returned, or what its losses are taken of; often none.
+        graph: the graph.
+        of: a description of what was run on which input.
+        heads: names of the weights of layers that compute its outputs, or inputs of its losses; often empty.
     """
 
     graph: Graph
@@ -49,23 +49,23 @@ class Probe(NamedTuple):
 
 
 def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
-    """One forward pass of ``module``, or of the largest part of it that can be called, in which residual branches are found.
+    """Run one forward pass of ``module``, or of its largest callable part, in which residual branches are found.
 
-    It is tried, in this order: the batch that is given, in the module's own ``training_step`` or as arguments; a
-    LightningModule's ``example_input_array``; the module, and then within it the part with most parameters, on inputs as
-    its config, its embeddings, convolutions and maps take them; its stack of blocks on hidden states; its
-    ``training_step`` on batches of such inputs. Each pass is in evaluation mode, and leaves no trace.
+    The attempts are, in this order: the given batch, in the module's own ``training_step`` or as arguments; a LightningModule's
+    ``example_input_array``; the module, then the part in it with most parameters, on inputs generated from its config,
+    embeddings, convolutions and linear layers; its stack of blocks on hidden states; its ``training_step`` on batches of such
+    inputs. Each pass is in evaluation mode, and leaves no trace.
 
-    The first pass that every block of every stack has a part in is taken, else that of the most blocks.
+    It returns the first pass in which every block of every stack takes part, otherwise the one with most blocks.
 
     Args:
-        module: the module; parameters on the meta device will do, as long as nothing goes by values.
+        module: the module. Parameters may be on the meta device if no code depends on values.
         who: the technique's name, for messages.
-        batch: of the module's own data.
+        batch: a batch of the module's data.
 
     Raises:
-        Divided: if parameters are divided already.
-        ValueError: if nothing ran, or nothing that ran has a residual branch, with what was tried and the ways out.
+        Divided: if parameters are already sharded.
+        ValueError: if nothing ran, or nothing that ran has a residual branch, with the attempts and the fixes.
     """
     tried: list[str] = []
     best: Probe | None = None
@@ -76,7 +76,7 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
                 graph, made = _graph(call(), module)
         except TooLarge as e:
             raise ValueError(f"{who}: {of} has {e}. {WAYS_OUT}, so that it is not looked through.") from e
-        except Exception as e:  # what is made up may not be what the module takes: the next may be
+        except Exception as e:  # the module may not accept this input, but the next one
             tried.append(f"{of} raised {type(e).__name__} ({str(e).splitlines()[0][:120] if str(e) else ''})")
             if batch is not None:
                 raise ValueError(f"{who}: {tried[0]}. Give a batch as the module's train loader does.") from e
@@ -96,8 +96,8 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
     divided = next((name for name, p in module.named_parameters() if isinstance(p, DTensor)), None)
     if divided is not None:
         raise Divided(
-            f"{who}: {divided} is divided already (DTensor), so that {type(module).__name__} cannot run by itself to show what"
-            f" it computes. Call lightning_eff.apply(self, {who}(...)) in configure_model before it divides the module."
+            f"{who}: {divided} is already sharded (DTensor), so {type(module).__name__} cannot run alone to show what it"
+            f" computes. Call lightning_eff.apply(self, {who}(...)) in configure_model before it shards the module."
         )
     stacks = listed(repeated(module))
     ran = [one for one in tried if " ran, " in one]
@@ -107,19 +107,19 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
     else:
         trouble = f"found no residual branch, x + f(x), in {name}: {'; '.join(ran[:3]) or 'there was nothing to run'}"
     raise ValueError(
-        f"{who}: {trouble}. Stacks of blocks there: {stacks}. Maps there: {_maps(module)}. {WAYS_OUT}. Or remove {who}."
+        f"{who}: {trouble}. Stacks of blocks: {stacks}. Weights of layers: {_maps(module)}. {WAYS_OUT}. Or remove {who}."
     )
 
 
 def _nothing(graph: Graph | None) -> str:
-    """Why a pass shows no sum."""
+    """Return why a pass shows no residual sum."""
     if graph is not None and any(kind(node) == "CopySlices" and len(ins) > 1 for node, ins in graph.inputs.items()):
         return "changes a view in place, which hides what is added to it (write y = y + x instead of y += x)"
-    return "adds nothing to what it is made of by a map"
+    return "adds no tensor to one computed from it by a linear layer"
 
 
 def _blocks(module: nn.Module) -> list[str]:
-    """The paths of the blocks of all stacks, with a dot behind; of those that lie in others, none."""
+    """Return the path prefixes of the outermost blocks of all stacks."""
     found = [prefix for stack in repeated(module) if stack.composite for prefix in stack.prefixes]
     return [path for path in found if not any(path != other and path.startswith(other) for other in found)]
 
@@ -135,12 +135,12 @@ def _maps(module: nn.Module) -> str:
 
 
 def attempts(module: nn.Module, batch: Any, *, blocks: bool = True) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Passes that ``module`` may run, the likeliest first, each with what it is in words; for use within :func:`aside`.
+    """Yield passes that ``module`` may run, most likely first, each with a description; run them inside :func:`aside`.
 
     Args:
         module: the module.
-        batch: of its own data; None to make some up.
-        blocks: also run the blocks of its stack one after another, whatever the module itself does with them.
+        batch: a batch of its data; None generates some.
+        blocks: also run the blocks of its stack one after another, independent of the module's own code.
     """
     if batch is not None:
         yield "the batch that was given", lambda: _on_batch(module, batch)
@@ -164,7 +164,7 @@ def attempts(module: nn.Module, batch: Any, *, blocks: bool = True) -> Iterator[
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """``module``, and then the part of it with most of its parameters, and so on; those that can be called."""
+    """Yield ``module``, then its part with most parameters, and so on, as far as they can be called."""
     path, part = "", module
     while True:
         own = type(part).forward is not nn.Module.forward
@@ -209,7 +209,7 @@ def _through(blocks: list[nn.Module], hidden: Tensor) -> Tensor:
 
 
 def _graph(output: Any, module: nn.Module) -> tuple[Graph | None, list[Node]]:
-    """The graph of all that a pass returned, and the nodes of that."""
+    """Return the graph of all outputs of a pass, and the outputs' nodes."""
     if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
         output = output["loss"]
     found = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
@@ -222,7 +222,7 @@ def _graph(output: Any, module: nn.Module) -> tuple[Graph | None, list[Node]]:
 
 
 def _heads(graph: Graph, made: list[Node]) -> list[str]:
-    """Of losses, or else of the first tensor returned; a branch's own maps are none, which hidden states end in."""
+    """Return the heads of losses, or of the first output, without layers of residual branches, with which hidden states end."""
     every = branches(graph)
     inside = {end.weight for branch in every for end in branch.last} | {
         name for branch in every for name in branch.inner
@@ -232,13 +232,13 @@ def _heads(graph: Graph, made: list[Node]) -> list[str]:
 
 @contextmanager
 def _followed(module: nn.Module) -> Iterator[None]:
-    """Blocks that are handed the batch itself see it with a gradient, else autograd would not show what they add to it."""
+    """Give blocks whose input is the batch an input with gradients, because autograd would not show their sums otherwise."""
 
     def give(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = [*args, *kwargs.values()]
         at = next((i for i, t in enumerate(given) if isinstance(t, Tensor) and t.is_floating_point()), None)
         if at is not None and not given[at].requires_grad:
-            given[at] = given[at].detach().requires_grad_().clone()  # not a leaf, which could not be changed in place
+            given[at] = given[at].detach().requires_grad_().clone()  # a leaf could not be changed in place
         return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
     with ExitStack() as scope:
@@ -250,7 +250,7 @@ def _followed(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def aside(module: nn.Module) -> Iterator[None]:
-    """All parameters take gradients, nothing is compiled, and what a pass draws, counts or logs is as it was afterwards."""
+    """Give all parameters gradients, disable compilation, and restore all state that a pass draws, counts or logs."""
     frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point() and p.is_leaf]
     with ExitStack() as scope:
         scope.enter_context(torch.enable_grad())

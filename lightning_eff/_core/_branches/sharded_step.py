@@ -1,4 +1,4 @@
-"""A module whose parameters lie in pieces on the ranks (FSDP2): its step, and what they are called once they come together."""
+"""Run the step of a module with sharded parameters (FSDP2), and name the gathered parameters."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,13 +12,13 @@ from lightning_eff._core.steps import takes_index
 
 
 def take_apart(session: Session) -> None:
-    """Let what came together in a pass lie in pieces again, which are the parameters; nothing where all is whole."""
+    """Shard gathered parameters again; nothing happens if none are sharded."""
     for m in _gathering(session):
         m.reshard()
 
 
 def step_of(session: Session, batch: Any, batch_idx: int) -> Any:
-    """What the module's own ``training_step`` returns on ``batch``, called as the strategy does."""
+    """Return the output of the module's own ``training_step`` on ``batch``, called as the strategy calls it."""
     module, step, model = session.module, session.own_step, session.trainer.strategy.model
     arguments = (batch, *((batch_idx,) if takes_index(step) else ()))
     if model is None or model is module or not any(m is model for m in _gathering(session)):
@@ -38,13 +38,13 @@ def step_of(session: Session, batch: Any, batch_idx: int) -> Any:
 
 @contextmanager
 def named(session: Session) -> Iterator[dict[int, str]]:
-    """The parameters' names by ``id``; those of what comes together meanwhile are added as it does."""
+    """Return the parameters' names by ``id``; those of gathered parameters are added when they are gathered."""
     module = session.module
     names = {id(p): name for name, p in module.named_parameters()}
     paths = {id(m): path for path, m in module.named_modules()}
     with ExitStack() as scope:
         for m in _gathering(session):
-            path = paths.get(id(m))  # one that a strategy put around the module has none
+            path = paths.get(id(m))  # a strategy's wrapper has none
             within, prefix = (module, "") if path is None else (m, f"{path}." if path else "")
 
             def note(_: Any, args: Any, within: nn.Module = within, prefix: str = prefix) -> None:
@@ -55,7 +55,7 @@ def named(session: Session) -> Iterator[dict[int, str]]:
 
 
 def _gathering(session: Session) -> list[Any]:
-    """The modules whose parameters come together when they are called."""
+    """Return the modules whose parameters are gathered when they are called."""
     from torch.distributed.fsdp import FSDPModule
 
     model = session.trainer.strategy.model

@@ -1,7 +1,6 @@
-"""Which lists, and modules of like names, are no stacks: their blocks run side by side, as heads, experts and towers do.
+"""Find lists, and modules of similar names, that are not stacks, because their blocks run in parallel, as heads or experts do.
 
-It is looked at before a first batch is there, in passes over inputs that are made up. What these do not tell is looked at
-again in the first training step.
+Before the first batch it runs the module on generated inputs. The first training step verifies what remains open.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from lightning_eff._core._branches.probing import aside, attempts
 from lightning_eff._core._stack.chains import Feeding, watched
 from lightning_eff._core._stack.finding import Candidate, candidates, outermost, stacks
 
-_LARGEST = 2_000_000_000  # parameters; a pass of more takes longer than a first step tells
+_LARGEST = 2_000_000_000  # parameters; with more, only the first step verifies the stack
 _PASSES = 12
 _KNOWN: "WeakKeyDictionary[nn.Module, tuple[Any, dict[str, bool]]]" = WeakKeyDictionary()
 
@@ -23,15 +22,15 @@ _KNOWN: "WeakKeyDictionary[nn.Module, tuple[Any, dict[str, bool]]]" = WeakKeyDic
 def side_by_side(
     module: nn.Module, *, always: bool = False, batch: Any = None, by_name: bool = False
 ) -> frozenset[str]:
-    """The paths of the stacks whose blocks were seen to run side by side.
+    """Return the paths of the stacks whose blocks were observed to run side by side.
 
-    Blocks that only their names hold together also count as such where nothing was seen of them, and others could be meant.
+    Stacks by name that could not be observed are included if there are other stacks.
 
     Args:
         module: the LightningModule, or any module.
-        always: look even where only one list of composite blocks could be meant, which the first step tells soon enough.
-        batch: of the module's own data; None to make some up.
-        by_name: answer for blocks alone that only their names hold together.
+        always: check even if there is only one list of composite blocks, which the first step verifies anyway.
+        batch: a batch of the module's data; None generates some.
+        by_name: check only stacks by name.
     """
     found = stacks(module)
     named = [c for c in found if c.by_name]
@@ -46,7 +45,7 @@ def side_by_side(
 
 
 def seen_chains(module: nn.Module) -> list[Candidate]:
-    """The stacks in lists; where none is of composite blocks, also those by name whose blocks were seen to feed each other."""
+    """Return the stacks in lists; without composite blocks there, also stacks by name observed to feed each other."""
     lists = candidates(module)
     named = [c for c in stacks(module) if c.by_name]
     if not named or any(c.composite and not c.by_name for c in outermost([*named, *lists])):
@@ -56,7 +55,7 @@ def seen_chains(module: nn.Module) -> list[Candidate]:
 
 
 def verdicts(module: nn.Module, found: Sequence[Candidate], *, batch: Any = None) -> dict[str, bool]:
-    """By path, whether the blocks of each list are a chain; lists of which nothing was seen are left out."""
+    """Return by path whether the blocks of each list feed each other; lists without observations are omitted."""
     key = (batch is None, *((c.path, c.length) for c in found))
     if module in _KNOWN and _KNOWN[module][0] == key:
         return _KNOWN[module][1]
@@ -75,7 +74,7 @@ def _look(module: nn.Module, found: Sequence[Candidate], batch: Any) -> dict[str
                 scope.enter_context(watched(c.named_blocks.values(), feeding[c.path].seen))
             try:
                 call()
-            except Exception:  # what is made up may not be what the module takes: the next may be
+            except Exception:  # the module may not accept this input, but the next one
                 continue
             finally:
                 for path, one in feeding.items():
@@ -87,7 +86,7 @@ def _look(module: nn.Module, found: Sequence[Candidate], batch: Any) -> dict[str
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Whether parameters have no values here, or only a rank's part, or are too many to be run for a look."""
+    """Return whether parameters are without values, sharded, or too many for a trial pass."""
     parameters = [*module.parameters()]
     return (
         sum(p.numel() for p in parameters) > _LARGEST
@@ -98,9 +97,9 @@ def _is_elsewhere(module: nn.Module) -> bool:
 
 @contextmanager
 def as_it_was(module: nn.Module) -> Iterator[None]:
-    """What parts of ``module`` set on themselves meanwhile is gone afterwards, hooks too.
+    """Remove attributes and hooks that parts of ``module`` set on themselves in this context.
 
-    Hugging Face's models install hooks in their first call, and note on themselves that they have.
+    Hugging Face models install hooks in their first call, and record this in an attribute.
     """
     before = [(m.__dict__, dict(m.__dict__)) for m in module.modules()]
     hooks = [(v, set(v)) for _, had in before for name, v in had.items() if "_hooks" in name and isinstance(v, dict)]

@@ -1,4 +1,4 @@
-"""The graph of what the module's own ``training_step`` computes, from one forward pass beside the run."""
+"""The graph of the module's own ``training_step``, from one forward pass separate from the run."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,13 +17,13 @@ from lightning_eff._core.steps import in_evaluation, silent
 
 
 def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph | None:
-    """What the loss of the module's own ``training_step`` on ``batch`` is computed from, in one forward pass.
+    """Return the graph of the loss of the module's own ``training_step`` on ``batch``, in one forward pass.
 
-    The whole plain module runs, in evaluation mode, in the run's precision, and leaves no trace. The cost is counted. None
-    for a batch that the step passes over, by returning None.
+    The whole plain module runs in evaluation mode, in the run's precision, without a trace. The cost is counted. The result is
+    None for a batch that the step skips by returning None.
 
     Raises:
-        ValueError: if the step returns no loss with a graph, or one of too many operations.
+        ValueError: if the step returns no loss with a graph, or one with too many operations.
     """
     module, chain = session.module, session.chain
     with looked_at(session), named(session) as names:
@@ -33,24 +33,24 @@ def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph |
             graph = Graph(loss, module, names) if isinstance(loss, Tensor) and loss.grad_fn is not None else None
         except TooLarge as e:
             raise ValueError(
-                f"{who}: training_step has {e}. Name what is to be set, where the technique takes names, or take it out."
+                f"{who}: training_step has {e}. Name the layers, if {who} has an argument for this, or remove {who}."
             ) from e
     chain.cost.forward_passes += 1
-    with suppress(ValueError):  # batches of no tensors have no samples to count
+    with suppress(ValueError):  # a batch without tensors has no countable samples
         chain.cost.forward_samples += num_samples(batch)
     if output is None:
         return None
     if graph is None:
         raise ValueError(
-            f"{who}: training_step returned {type(loss).__name__} on the first batch; expected a loss with a graph, in which"
-            " residual branches are looked for."
+            f"{who}: training_step returned {type(loss).__name__} on the first batch; expected a loss with a graph, to find"
+            " residual branches in it."
         )
     return graph
 
 
 @contextmanager
 def looked_at(session: Session, *, precision: bool = True) -> Iterator[None]:
-    """All parameters take gradients, and nothing is compiled, kept or drawn.
+    """Give all parameters gradients, disable compilation, and restore logs and random state.
 
     Args:
         session: the run.

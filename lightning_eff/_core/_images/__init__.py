@@ -1,1 +1,1 @@
-"""Images in batches of any make, smaller ones, and modules that take them."""
+"""Find the images in batches, shrink them, and let modules accept smaller images."""

@@ -1,4 +1,4 @@
-"""The images in batches of any make: finding them by shape, and making them smaller, with what lies on their pixels."""
+"""Images in batches of any structure: find them by shape, and shrink them together with masks of the same size."""
 
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -18,12 +18,12 @@ _PIXELS = re.compile(r"box|keypoint|landmark", re.IGNORECASE)
 
 
 def resize(images: Tensor, side: Side) -> Tensor:
-    """Images (N, C, H, W) of floating point at ``side``, bilinearly and without aliasing, as image libraries shrink."""
+    """Resize floating-point images (N, C, H, W) to ``side``, bilinearly with antialiasing, as image libraries do."""
     return F.interpolate(images, size=side, mode="bilinear", align_corners=False, antialias=True)
 
 
 def nearest(t: Tensor, side: Side) -> Tensor:
-    """``t`` (..., H, W) of any dtype at ``side``: each pixel is the one that its centre lies in."""
+    """Resize ``t`` (..., H, W) of any dtype to ``side``: each new pixel is the old one that contains its centre."""
     for dim, size in zip((-2, -1), side, strict=True):
         full = t.shape[dim]
         centres = (torch.arange(size, dtype=torch.float64) + 0.5) * (full / size)
@@ -32,9 +32,9 @@ def nearest(t: Tensor, side: Side) -> Tensor:
 
 
 def filtered(images: Tensor, side: Side, fn: Filter) -> Tensor:
-    """What ``fn`` makes of images, computed in float32 or above, in their own dtype and memory format.
+    """Apply ``fn`` to images in float32 or higher, and return their own dtype and memory format.
 
-    Pixels of uint8 are rounded, and end at 0 and 255.
+    Pixels of uint8 are rounded and clamped to 0 to 255.
     """
     exact = images if images.dtype in (torch.float32, torch.float64) else images.float()
     out = fn(exact, side)
@@ -46,13 +46,13 @@ def filtered(images: Tensor, side: Side, fn: Filter) -> Tensor:
 
 @dataclass(frozen=True)
 class Images:
-    """Where a batch holds its images.
+    """The images of a batch.
 
     Attributes:
         size: the number of samples, N.
         side: height and width, (H, W), in pixels.
-        images: the tensors (N, C, H, W) that are images, by their ids.
-        targets: by their ids, the other tensors (..., H, W), such as masks.
+        images: the ids of the image tensors (N, C, H, W).
+        targets: the ids of other tensors (..., H, W), such as masks.
     """
 
     size: int
@@ -62,23 +62,23 @@ class Images:
 
 
 def find_images(batch: Any, keys: Sequence[str | int] | None, *, who: str, beside: Collection[int] = ()) -> Images:
-    """Find the images of a batch of any make: its 4-D tensors of floating point, or of uint8 where there are none.
+    """Find the images of a batch of any structure: its 4-D floating-point tensors, or uint8 tensors if there are none.
 
     Args:
-        batch: tensors in a dict, tuple, list or dataclass, nested as they may be, or one tensor.
-        keys: names or positions of the tensors (N, C, H, W) that are images, and of no others.
+        batch: tensors in a dict, tuple, list or dataclass, also nested, or one tensor.
+        keys: names or positions of the image tensors (N, C, H, W), and of no others.
         who: the technique's name, for messages.
-        beside: ids of tensors that are none, such as labels.
+        beside: ids of tensors that are not images, such as labels.
 
     Raises:
-        ValueError: if there are none, if they are not of one number and one size, if their channels come last, or if
-            ``keys`` name no such tensor; with what was found.
+        ValueError: if there are none, if they differ in number or size, if their channels are last, or if ``keys`` name no
+            such tensor; with the tensors found.
     """
     named = tensors(batch)
     listed = (
         ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in named) or "no tensors"
     )
-    mend = "Say by keys= which tensors (N, C, H, W) are images, by name or position, or take the technique out."
+    mend = "Set keys= to the names or positions of the image tensors (N, C, H, W), or remove the technique."
     if keys is None:
         four = [(path, t) for path, t in named if t.ndim == 4 and min(t.shape) > 0 and id(t) not in beside]
         chosen = [(path, t) for path, t in four if t.is_floating_point()]
@@ -96,14 +96,14 @@ def find_images(batch: Any, keys: Sequence[str | int] | None, *, who: str, besid
             what = (
                 f"{missing} are not in the batch"
                 if missing
-                else f"{wrong} are no (N, C, H, W) of floating point or uint8"
+                else f"{wrong} are not (N, C, H, W) of floating point or uint8"
             )
             raise ValueError(f"{who}(keys={list(keys)}): {what}; it holds {listed}. {mend}")
     for path, t in chosen:
         if t.shape[3] in (1, 3, 4) and min(t.shape[1:3]) > 4:
             raise ValueError(
                 f"{who}: {path or 'the batch'} {tuple(t.shape)} has its channels last; expected (N, C, H, W). Let the data set"
-                " permute its images (channels may lie last in memory, as torch.channels_last has it)."
+                " permute its images (the memory format may be torch.channels_last)."
             )
     shapes = sorted({(t.shape[0], *t.shape[2:]) for _, t in chosen})
     if len(shapes) > 1:
@@ -118,19 +118,19 @@ def find_images(batch: Any, keys: Sequence[str | int] | None, *, who: str, besid
 
 
 def check_coordinates(batch: Any, *, who: str) -> None:
-    """Raise ``ValueError`` where what is called boxes or keypoints counts pixels: they would not shrink with the images."""
+    """Raise ``ValueError`` if tensors named boxes or keypoints are in pixels, because they would not shrink with the images."""
     for path, t in tensors(batch):
         name = re.sub(r"^.*?(\w+)'?\]?$", r"\1", path)
         if _PIXELS.search(name) and t.numel() and t.dtype != torch.bool and float(t.max()) > 2:
             raise ValueError(
-                f"{who}: {path} {tuple(t.shape)} holds places in pixels, up to {float(t.max()):g}, which would be wrong in"
-                " smaller images; expected shares of the side, in [0, 1]. Normalise them in the data set, or take the"
-                " technique out."
+                f"{who}: {path} {tuple(t.shape)} holds coordinates in pixels, up to {float(t.max()):g}, which would be wrong in"
+                " smaller images; expected fractions of the side, in [0, 1]. Normalise them in the data set, or remove the"
+                " technique."
             )
 
 
 def smaller(batch: Any, found: Images, side: Side, fn: Filter) -> Any:
-    """The batch, of the same make, at ``side``: images as ``fn`` makes them, what lies on their pixels by the nearest."""
+    """Return the batch in the same structure at ``side``: images resized by ``fn``, and targets by the nearest pixel."""
 
     def at_side(t: Tensor) -> Tensor:
         if id(t) in found.images:
@@ -141,9 +141,9 @@ def smaller(batch: Any, found: Images, side: Side, fn: Filter) -> Any:
 
 
 def side_of(full: Side, share: float, multiple_of: Side) -> Side:
-    """Height and width at ``share`` of the full ones: the nearest multiples, at least one of them and at most the full.
+    """Return height and width at ``share`` of the full ones, as the nearest multiples between one unit and the full size.
 
-    The full size itself where ``share`` is 1.
+    If ``share`` is 1, it is the full size.
     """
     if share >= 1.0:
         return full

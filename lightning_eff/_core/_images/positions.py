@@ -1,7 +1,7 @@
-"""Positions of the patches of smaller images: asked of modules that interpolate them, or interpolated in a table found here.
+"""Positions of patches in smaller images: from modules that interpolate them, or interpolated in a table found here.
 
-A table of learned (or computed) positions has one row for each patch of the full image, in a grid, and maybe one or two in
-front for class tokens. In a smaller image it is the grid that is interpolated, bicubically, as transformers' models do.
+A table of learned (or computed) positions has one row per patch of the full image, in a grid, and up to two rows before it for
+class tokens. For a smaller image the grid is interpolated bicubically, as in transformers' models.
 """
 
 import functools
@@ -19,17 +19,17 @@ from torch.nn.modules.module import register_module_forward_hook
 from lightning_eff._core._images.images import Side
 from lightning_eff._core.patches import Patches
 
-FLAG = "interpolate_pos_encoding"  #: what transformers call the argument of a model's forward, and a method of its own
-_MOST_SPECIAL = 2  # a class token, and one for distillation
+FLAG = "interpolate_pos_encoding"  #: transformers' name of an argument of a model's forward, and of a method
+_MOST_SPECIAL = 2  # a class token and a distillation token
 _FEWEST_PATCHES = 4
 
 
 def interpolate_table(table: Tensor, special: int, grid: Side, side: Side) -> Tensor:
-    """A table of positions (..., special + h w, D) for another grid, (..., special + h' w', D).
+    """Return a table of positions (..., special + h w, D) for another grid, (..., special + h' w', D).
 
     Args:
-        table: a row for each of ``special`` tokens, then one for each place of the grid, row by row.
-        special: tokens in front of the patches.
+        table: one row for each of ``special`` tokens, then one for each grid position, row by row.
+        special: the number of tokens before the patches.
         grid: (h, w) of the table.
         side: (h', w').
     """
@@ -42,16 +42,16 @@ def interpolate_table(table: Tensor, special: int, grid: Side, side: Side) -> Te
 
 @dataclass(frozen=True)
 class Table:
-    """A table of positions, where a module keeps it.
+    """A table of positions in a module.
 
     Attributes:
         path: its dotted path.
-        owner: the module.
-        name: its attribute there.
-        special: rows in front, of tokens that are no patches.
+        owner: the module that has it.
+        name: its attribute name.
+        special: the number of first rows for tokens that are not patches.
         grid: (h, w) of the full image's patches.
-        patch: pixels of a patch's side.
-        plain: the table itself, where it is a plain attribute.
+        patch: the side of a patch in pixels.
+        plain: the table itself, if it is a plain attribute.
     """
 
     path: str
@@ -63,23 +63,23 @@ class Table:
     plain: Tensor | None = None
 
     def at(self, side: Side) -> Tensor:
-        """The table for images of ``side`` (in pixels), with a graph to the one that is trained."""
+        """Return the table for images of ``side`` (in pixels), with a graph to the trained table."""
         held = self.owner._parameters.get(self.name)
         held = self.owner._buffers.get(self.name) if held is None else held
         full = self.plain if held is None else held
-        assert full is not None, "what is neither parameter nor buffer was kept as it was found"
+        assert full is not None, "a plain attribute is kept in self.plain"
         return interpolate_table(full, self.special, self.grid, (side[0] // self.patch, side[1] // self.patch))
 
 
 @dataclass
 class Seen:
-    """What a pass on full images showed.
+    """Observations in a pass on full images.
 
     Attributes:
-        patch: height and width of the patches into which a convolution cuts the images; (1, 1) where none does.
-        tokens: (T, D) of what modules got and returned.
-        ids: by the id of an ``nn.Embedding``, the number of ids that it was given for a sample, and the largest.
-        called: modules that returned a tensor, in their order, with its number of dimensions.
+        patch: height and width of the patches into which a convolution cuts the images; (1, 1) if none does.
+        tokens: (T, D) of inputs and outputs of modules.
+        ids: by the id of an ``nn.Embedding``, the number of its ids per sample, and the largest id.
+        called: modules that returned a tensor, in order, with its number of dimensions.
     """
 
     patch: Side = (1, 1)
@@ -90,7 +90,7 @@ class Seen:
 
 @contextmanager
 def watched(side: Side, size: int) -> Iterator[Seen]:
-    """Note what the modules do in the pass within, on ``size`` images of ``side``."""
+    """Observe the modules in a pass on ``size`` images of ``side``."""
     seen = Seen()
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -117,14 +117,13 @@ def watched(side: Side, size: int) -> Iterator[Seen]:
 
 
 def find_table(module: nn.Module, side: Side, seen: Seen, *, who: str) -> Table | None:
-    """The table of positions that a module adds to the patches of images of ``side``, or None where it holds none.
+    """Return the table of positions that a module adds to the patches of images of ``side``, or None.
 
-    It is a tensor (1, N, D) or (N, D), or the weight of an ``nn.Embedding``, with a row for each patch of a grid, and maybe
-    one or two in front, of the width of tokens that were seen, of about as many as those. Modules that interpolate by
-    themselves are passed over.
+    It is a tensor (1, N, D) or (N, D), or the weight of an ``nn.Embedding``. It has a row per patch of a grid, and up to two
+    more before them. D and about N must match observed tokens. Modules that interpolate by themselves are skipped.
 
     Raises:
-        ValueError: if there are several, or one with more rows than the patches of such images, which might be cut.
+        ValueError: if there are several, or one with more rows than such images have patches, of which a part may be used.
     """
     found: list[Table] = []
     doubtful: list[str] = []
@@ -132,7 +131,7 @@ def find_table(module: nn.Module, side: Side, seen: Seen, *, who: str) -> Table 
         rows, dim = t.shape[-2:]
         called = seen.ids.get(id(owner)) if isinstance(owner, nn.Embedding) else None
         if called is not None and not any((called[0] + k, dim) in seen.tokens for k in range(_MOST_SPECIAL + 1)):
-            continue  # of classes, or of words
+            continue  # an embedding of classes or of words
         grid = next((g for p in range(_MOST_SPECIAL + 1) if (g := _grid(rows - p, p, side)) is not None), None)
         if grid is not None and any((rows + k, dim) in seen.tokens for k in range(_MOST_SPECIAL + 1)):
             special, patch, (height, width) = grid
@@ -146,15 +145,15 @@ def find_table(module: nn.Module, side: Side, seen: Seen, *, who: str) -> Table 
     if len(found) > 1 or doubtful:
         several = [f"{table.path} (for {table.grid[0]} x {table.grid[1]} patches)" for table in found] + doubtful
         raise ValueError(
-            f"{who}: {', '.join(several)} may hold the positions of patches, and it cannot be told what they should be in"
-            f" smaller images than {side[0]} x {side[1]}; expected one table with a row for each patch. Compute positions from"
-            f" the images' size in the module, or take {who} out."
+            f"{who}: {', '.join(several)} may hold the positions of patches, so the positions in images smaller than"
+            f" {side[0]} x {side[1]} are unknown; expected one table with one row per patch. Compute positions from the images'"
+            f" size in the module, or remove {who}."
         )
     return found[0] if found else None
 
 
 def _grid(places: int, special: int, side: Side) -> tuple[int, int, Side] | None:
-    """Special tokens, pixels of a patch's side, and (h, w), where so many places are a grid of square patches."""
+    """Return special tokens, the patch side in pixels, and (h, w), if this many positions are a grid of square patches."""
     if places < _FEWEST_PATCHES:
         return None
     for patch in range(1, min(side) + 1):
@@ -170,7 +169,7 @@ def _candidates(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor
             continue
         plain = {name: t for name, t in vars(owner).items() if isinstance(t, Tensor) and not name.startswith("_")}
         if type(owner).__module__.startswith("torch.nn.") and not isinstance(owner, nn.Embedding):
-            continue  # weights of maps and norms
+            continue  # weights of linear layers and norms
         for name, t in {**owner._parameters, **owner._buffers, **plain}.items():
             if t is None or not t.is_floating_point() or t.ndim < 2 or t.ndim > 3:
                 continue
@@ -179,11 +178,11 @@ def _candidates(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor
 
 
 class Positions:
-    """Lets a module take smaller images, from :meth:`enter` to :meth:`leave`.
+    """Lets a module accept smaller images, from :meth:`enter` to :meth:`leave`.
 
     Args:
         module: the LightningModule.
-        table: its table of positions, if it holds one that it does not interpolate by itself.
+        table: its table of positions, if it has one that it does not interpolate itself.
     """
 
     def __init__(self, module: nn.Module, table: Table | None) -> None:
@@ -193,7 +192,7 @@ class Positions:
         self._side: Side | None = None
 
     def enter(self, side: Side) -> None:
-        """Images are of ``side`` from now on."""
+        """Use the positions for images of ``side`` from now on."""
         self.leave()
         self._side = side
         for m in self._asked:
@@ -202,18 +201,18 @@ class Positions:
             self._patches.set(self.table.owner, self.table.name, self.table.at(side))
 
     def renew(self) -> None:
-        """Make the table anew of weights that may be others by now, with a graph of its own."""
+        """Compute the table again from the present weights, with a new graph."""
         if self._side is not None and self.table is not None:
             vars(self.table.owner)[self.table.name] = self.table.at(self._side)
 
     def leave(self) -> None:
-        """Images are of their full size again. Calling it again does nothing."""
+        """Use the positions of the full size again. A second call does nothing."""
         self._side = None
         self._patches.restore()
 
     @property
     def source(self) -> str:
-        """Where positions of smaller images come from, in words; "" where the module is left alone."""
+        """The source of positions in smaller images, as text; "" if the module is not changed."""
         if self.table is not None:
             return f"positions interpolated in {self.table.path}"
         return f"positions interpolated by {type(self._asked[0]).__name__}" if self._asked else ""

@@ -1,4 +1,4 @@
-"""Smaller images for a module: what a batch becomes, and the trial of all sizes before any weight has changed."""
+"""Smaller images for a module: shrink the batches, and test all sizes before any weight changes."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -22,24 +22,24 @@ from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.batches import select
 from lightning_eff._core.steps import Step
 
-_SAMPLES = 2  # of a batch that the trial takes: one would leave BatchNorm a single value at 1 x 1 pixel
+_SAMPLES = 2  # samples in the trial; with one, BatchNorm would get a single value at 1 x 1 pixel
 _FAILS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, NotImplementedError)
 
 
 class Resizing:
-    """Makes the images of a run smaller, and lets its module take them.
+    """Shrinks the images of a run, and lets its module accept them.
 
     Args:
-        multiple_of: pixels, >= 1; sides below the full ones are multiples of it, and of the patches into which a convolution
+        multiple_of: pixels, >= 1. Sides below the full ones are multiples of it, and of the patches into which a convolution
             cuts images.
-        keys: names or positions of the tensors (N, C, H, W) that are images; None looks for them.
+        keys: names or positions of the image tensors (N, C, H, W); None finds them automatically.
         who: the technique's name, for messages.
-        rescaled: makes images (N, C, H, W) of floating point smaller.
-        on_full_pass: is told what the modules did with the first batch as it is.
+        rescaled: resizes floating-point images (N, C, H, W).
+        on_full_pass: called with observations of the modules on the unchanged first batch.
 
     Attributes:
-        full: the height and width of the first batch's images; 0 before it was looked at.
-        source: where positions of smaller images come from, in words.
+        full: the height and width of the first batch's images; 0 before it was checked.
+        source: the source of positions in smaller images, as text.
     """
 
     def __init__(
@@ -63,44 +63,44 @@ class Resizing:
 
     @property
     def looked(self) -> bool:
-        """Whether the first batch was looked at."""
+        """Whether the first batch was checked."""
         return self._positions is not None
 
     def side(self, share: float) -> Side:
-        """Height and width at ``share`` of those of the first batch."""
+        """Return height and width at ``share`` of those of the first batch."""
         return side_of(self.full, share, self._units)
 
     def at(self, batch: Any, share: float) -> tuple[Any, Side]:
-        """The batch with images of ``share`` of their height and width, and what these are; the batch itself at the full."""
+        """Return the batch with images at ``share`` of their height and width, and these; the batch itself at full size."""
         found = find_images(batch, self.keys, who=self._who)
         side = side_of(found.side, share, self._units)
         return (batch if side == found.side else smaller(batch, found, side, self._rescaled)), side
 
     def enter(self, side: Side) -> None:
-        """The module is given images of ``side`` from now on."""
-        assert self._positions is not None, "it was made as the first batch was looked at"
+        """Prepare the module for images of ``side``."""
+        assert self._positions is not None, "look() creates it"
         self._positions.enter(side)
 
     def renew(self) -> None:
-        """Make positions anew of weights that may be others by now."""
+        """Compute positions again from the present weights."""
         if self._positions is not None:
             self._positions.renew()
 
     def leave(self) -> None:
-        """Images are of their full size again. Calling it again does nothing."""
+        """Prepare the module for images of full size again. A second call does nothing."""
         if self._positions is not None:
             self._positions.leave()
 
     def look(self, step: Step, batch: Any, shares: Iterable[float]) -> None:
-        """Try all sizes of the run with some samples of its first batch, by forward passes that leave no trace.
+        """Test all sizes of the run on some samples of its first batch, by forward passes without a trace.
 
         Args:
             step: a step of the run.
             batch: its batch.
-            shares: those that a run takes, or so many of them that none of its sizes is missed.
+            shares: the fractions that a run uses, or enough of them to include all its sizes.
 
         Raises:
-            ValueError: if the batch holds no images, none would be smaller, or ``training_step`` cannot do with some size.
+            ValueError: if the batch has no images, none would be smaller, or ``training_step`` fails at some size.
         """
         who = self._who
         found = find_images(batch, self.keys, who=who)
@@ -120,8 +120,8 @@ class Resizing:
         if not sides:
             raise ValueError(
                 f"{who}: images of {found.side[0]} x {found.side[1]} pixels would never be smaller, in multiples of"
-                f" {self._units[0]} x {self._units[1]} (multiple_of={self.multiple_of}, patches of {patch[0]} x {patch[1]});"
-                " expected room for a smaller size. Lower multiple_of or the share, or take the technique out."
+                f" {self._units[0]} x {self._units[1]} (multiple_of={self.multiple_of}, patches of {patch[0]} x {patch[1]})."
+                f" Lower multiple_of or the fraction of the side, or remove {who}."
             )
         of_some = find_images(some, self.keys, who=who)
         for side in sides:
@@ -138,14 +138,14 @@ class Resizing:
         self._positions, self.full, self.source = positions, found.side, positions.source
 
     def _full_pass(self, step: Step, batch: Any, found: Images) -> tuple[Any, int, Seen]:
-        """Run some samples as they are: which and how many they are, and what was seen. All where it cannot be some."""
+        """Run some samples at full size, or all if that fails; return them, their number, and the observations."""
         if found.size > _SAMPLES:
             some = select(batch, torch.arange(_SAMPLES), found.size)
             try:
                 with watched(found.side, _SAMPLES) as seen:
                     step.forward_only(some, _SAMPLES, transform=False)
             except _FAILS:
-                pass  # what is wrong with all of them is raised below
+                pass  # an error with all samples is raised below
             else:
                 return some, _SAMPLES, seen
         with watched(found.side, found.size) as seen:
@@ -153,7 +153,7 @@ class Resizing:
         return batch, found.size, seen
 
     def _check_ids(self, step: Step, small: Any, size: int, side: Side, positions: Positions) -> None:
-        """Raise ``ValueError`` if an ``nn.Embedding`` of positions is asked for those of the full image in a smaller one."""
+        """Raise ``ValueError`` if a module looks up full-size positions in an ``nn.Embedding`` for a smaller image."""
         table = positions.table
         assert table is not None
         try:
@@ -163,16 +163,16 @@ class Resizing:
             raise ValueError(self._told(error, _full_of(table.grid, table.patch), side, positions)) from error
         rows = table.special + (side[0] // table.patch) * (side[1] // table.patch)
         if seen.ids.get(id(table.owner), (0, 0))[1] >= rows:
-            error = IndexError(f"{table.path} is asked for place {seen.ids[id(table.owner)][1]} of {rows}")
+            error = IndexError(f"{table.path} was indexed at position {seen.ids[id(table.owner)][1]} of {rows}")
             raise ValueError(self._told(error, _full_of(table.grid, table.patch), side, positions))
 
     def _told(self, error: Exception, full: Side, side: Side, positions: Positions) -> str:
         return (
-            f"{self._who}: training_step cannot do with images of {side[0]} x {side[1]} pixels, of {full[0]} x"
+            f"{self._who}: training_step fails with images of {side[0]} x {side[1]} pixels instead of {full[0]} x"
             f" {full[1]}, with {positions.source or 'no table of positions found'}: {first_line(error)}. Expected a module for"
             f" images of any size (a multiple of {self._units[0]} x {self._units[1]} pixels): a CNN with global pooling, or a"
-            " ViT whose positions follow the size, by interpolation or rotary ones. Raise multiple_of where sizes must be"
-            " multiples of more pixels, or take the technique out."
+            " ViT whose positions follow the size, by interpolation or rotary embeddings. Increase multiple_of if sizes must"
+            f" be multiples of more pixels, or remove {self._who}."
         )
 
 
@@ -181,5 +181,5 @@ def _full_of(grid: Side, patch: int) -> Side:
 
 
 def has_images(named: Iterable[tuple[str, Tensor]]) -> bool:
-    """Whether there is a tensor that may be images (N, C, H, W), as :func:`find_images` looks for them."""
+    """Return whether a tensor may be images (N, C, H, W), as in :func:`find_images`."""
     return any(t.ndim == 4 and min(t.shape) > 0 and (t.is_floating_point() or t.dtype == torch.uint8) for _, t in named)

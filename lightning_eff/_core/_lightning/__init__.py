@@ -1,1 +1,1 @@
-"""Lightning under its two names."""
+"""Support for both of Lightning's package names, optional dependencies, and settings as text."""

@@ -1,4 +1,4 @@
-"""Calls that wait for a module to be imported."""
+"""Call a function when a module has been imported."""
 
 import importlib.util
 import sys
@@ -12,7 +12,7 @@ from typing_extensions import override
 
 
 def once_imported(name: str, call: Callable[[], None]) -> None:
-    """Call ``call`` as soon as the module ``name`` has been imported, by whomever: now, if it has been."""
+    """Call ``call`` as soon as the module ``name`` has been imported by any code; now, if it has been."""
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         call()
@@ -21,7 +21,7 @@ def once_imported(name: str, call: Callable[[], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds nothing by itself; it lets the import of one module, once, be followed by a call."""
+    """A finder that finds nothing itself, but runs a call after the next import of one module."""
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call
@@ -32,7 +32,7 @@ class _Waiting(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)  # the others find it
+        sys.meta_path.remove(self)  # the other finders find it
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
             sys.meta_path.insert(0, self)
@@ -44,7 +44,7 @@ class _Waiting(MetaPathFinder):
             try:
                 loader.exec_module(module)
             except BaseException:
-                sys.meta_path.insert(0, self)  # it may be tried again
+                sys.meta_path.insert(0, self)  # the import may be tried again
                 raise
             self._call()
 

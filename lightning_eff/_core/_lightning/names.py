@@ -1,8 +1,8 @@
-"""The two names of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``, and what makes both work.
+"""Lightning's two package names, ``lightning.pytorch`` and ``pytorch_lightning``, and support for both.
 
-The two packages have the same code, but no class of one is a class of the other. Nothing outside of this module asks
-``isinstance`` of a Lightning class: it calls :func:`is_a`, which knows both. Neither package is imported here, and the
-second one never by us: it counts as soon as somebody else has imported it.
+The packages have the same code, but their classes are different objects. No other module uses ``isinstance`` with a
+Lightning class: it calls :func:`is_a`, which knows both. This module imports neither package. The second one counts only
+once other code has imported it.
 """
 
 import copyreg
@@ -16,7 +16,7 @@ from typing_extensions import TypeIs, override
 
 from lightning_eff._core._lightning.imports import once_imported
 
-#: The packages by both names: the one that this package is written with, and the one that it may meet.
+#: The packages by both names: those that this package imports, and their equivalents.
 NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 OWN, OTHER = "lightning.pytorch", "pytorch_lightning"
 #: Lightning's packages on the disk.
@@ -27,11 +27,11 @@ T2 = TypeVar("T2")
 C = TypeVar("C", bound=type)
 
 
-# -- which classes and objects are meant
+# -- find classes in either package
 
 
 def _renamed(module: str, package: str) -> str | None:
-    """The name of Lightning's module ``module`` in ``package``'s family; None if it is no module of Lightning's."""
+    """Return the name of Lightning's module ``module`` in ``package``'s family; None if it is not a Lightning module."""
     for names in NAMES.items():
         for name in names:
             if module == name or module.startswith(f"{name}."):
@@ -40,12 +40,12 @@ def _renamed(module: str, package: str) -> str | None:
 
 
 def is_lightnings(cls: type) -> bool:
-    """Whether Lightning itself defines ``cls``, under either name."""
+    """Return whether Lightning itself defines ``cls``, under either name."""
     return _renamed(cls.__module__, OWN) is not None
 
 
 def _named(cls: Any, package: str) -> Any:
-    """Lightning's class or function ``cls`` as ``package`` has it; None if it has none, or is not imported."""
+    """Return ``package``'s version of Lightning's class or function ``cls``; None if missing or not imported."""
     module = _renamed(cls.__module__, package)
     if module is None or package not in sys.modules:
         return None
@@ -53,14 +53,14 @@ def _named(cls: Any, package: str) -> Any:
 
 
 def renamed(cls: type, package: str) -> str:
-    """The dotted path of Lightning's class ``cls`` in ``package``."""
+    """Return the dotted path of Lightning's class ``cls`` in ``package``."""
     path = f"{_renamed(cls.__module__, package)}"
-    short = path.rpartition(".")[0]  # where people import it from
+    short = path.rpartition(".")[0]  # the public module
     return f"{short if hasattr(sys.modules.get(short), cls.__name__) else path}.{cls.__name__}"
 
 
 def both(*what: T) -> tuple[T, ...]:
-    """Classes or functions of Lightning's, and those of the same names in the other package, if that is imported."""
+    """Return these Lightning classes or functions, and the other package's, if it is imported."""
     return tuple(dict.fromkeys([*what, *(other for each in what if (other := _named(each, OTHER)) is not None)]))
 
 
@@ -76,17 +76,17 @@ def is_a(value: object, *kinds: type) -> bool:
 
 
 def is_subclass(cls: type, *kinds: type) -> bool:
-    """``issubclass`` for classes of Lightning, of either package."""
+    """``issubclass`` for Lightning classes of either package."""
     return issubclass(cls, kinds) or (OTHER in sys.modules and issubclass(cls, both(*kinds)))
 
 
 def is_exactly(value: object, kind: type) -> bool:
-    """Whether the type of ``value`` is Lightning's class ``kind`` itself, of either package, or made of it by :func:`adapt`."""
+    """Return whether the type of ``value`` is Lightning's ``kind``, of either package, or was made from it by :func:`adapt`."""
     return getattr(type(value), "_adapted", type(value)) in both(kind)
 
 
 def package_of(value: object) -> str | None:
-    """The package that an object, or a class, belongs to: that of the first of its classes that Lightning defines, if any."""
+    """Return the package of an object or class: that of the first of its classes that Lightning defines, or None."""
     for cls in (value if isinstance(value, type) else type(value)).__mro__:
         if is_lightnings(cls):
             return OWN if _renamed(cls.__module__, OWN) == cls.__module__ else OTHER
@@ -94,13 +94,13 @@ def package_of(value: object) -> str | None:
 
 
 def like(of: object, cls: type[T]) -> type[T]:
-    """Lightning's class ``cls`` in the package that ``of``, such as a trainer or a module, belongs to."""
+    """Return Lightning's class ``cls`` in the package of ``of``, such as a trainer or a module."""
     package = package_of(of)
     return cls if package is None else _named(cls, package) or cls
 
 
 def module_like(of: object, name: str) -> ModuleType:
-    """Lightning's module ``name``, given as ``lightning.pytorch`` has it, in the package that ``of`` belongs to."""
+    """Return Lightning's module ``name``, named as in ``lightning.pytorch``, in the package of ``of``."""
     return importlib.import_module(_renamed(name, package_of(of) or OWN) or name)
 
 
@@ -114,15 +114,17 @@ def is_overridden(method: str, instance: object, parent: type | None = None) -> 
     known = (LightningModule, LightningDataModule, Callback) if parent is None else (parent,)
     kinds = [like(instance, kind) for kind in known if is_a(instance, kind)]
     if not kinds:
-        raise ValueError(f"is_overridden({method!r}): {type(instance).__name__} is no module, data module or callback.")
+        raise ValueError(
+            f"is_overridden({method!r}): {type(instance).__name__} is not a module, data module or callback."
+        )
     return overridden(method, instance, kinds[0])
 
 
-# -- classes of ours that both packages take
+# -- this package's classes, usable with both packages
 
 
 class _Adapted(ABCMeta):
-    """The type of classes that stand in one package's family, although they were written for the other's."""
+    """The metaclass of classes that inherit from one package although they were written for the other."""
 
     _adapted: Any
     _package: str
@@ -133,17 +135,16 @@ class _Adapted(ABCMeta):
         own = next(c for c in found if not isinstance(c, _Adapted))
         package = next(c.__dict__["_package"] for c in found if "_package" in c.__dict__)
         first = [c if (other := _named(c, package)) is None else other for c in own.__mro__]
-        left_out = {
-            c for c in found if _renamed(c.__module__, package) not in (None, c.__module__)
-        }  # super() would reach them
+        # super() would reach these classes of the other package
+        left_out = {c for c in found if _renamed(c.__module__, package) not in (None, c.__module__)}
         order = dict.fromkeys([*(c for c in found if isinstance(c, _Adapted)), *first, *found])
         return [*(c for c in order if c is not object and c not in left_out), object]
 
 
 def adapted(cls: C, package: str | None) -> C:
-    """``cls``, with ``super()`` and what it inherits from Lightning taken from ``package``: a class of the same name.
+    """Return a class of the same name that inherits from Lightning's classes in ``package``, also for ``super()``.
 
-    It is a subclass of ``cls`` and of ``package``'s classes, and of the other package's no more.
+    It is a subclass of ``cls`` and of ``package``'s classes, and not of the other package's.
     """
     if package is None or package_of(cls) in (None, package):
         return cls
@@ -154,7 +155,7 @@ def adapted(cls: C, package: str | None) -> C:
             return made  # pyright: ignore[reportReturnType]
     bases = [other for c in cls.__mro__ if (other := _named(c, package)) is not None]
     more = [base for base in bases[:1] if not issubclass(cls, base)]
-    # of a private module, so that jsonargparse, which looks for subclasses by their names, passes over it
+    # in a private module, so that jsonargparse, which finds subclasses by name, skips it
     names = {"__module__": __name__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return _Adapted(cls.__name__, (cls, *more), {**names, "_package": package, "_adapted": cls})  # pyright: ignore[reportReturnType]
 
@@ -163,7 +164,7 @@ copyreg.pickle(_Adapted, lambda cls: (adapted, (cls._adapted, cls._package)))  #
 
 
 def adapt(value: object, of: object) -> None:
-    """Let ``value``, such as a plugin, inherit from the package that ``of``, such as a trainer, belongs to."""
+    """Make ``value``, such as a plugin, inherit from the package of ``of``, such as a trainer."""
     package = package_of(of)
     if package is not None and package_of(value) != package:
         cls = getattr(type(value), "_adapted", type(value))
@@ -174,10 +175,10 @@ _JOINING: list[Any] = []
 
 
 def of_both(cls: C) -> C:
-    """Class decorator: make ``cls``, made of a class of Lightning's, a subclass of the other package's class, too.
+    """Make ``cls``, a subclass of a Lightning class, also a subclass of the other package's class.
 
-    That package's Trainer and command line then take it. What is inherited comes from the first package all the same,
-    unless :func:`adapt` says otherwise.
+    The other package's Trainer and command line then accept it. It still inherits behaviour from the first package, unless
+    :func:`adapt` changes this.
     """
     _JOINING.append(cls)
     if len(_JOINING) == 1:
@@ -217,14 +218,14 @@ class NoCallback:
 
 
 class Connected(NoCallback):
-    """Mixin, first among the bases of a strategy: it inherits from the package whose Trainer takes it."""
+    """Mixin, first among a strategy's bases: the strategy inherits from the package whose Trainer takes it."""
 
     given_as: ClassVar[str] = "strategy={}"
     _accelerator: Any
 
     @property
     def accelerator(self) -> Any:
-        """What the strategy runs on; the Trainer sets it before it asks anything else of the strategy."""
+        """The accelerator, which the Trainer sets before it uses the strategy otherwise."""
         return self._accelerator
 
     @accelerator.setter

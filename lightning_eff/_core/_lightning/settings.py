@@ -1,4 +1,4 @@
-"""The settings that an object was made with, as text."""
+"""The settings with which an object was created, as text."""
 
 import inspect
 import numbers
@@ -13,20 +13,20 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def changed_settings(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments that differ from the defaults of ``init``, by their names.
+    """Return the arguments that differ from the defaults of ``init``, by name.
 
     Args:
         init: an ``__init__``, whose first parameter is the object itself.
         args: the positional arguments, without the object.
-        kwargs: the others.
+        kwargs: the keyword arguments.
 
     Returns:
-        A short text for each, which holds no reference to the value. It is empty for arguments that ``init`` does not take.
+        A short text for each, without a reference to the value. Empty if ``init`` does not accept the arguments.
     """
     signature = inspect.signature(init)
     try:
         given = signature.bind(None, *args, **kwargs).arguments
-    except TypeError:  # ``init`` raises it better
+    except TypeError:  # ``init`` raises a better error
         return {}
     own, *_ = signature.parameters
     for name, parameter in signature.parameters.items():
@@ -52,7 +52,7 @@ def _plain(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, numbers.Real) and type(value) not in _PLAIN:  # of numpy
+    if isinstance(value, numbers.Real) and type(value) not in _PLAIN:  # a numpy number
         return repr(int(value) if isinstance(value, numbers.Integral) else float(value))
     if _plain(value):
         return _SHORT.repr(value)

@@ -15,7 +15,7 @@ _MOST = 256  # batches that a loader may keep back
 
 
 def is_direct(iterator: Any) -> bool:
-    """Whether ``iterator`` is torch's own over a recorded sampler."""
+    """Return whether ``iterator`` is torch's own over a recorded sampler."""
     return isinstance(getattr(iterator, "_sampler_iter", None), Emission)
 
 
@@ -47,7 +47,7 @@ class MadeBatches:
         self._batches.append(_Made(batch, origin))
 
     def origin(self, batch: Any) -> tuple[Any, int] | None:
-        """The index of ``batch`` and its position in the epoch, or None if it is unknown."""
+        """Return the index of ``batch`` and its position in the epoch, or None if it is unknown."""
         found = next((made for made in reversed(self._batches) if made.batch is batch), None)
         return found.origin if found is not None and found.is_unchanged() else None
 
@@ -112,10 +112,8 @@ class _Nothing:
 def _watch(iterator: Any, made: MadeBatches) -> None:
     if not hasattr(type(iterator), "_next_data"):
         return
-    itself, next_data = (
-        weakref.ref(iterator),
-        type(iterator)._next_data,
-    )  # no cycle: workers end with the last reference
+    # a weak reference, so that workers end with the last reference
+    itself, next_data = weakref.ref(iterator), type(iterator)._next_data
 
     def noted() -> Any:
         iterator = itself()

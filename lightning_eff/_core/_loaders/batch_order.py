@@ -35,7 +35,7 @@ _SETTLED: tuple[Callable[..., Any], ...] = tuple(
 
 
 def is_settled(sampler: Any) -> bool:
-    """Whether the order of ``sampler`` follows from the beginning of the epoch, as for those of torch and Lightning."""
+    """Return whether the order of ``sampler`` follows from the beginning of the epoch, as for those of torch and Lightning."""
     sampler = users_own(sampler)
     inner = getattr(sampler, "sampler", None) if isinstance(sampler, BatchSampler) else None
     if inner is not None and not is_settled(inner):
@@ -48,19 +48,19 @@ def _is_known(sampler: Any) -> bool:
 
 
 def iterates_itself(loader: Any) -> bool:
-    """Whether iterating ``loader`` runs the user's own code, not only torch's iterator over its sampler."""
+    """Return whether iterating ``loader`` runs the user's own code, not only torch's iterator over its sampler."""
     return not isinstance(loader, DataLoader) or (
         type(loader).__iter__ is not DataLoader.__iter__ and not is_torchdata(loader)
     )
 
 
 def sampler_name(loader: DataLoader[Any]) -> str:
-    """The attribute with the sampler that a ``DataLoader`` takes its indices from."""
+    """Return the attribute with the sampler that a ``DataLoader`` takes its indices from."""
     return "sampler" if loader.batch_sampler is None else "batch_sampler"
 
 
 def holders(loader: DataLoader[Any]) -> list[DataLoader[Any]]:
-    """The loaders that take indices from ``loader``'s sampler: itself, and inner loaders that it delegates to."""
+    """Return the loaders that take indices from ``loader``'s sampler: itself, and inner loaders that it delegates to."""
     name = sampler_name(loader)
     sampler = getattr(loader, name)
     found = [loader, *(value for value in vars(loader).values() if isinstance(value, DataLoader))]
@@ -100,11 +100,11 @@ class Pieces:
         return [users_own(sampler) for sampler in found if sampler is not None]
 
     def epoch_samplers(self) -> list[Any]:
-        """The samplers with ``set_epoch``."""
+        """Return the samplers with ``set_epoch``."""
         return list({id(s): s for s in self._samplers() if callable(getattr(s, "set_epoch", None))}.values())
 
     def epochs(self) -> list[Any]:
-        """The epochs of those samplers."""
+        """Return the epochs of those samplers."""
         return [getattr(sampler, "epoch", None) for sampler in self.epoch_samplers()]
 
     def set_epochs(self, epochs: Iterable[Any]) -> None:
@@ -124,7 +124,7 @@ class Pieces:
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
     def generators(self) -> list[Any]:
-        """The states of the generators of the loaders, their samplers and their data."""
+        """Return the states of the generators of the loaders, their samplers and their data."""
         return [*(generator.get_state() for generator in self._generators()), *self.data.states()]
 
     def set_generators(self, states: Iterable[Any]) -> None:
@@ -140,7 +140,7 @@ class Pieces:
         return {name: value for name, value in held.items() if type(value) in (int, float, bool)}
 
     def numbers(self) -> dict[str, Any]:
-        """The plain numbers of a loader with its own iteration that changed in the run."""
+        """Return the plain numbers of a loader with its own iteration that changed in the run."""
         return {k: v for k, v in self._numbers().items() if k not in self._fresh or self._fresh[k] != v}
 
     def set_numbers(self, numbers: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ class Pieces:
             vars(self._counts).update({**self._fresh, **numbers})
 
     def held(self) -> list[dict[str, Any]]:
-        """The attributes of custom samplers that changed in the run, such as NumPy generators."""
+        """Return the attributes of custom samplers that changed in the run, such as NumPy generators."""
         return self._held.saved()
 
     def set_held(self, held: Iterable[dict[str, Any]]) -> None:
@@ -168,7 +168,7 @@ def _has_vars(loader: Any) -> bool:
 
 
 def _inside(value: Any, depth: int = 2) -> list[Any]:
-    """The DataLoaders in ``value`` and in its lists and dicts."""
+    """Return the DataLoaders in ``value`` and in its lists and dicts."""
     if isinstance(value, DataLoader):
         return [value]
     if depth and isinstance(value, dict | list | tuple):
@@ -194,7 +194,7 @@ def shut_down(iterator: Any) -> None:
 
 
 def has_length(loader: Any) -> bool:
-    """Whether ``len(loader)`` is known."""
+    """Return whether ``len(loader)`` is known."""
     try:
         len(loader)
     except (TypeError, NotImplementedError):

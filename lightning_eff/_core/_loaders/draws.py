@@ -41,8 +41,8 @@ class Draws:
         before = rng.capture()
         found = fetch()
         after = rng.capture()
-        if not same(before, after):
-            if position not in self._states and not same(before, self._after):
+        if not same_state(before, after):
+            if position not in self._states and not same_state(before, self._after):
                 self._keep(position, before)
             self._after = after
         return found
@@ -54,12 +54,12 @@ class Draws:
             self._states[position] = state
 
     def saved(self, before: int | None = None) -> list[Any]:
-        """The states of the fetches, or of those before a position, for a checkpoint."""
+        """Return the states of the fetches, or of those before a position, for a checkpoint."""
         return [[at, state] for at, state in sorted(self._states.items()) if before is None or at < before]
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two random states are equal."""
+def same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Return whether two random states are equal."""
     return torch.equal(a["torch"], b["torch"]) and _alike(a["python"], b["python"]) and _alike(a["numpy"], b["numpy"])
 
 

@@ -38,7 +38,7 @@ class DataGenerators:
         return bool(self._found())
 
     def states(self) -> list[dict[str, Any]]:
-        """The states of the generators, in the order of the search."""
+        """Return the states of the generators, in the order of the search."""
         return [generator_state(one) for one in self._found()]
 
     def set(self, states: Iterable[dict[str, Any]]) -> None:
@@ -48,7 +48,7 @@ class DataGenerators:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """The parts of ``value`` that may hold a generator."""
+    """Return the parts of ``value`` that may hold a generator."""
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, MethodType):

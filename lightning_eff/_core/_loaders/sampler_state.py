@@ -25,7 +25,7 @@ class Held:
         self._fresh = [{name: _digest(value) for name, value in vars(owner).items()} for owner in self._owners]
 
     def saved(self) -> list[dict[str, Any]]:
-        """The current values, in plain containers and tensors."""
+        """Return the current values, in plain containers and tensors."""
         return [self._of(owner, fresh) for owner, fresh in zip(self._owners, self._fresh, strict=True)]
 
     def set(self, values: Iterable[dict[str, Any]]) -> None:
@@ -51,7 +51,7 @@ def _is_plain(value: Any, depth: int = 3) -> bool:
 
 
 def _kind(value: Any) -> str:
-    """The kind under which ``value`` is saved, or "" if it is not."""
+    """Return the kind under which ``value`` is saved, or "" if it is not."""
     if isinstance(value, np.random.Generator):
         return "numpy"
     if isinstance(value, np.random.RandomState):
@@ -68,12 +68,12 @@ def _kind(value: Any) -> str:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether ``value`` is a random generator of torch, NumPy or Python."""
+    """Return whether ``value`` is a random generator of torch, NumPy or Python."""
     return _kind(value) in _GENERATORS
 
 
 def generator_state(value: Any) -> dict[str, Any]:
-    """The state of a generator, in plain containers and tensors, for :func:`set_generator`."""
+    """Return the state of a generator, in plain containers and tensors, for :func:`set_generator`."""
     kind = _kind(value)
     return {kind: _TAKEN[kind](value)}
 
@@ -86,7 +86,7 @@ def set_generator(value: Any, state: dict[str, Any]) -> None:
 
 
 def _digest(value: Any) -> Any:
-    """A digest that shows whether ``value`` has changed, without a copy of it."""
+    """Return a digest that shows whether ``value`` has changed, without a copy of it."""
     kind = _kind(value)
     if kind == "plain":
         return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()

@@ -1,1 +1,1 @@
-"""What techniques need of a strategy, how strategies divide a module, and which techniques are refused for it."""
+"""What techniques need of a strategy, how strategies divide a module, and which techniques are refused."""

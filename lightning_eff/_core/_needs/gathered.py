@@ -1,4 +1,4 @@
-"""What a module's code got as it read a parameter that a strategy keeps in pieces: the whole of it, or this process's piece."""
+"""Mark tensors that a module's code read from a sharded parameter: the whole of it, or this process's shard."""
 
 from torch import Tensor
 
@@ -6,23 +6,23 @@ _OF, _PIECE = "_lightning_eff_gathered_of", "_lightning_eff_piece"
 
 
 def gathered(whole: Tensor, parameter: Tensor) -> Tensor:
-    """``whole``, from now on known as what ``parameter`` was read as."""
+    """Mark ``whole`` as the gathered value of ``parameter``, and return it."""
     return _noted(whole, _OF, parameter)
 
 
 def piece(local: Tensor) -> Tensor:
-    """``local``, from now on known as a piece of a parameter."""
+    """Mark ``local`` as a shard of a parameter, and return it."""
     return _noted(local, _PIECE, True)
 
 
 def parameter_of(tensor: Tensor) -> Tensor:
-    """The parameter that a tensor, or what it is a view of, was read from; where nothing was put together, that itself."""
+    """Return the parameter from which a tensor, or the base of a view, was gathered; otherwise that tensor itself."""
     root = _root(tensor)
     return getattr(root, _OF, root)
 
 
 def is_piece(tensor: Tensor) -> bool:
-    """Whether a tensor, or what it is a view of, is a piece: a ``DTensor``, which need not be imported to know, or read so."""
+    """Return whether a tensor, or the base of a view, is a shard: a ``DTensor`` (without importing it), or marked as one."""
     return any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__) or hasattr(_root(tensor), _PIECE)
 
 

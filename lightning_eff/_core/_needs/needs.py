@@ -41,12 +41,12 @@ WORDS: Mapping[Need, str] = {
     Need.CALLS: "changes what training_step calls, or looks at it",
     Need.BLOCKS: "decides which blocks run",
     Need.LAYERS: "changes what single layers compute",
-    Need.PIECES: "computes with each number of the weights by itself",
+    Need.PIECES: "computes with each element of the weights separately",
     Need.WHOLE: "computes with whole weights or gradients",
     Need.DDP: "takes the place of DDP's exchange of gradients",
 }
 
-#: Those that leave each process a whole module, as plain tensors.
+#: The parts with which each process has the whole module, as plain tensors.
 PLAIN = frozenset({Part.COPIES, Part.COMPRESSED})
 _FOREIGN = frozenset({Part.FLAT, Part.ENGINE, Part.UNKNOWN})
 #: The divisions under which each need is not met.
@@ -65,24 +65,24 @@ UNMET: Mapping[Need, frozenset[Part]] = {
 
 Reasons = Mapping[Part, str]
 UNTRIED = "the technique is not tested there"
-#: For a technique that runs the module in evaluation mode before or between steps, where FSDP2 has parameters in pieces.
+#: For a technique that runs the module in evaluation mode before or between steps, while FSDP2 has sharded parameters.
 APART: Reasons = {Part.SHARD: "the technique runs the module apart from training steps"}
-#: For a technique that mixes what the network computes for samples.
+#: For a technique that mixes the network's hidden states of samples.
 WITHIN: Reasons = {Part.PIPELINE: "the technique mixes hidden states of samples that are in different micro-batches"}
-#: For a technique that takes gradients in the batch by a pass of its own.
+#: For a technique that computes gradients with respect to the batch in a separate pass.
 BACKWARD: Reasons = {**APART, Part.PIPELINE: "the technique takes gradients apart from training steps"}
 DIFFERS = "the technique's steps there were found to differ from those of a whole module"
-#: Needs that a division of another kind might meet: nobody has tried.
+#: Needs that an untested division might meet.
 _UNKNOWN_OF = Need.BATCH | Need.STEP | Need.CALLS | Need.BLOCKS | Need.PIECES | Need.SAVED
 
 
 def refused(needs: Need, reasons: Reasons, parts: Iterable[Part]) -> dict[Part, str]:
-    """The parts of a layout that a technique cannot train under, each with the reason.
+    """Return the parts of a layout under which a technique cannot train, each with the reason.
 
     Args:
-        needs: of the technique.
-        reasons: its own, by the parts that it does not train under whatever it needs; "" lifts what would follow from needs.
-        parts: of the layout.
+        needs: the technique's needs.
+        reasons: its own reasons by part, whatever it needs; "" lifts a refusal that follows from its needs.
+        parts: the parts of the layout.
     """
     found: dict[Part, str] = {}
     for part in parts:

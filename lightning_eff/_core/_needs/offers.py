@@ -12,19 +12,19 @@ from lightning.pytorch.strategies import (
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import PLAIN, Need, Part, Reasons, refused
 
-#: What lets HybridParallelStrategy do without a part.
+#: The HybridParallelStrategy argument that disables each part.
 _UNDONE = {Part.SHARD: "shard=False", Part.TENSOR: "tensor_parallel_size=1", Part.PIPELINE: "pipeline_parallel_size=1"}
 
 
 def parts_of(strategy: Strategy) -> tuple[Part, ...]:
-    """How ``strategy`` divides a run; nothing where every process holds the whole module, as plain tensors.
+    """Return how ``strategy`` divides a run; empty if every process has the whole module, as plain tensors.
 
-    A strategy may say so itself, in a property ``parts``.
+    A strategy may declare this in a property ``parts``.
     """
     own = getattr(strategy, "parts", None)
     if own is not None:
         return tuple(own)
-    if is_a(strategy, DeepSpeedStrategy):  # which is a DDPStrategy to Lightning
+    if is_a(strategy, DeepSpeedStrategy):  # a subclass of DDPStrategy
         return (Part.ENGINE,)
     if is_a(strategy, SingleDeviceStrategy, DDPStrategy):
         return ()
@@ -37,18 +37,18 @@ def parts_of(strategy: Strategy) -> tuple[Part, ...]:
 
 
 def is_plain(strategy: Strategy) -> bool:
-    """Whether every rank holds the whole module, as plain tensors."""
+    """Return whether every rank has the whole module, as plain tensors."""
     return PLAIN.issuperset(parts_of(strategy))
 
 
 def refusal(who: str, needs: Need, reasons: Reasons, strategy: Strategy) -> str | None:
-    """Why a technique cannot train under ``strategy``, and what to use instead; None where it can.
+    """Return why a technique cannot train under ``strategy``, and what to use instead; None if it can.
 
     Args:
-        who: the technique, with the argument that its needs come from, if they come from one.
-        needs: of the technique.
-        reasons: its own; see :func:`~.needs.refused`.
-        strategy: of the run.
+        who: the technique, with the argument that causes its needs, if one does.
+        needs: the technique's needs.
+        reasons: its own reasons; see :func:`~.needs.refused`.
+        strategy: the run's strategy.
     """
     found = refused(needs, reasons, parts_of(strategy))
     if not found:

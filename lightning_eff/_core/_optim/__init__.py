@@ -1,1 +1,1 @@
-"""One optimizer made of several, and the module's schedulers around it."""
+"""Combine several optimizers into one, with the module's schedulers around it."""

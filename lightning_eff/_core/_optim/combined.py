@@ -1,4 +1,4 @@
-"""Several optimizers that are one ``torch.optim.Optimizer``, whose rates follow the schedulers of the module's own."""
+"""Several optimizers combined into one ``torch.optim.Optimizer``, whose learning rates follow the module's schedulers."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._optim.external_rates import Known, Share, Telling, settle, understood, watch
+from lightning_eff._core._optim.external_rates import Known, Share, Telling, interpret, settle, watch
 
 _OF_PARAMETERS = ("params", "param_names")
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -20,14 +20,14 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 @dataclass(frozen=True)
 class Following:
-    """How a parameter group follows the group that the module made for the same parameters.
+    """How a parameter group follows the module's group for the same parameters.
 
     Attributes:
-        origin: index of the module's group.
-        ratio: of the group's rate to the one that the module's schedulers give to theirs; None for a group without a rate, and
-            for one whose rate is in no proportion to the module's, which is zero.
-        full: the group's highest rate, of which the schedule is a multiple; None likewise.
-        settings: whether what schedulers change beside rates (momenta, betas) is taken over too.
+        origin: the index of the module's group.
+        ratio: the group's learning rate divided by that of the module's group. None for a group without a learning rate, or
+            if the module's learning rate is zero.
+        full: the group's peak learning rate, which the schedule scales; None as for ``ratio``.
+        settings: whether other scheduled values (momenta, betas) are copied too.
     """
 
     origin: int
@@ -37,7 +37,7 @@ class Following:
 
 
 class Origins(Optimizer):
-    """The module's parameter groups as it made them, for its schedulers to act on; steps nothing."""
+    """The module's original parameter groups, on which its schedulers act; its steps do nothing."""
 
     def __init__(self, made: Optimizer) -> None:
         state = {"defaults": made.defaults, "param_groups": list(made.param_groups), "state": defaultdict(dict)}
@@ -45,17 +45,17 @@ class Origins(Optimizer):
         self.combined: CombinedOptimizer | None = None
 
     def settings(self) -> list[dict[str, Any]]:
-        """What each group holds beside its parameters."""
+        """Return the settings of each group, without parameters."""
         return [{k: v for k, v in group.items() if k not in _OF_PARAMETERS} for group in self.param_groups]
 
     def take(self, settings: list[dict[str, Any]]) -> None:
-        """Let the groups hold what :meth:`settings` returned."""
+        """Restore the result of :meth:`settings`."""
         for group, held in zip(self.param_groups, settings, strict=False):
             group.update(held)
 
     @property
     def _opt_called(self) -> bool:
-        """What schedulers ask in order to warn of steps in the wrong order."""
+        """Whether the optimizer has stepped, which schedulers check to warn of steps in the wrong order."""
         return self.combined is None or self.combined._opt_called
 
     @override
@@ -64,7 +64,7 @@ class Origins(Optimizer):
 
 
 class _Seen:
-    """Stands in for a step that schedulers have wrapped, which they look for."""
+    """Replaces a step that schedulers have wrapped, which they check."""
 
     _wrapped_by_lr_sched = True
 
@@ -73,18 +73,18 @@ class _Seen:
 
 
 class CombinedOptimizer(Optimizer):
-    """Steps its parts one after the other, and is one optimizer for all that look at it.
+    """Steps its parts one after the other, and appears as one optimizer.
 
-    Parameter groups are the parts' own. The first ones follow the module's groups in turn, so that ``param_groups[1]`` reaches
-    what the module made as its second group. State is looked up in the part that has the parameter, and a ``state_dict`` has
-    the plain form over all of them. A learning rate that the module, or another callback, writes into a group is the module's
-    own: each group gets its multiple of it, as under a scheduler (see :mod:`.written`).
+    The parameter groups are the parts' own. The first ones correspond to the module's groups in order, so ``param_groups[1]``
+    has parameters of the module's second group. State is looked up in the part that has the parameter. A ``state_dict`` has the
+    plain form over all parts. A learning rate that the module or a callback writes into a group counts as the module's: each
+    group gets its multiple of it, as with a scheduler (see :mod:`.external_rates`).
 
     Args:
-        parts: optimizers of disjoint parameters, one at least.
-        origins: the groups that schedulers act on.
-        following: for each group of the parts in their order, how it follows them.
-        home: the part for groups that hooks add, which they write for the module's own optimizer; None for the last.
+        parts: optimizers of disjoint parameters, at least one.
+        origins: the groups on which schedulers act.
+        following: how each group of the parts, in order, follows them.
+        home: the part for groups that hooks add for the module's own optimizer; None for the last part.
     """
 
     _opt_called = False
@@ -97,7 +97,7 @@ class CombinedOptimizer(Optimizer):
             raise ValueError(f"CombinedOptimizer: got {len(following)} ways to follow for {len(groups)} groups.")
         groups, self.following = _in_turn(groups, following)
         self.parts, self.origins, self.home = parts, origins, home
-        # what looks at the defaults expects every group to have it: LearningRateMonitor reads momenta so
+        # code that reads the defaults expects them in every group, such as LearningRateMonitor for momenta
         defaults = {k: v for k, v in parts[0].defaults.items() if all(k in group for group in groups)}
         super().__setstate__({"defaults": defaults, "param_groups": groups, "state": _States(self)})
         self._owners: dict[int, Optimizer] = {}
@@ -112,10 +112,10 @@ class CombinedOptimizer(Optimizer):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every part.
+        """Step every part.
 
         Args:
-            closure: computes the loss anew, with gradients on, and returns it.
+            closure: computes the loss again, with gradients, and returns it.
         """
         self._opt_called = True
         loss = None
@@ -128,7 +128,7 @@ class CombinedOptimizer(Optimizer):
 
     @contextmanager
     def moved(self) -> Iterator[None]:
-        """Schedulers act on :attr:`origins` within; afterwards every group follows them."""
+        """Let schedulers act on :attr:`origins`; on exit every group follows them."""
         self.look()
         before = self.origins.settings()
         yield
@@ -142,20 +142,20 @@ class CombinedOptimizer(Optimizer):
                 group.update(changed[how.origin])
 
     def follow(self) -> None:
-        """Give every group its rate: its part of what schedulers have set in :attr:`origins`."""
+        """Set every group's learning rate from :attr:`origins`, which the schedulers have set."""
         for group, how in zip(self.param_groups, self.following, strict=True):
             if how.ratio is not None:
                 set_rate(group, float(self.origins.param_groups[how.origin]["lr"]) * how.ratio)
         settle(self)
 
     def settle(self) -> None:
-        """The learning rates of all groups are known as they stand."""
+        """Record the present learning rates of all groups as known."""
         self._known, self._known_origins = Known(self.param_groups), Known(self.origins.param_groups)
 
     def look(self, stepping: bool = False) -> None:
-        """Take over learning rates that somebody has written into the groups since, and let all groups follow."""
+        """Accept learning rates that other code has written into the groups, and adjust all groups."""
         now = self._known.changed(self.param_groups)
-        moved = self._known_origins.changed(self.origins.param_groups)  # by a scheduler that the module steps itself
+        moved = self._known_origins.changed(self.origins.param_groups)  # by schedulers that the module steps itself
         if not now and not moved:
             return
         shares = [None if how.ratio is None else Share(how.origin, how.ratio) for how in self.following]
@@ -166,7 +166,7 @@ class CombinedOptimizer(Optimizer):
                 " group whose learning rate in configure_optimizers is 0, so the group's own one is overwritten. Give the"
                 " optimizer in configure_optimizers its highest learning rate, such as lr=1e-3."
             )
-        meant = understood(shares, self._known.rates, now, self._absolute)
+        meant = interpret(shares, self._known.rates, now, self._absolute)
         if now:
             self._telling.say(meant)
         found, self._absolute = meant.rates, meant.absolute
@@ -181,7 +181,7 @@ class CombinedOptimizer(Optimizer):
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to :attr:`home`, or to the last part where that has gone; schedulers move it as one of the module's."""
+        """Add a group to :attr:`home`, or to the last part if that is gone; schedulers treat it as the module's."""
         part = next((part for part in self.parts if part is self.home), self.parts[-1])
         count = len(part.param_groups)
         part.add_param_group(param_group)
@@ -193,11 +193,11 @@ class CombinedOptimizer(Optimizer):
         self.settle()
 
     def add_part(self, part: Optimizer, following: list[Following]) -> None:
-        """Let ``part`` step parameters that the other parts have now, as the first part; they give them up.
+        """Add ``part`` as the first part, and remove its parameters from the other parts.
 
         Args:
-            part: another optimizer.
-            following: for each of its groups, how it follows the module's.
+            part: the new optimizer.
+            following: how each of its groups follows the module's.
         """
         moved = [p for group in part.param_groups for p in group["params"]]
         how = {id(group): one for group, one in zip(self.param_groups, self.following, strict=True)}
@@ -215,7 +215,7 @@ class CombinedOptimizer(Optimizer):
         self.settle()
 
     def part_of(self, parameter: Any) -> Optimizer:
-        """The part that has ``parameter``; the first one for what is none."""
+        """Return the part that has ``parameter``, or the first part."""
         if not self._owners:
             self._owners = {id(p): part for part in self.parts for p in _parameters(part.param_groups)}
         return self._owners.get(id(parameter), self.parts[0])
@@ -227,7 +227,7 @@ class CombinedOptimizer(Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The plain form over all groups, and what schedulers have set in the groups that they act on."""
+        """Return the plain form over all groups, and the settings of the groups on which schedulers act."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         numbers = {id(p): i for i, p in enumerate(_parameters(self.param_groups))}
@@ -257,10 +257,10 @@ class CombinedOptimizer(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load the result of :meth:`state_dict`.
 
         Raises:
-            ValueError: if it is of other groups, or of another optimizer.
+            ValueError: if it has other groups, or is of another optimizer.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed: Any = before(self, state_dict)
@@ -270,15 +270,15 @@ class CombinedOptimizer(Optimizer):
         there = [len(group["params"]) for group in state_dict["param_groups"]]
         if here != there or len(state_dict.get("parts", ())) != len(self.parts):
             raise ValueError(
-                f"The state of an optimizer whose groups hold {there} parameters was to be loaded into {' and '.join(names)},"
-                f" whose groups hold {here}; expected a checkpoint of a run with the same parts. Resume with the settings it"
-                " was saved under, or load its weights alone."
+                f"Cannot load the state of an optimizer whose groups hold {there} parameters into {' and '.join(names)}, whose"
+                f" groups hold {here}. Resume with the settings of the run that saved the checkpoint, or load only its"
+                " weights."
             )
         saved = [beside["optimizer"] for beside in state_dict["parts"]]
         if saved != names:
             raise ValueError(
-                f"The state of an optimizer was saved of {' and '.join(saved)}, and to be loaded into {' and '.join(names)};"
-                " expected the same. Resume with the settings it was saved under, or load its weights alone."
+                f"Cannot load the optimizer state of {' and '.join(saved)} into {' and '.join(names)}. Resume with the settings"
+                " of the run that saved the checkpoint, or load only its weights."
             )
         at = {id(group): i for i, group in enumerate(self.param_groups)}
         numbers = {id(p): i for i, p in enumerate(_parameters(self.param_groups))}
@@ -311,7 +311,7 @@ class CombinedOptimizer(Optimizer):
         super().__setstate__({**state, "state": _States(self)})
 
     def __getattr__(self, name: str) -> Any:
-        """What the parts have and this has not, such as ``train()``: a method is called on all that have it."""
+        """Return an attribute of the parts, such as ``train()``: a method is called on all parts that have it."""
         held = [] if name.startswith("_") else self.__dict__.get("parts", [])
         found = [getattr(part, name) for part in held if hasattr(part, name)]
         if not found:
@@ -332,13 +332,13 @@ class CombinedOptimizer(Optimizer):
 
 
 class _States(MutableMapping[Any, Any]):
-    """The states of all parts, looked up in the one that has the parameter."""
+    """The states of all parts, looked up in the part that has the parameter."""
 
     def __init__(self, optimizer: CombinedOptimizer) -> None:
         self._optimizer = optimizer
 
     def __getitem__(self, key: Any) -> Any:
-        return self._optimizer.part_of(key).state[key]  # a part makes what is missing
+        return self._optimizer.part_of(key).state[key]  # the part creates a missing state
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._optimizer.part_of(key).state[key] = value
@@ -362,7 +362,7 @@ class _States(MutableMapping[Any, Any]):
 
 
 def _in_turn(groups: list[dict[str, Any]], following: list[Following]) -> tuple[list[dict[str, Any]], list[Following]]:
-    """``groups`` and how they follow, with the first group of each of the module's in front, in the module's order."""
+    """Sort ``groups`` and how they follow: first one group for each of the module's, in the module's order."""
     order = list(range(len(groups)))
     first = {following[i].origin: i for i in reversed(order)}
     order.sort(key=lambda i: (following[i].origin if first[following[i].origin] == i else len(first), i))
@@ -375,7 +375,7 @@ def _parameters(groups: list[dict[str, Any]]) -> Iterator[Tensor]:
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set a group's rate, which may be a tensor that others hold."""
+    """Set a group's learning rate, in place if it is a tensor, which may be shared."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:
@@ -383,7 +383,7 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def take_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Let ``optimizer`` have these groups alone; it forgets what it keeps for parameters that are in none of them."""
+    """Give ``optimizer`` only these groups, and delete its state for other parameters."""
     held = {id(p) for p in _parameters(groups)}
     for p in [p for p in optimizer.state if isinstance(p, Tensor) and id(p) not in held]:
         del optimizer.state[p]
@@ -391,7 +391,7 @@ def take_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 
 
 def group_without(group: dict[str, Any], parameters: list[Any]) -> dict[str, Any]:
-    """A copy of ``group`` that has none of ``parameters``."""
+    """Return a copy of ``group`` without ``parameters``."""
     gone = {id(p) for p in parameters}
     kept = [i for i, p in enumerate(group["params"]) if id(p) not in gone]
     found = {**group, "params": [group["params"][i] for i in kept]}

@@ -1,8 +1,8 @@
-"""Learning rates that a module, or another callback, writes into an optimizer's groups by hand while training goes on.
+"""Learning rates that a module or another callback writes into an optimizer's groups during training.
 
-Lightning documents such a warm-up in ``optimizer_step``. A technique that gives some groups a multiple of the module's
-learning rate, or sets all of them, would be undone by it. So the groups are compared, before each step, with the learning
-rates that were last known in them, and what stands there instead is understood as the module's.
+Lightning documents such a warm-up in ``optimizer_step``. It would undo a technique that gives some groups a multiple of the
+module's learning rate, or sets all of them. So before each step the groups are compared with their last known learning
+rates, and new values are interpreted as the module's.
 """
 
 import math
@@ -16,24 +16,24 @@ from torch.optim import Optimizer
 
 
 class Watch(Protocol):
-    """Compares the groups of one optimizer with what is known of them."""
+    """Compares the groups of one optimizer with their known learning rates."""
 
     def look(self, stepping: bool = False) -> None:
-        """Take over the learning rates that somebody has written into the groups; ``stepping`` right before a step."""
+        """Accept learning rates that other code has written into the groups; ``stepping`` right before a step."""
         ...
 
     def settle(self) -> None:
-        """The groups' learning rates were set by a technique or a scheduler: they are known from now on."""
+        """Record the groups' learning rates as known, after a technique or a scheduler has set them."""
         ...
 
 
-_WATCHES = "_rate_watches"  # the attribute of an optimizer that holds them
+_WATCHES = "_rate_watches"  # the attribute of an optimizer with its watches
 
 
 def watch(optimizer: Optimizer, found: Watch) -> None:
-    """Let ``found`` look before every step of ``optimizer``, after a closure that the step is given has run.
+    """Call ``found.look`` before every step of ``optimizer``, and after the step's closure if it has one.
 
-    It also looks before the optimizer's state is saved, so that a checkpoint holds no rate that is still to be understood.
+    It is also called before the optimizer's state is saved, so that a checkpoint has no unprocessed learning rate.
     """
     if _WATCHES not in vars(optimizer):
         vars(optimizer)[_WATCHES] = []
@@ -46,24 +46,24 @@ def watch(optimizer: Optimizer, found: Watch) -> None:
 
 
 def watches(optimizer: Optimizer) -> list[Watch]:
-    """Those that look before its steps."""
+    """Return the watches of an optimizer."""
     return vars(optimizer).get(_WATCHES, [])
 
 
 def unwatch(optimizer: Optimizer, found: Watch) -> None:
-    """Let ``found`` look no more."""
+    """Remove the watch ``found``."""
     held = watches(optimizer)
     held[:] = [one for one in held if one is not found]
 
 
 def look(optimizers: Iterable[Optimizer], stepping: bool = False) -> None:
-    """Let all watches look now."""
+    """Call all watches of these optimizers."""
     for optimizer in optimizers:
         _look(optimizer, stepping)
 
 
 def settle(optimizer: Optimizer) -> None:
-    """The learning rates that stand in the groups of ``optimizer`` were not written by hand."""
+    """Record the learning rates in the groups of ``optimizer`` as known, because other code did not write them."""
     for one in watches(optimizer):
         one.settle()
 
@@ -81,7 +81,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], keywords: dict[str
 def after_closure(
     args: tuple[Any, ...], keywords: dict[str, Any], act: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A step's arguments with a closure that calls ``act`` as it ends; None, and nothing done, for a step without one.
+    """Return a step's arguments with a closure that calls ``act`` at its end; None for a step without a closure.
 
     Lightning computes the gradients within the closure, so its hooks, which may write learning rates, run there too.
     """
@@ -100,7 +100,7 @@ def after_closure(
 
 
 class Known:
-    """The learning rate that was last known of each group; a tensor is read again only after it has changed."""
+    """The last known learning rate of each group; a tensor is read again only after it has changed."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         self.rates: list[float | None] = []
@@ -108,12 +108,12 @@ class Known:
         self.take(groups)
 
     def take(self, groups: list[dict[str, Any]]) -> None:
-        """What stands in ``groups`` is known."""
+        """Record the learning rates in ``groups`` as known."""
         self.rates = [None if group.get("lr") is None else float(group["lr"]) for group in groups]
         self._marks = [_mark(group.get("lr")) for group in groups]
 
     def changed(self, groups: list[dict[str, Any]]) -> dict[int, float]:
-        """The learning rates that are others than the known ones, by the index of their group."""
+        """Return the learning rates that differ from the known ones, by the index of their group."""
         found: dict[int, float] = {}
         for i, (group, mark) in enumerate(zip(groups, self._marks, strict=False)):
             rate = group.get("lr")
@@ -134,8 +134,8 @@ class Share:
     """A group whose learning rate is a multiple of the module's.
 
     Attributes:
-        origin: names the group of the module's that it follows.
-        ratio: its learning rate by that of the module's group.
+        origin: the module's group that it follows.
+        ratio: its learning rate divided by that of the module's group.
     """
 
     origin: int
@@ -144,13 +144,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Meant:
-    """What somebody means who has written learning rates.
+    """The interpretation of learning rates that other code has written.
 
     Attributes:
-        rates: the module's learning rates, by the group of the module's.
-        absolute: whether they were written as such; False for multiples of what stood there.
-        guessed: whether the size of the change alone tells that.
-        left: the groups that keep what was written into them, as it is in no proportion to the others'.
+        rates: the module's learning rates, by the module's group.
+        absolute: whether the values are learning rates of the module; False for multiples of the previous values.
+        guessed: whether only the size of the change decides this.
+        left: the groups that keep their written values, because these are not in proportion to the others'.
     """
 
     rates: dict[int, float]
@@ -160,62 +160,62 @@ class Meant:
 
 
 class Telling:
-    """Says once of each kind how learning rates written by hand are understood, where that might not be what is meant."""
+    """Warns once per kind if the interpretation of written learning rates is uncertain."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
 
     def say(self, meant: Meant) -> None:
-        """Say what ``meant`` leaves in doubt."""
-        means = "the module's own" if meant.absolute else "multiples of those that stood there"
+        """Warn about the uncertain parts of ``meant``."""
+        means = "the module's own" if meant.absolute else "multiples of the previous ones"
         if meant.left:
             self._once(
                 "left",
-                f"Learning rates were written by hand into optimizer.param_groups{list(meant.left)}, in no proportion to those"
-                " of the other groups. They stay as they are and override what a technique has set there.",
+                f"Learning rates were written by hand into optimizer.param_groups{list(meant.left)}, not in proportion to those"
+                " of the other groups. They are kept and override the values of a technique.",
             )
         elif meant.guessed:
             self._once(
                 "guessed",
-                f"Learning rates that are written into optimizer.param_groups are taken for {means}, and every group keeps its"
+                f"Learning rates written into optimizer.param_groups are interpreted as {means}, and every group keeps its"
                 " proportion.",
             )
 
     def _once(self, kind: str, what: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
-            rank_zero_warn(f"{what} To leave no doubt, return a scheduler from configure_optimizers instead.")
+            rank_zero_warn(f"{what} To avoid this, return a scheduler from configure_optimizers instead.")
 
 
-def understood(
+def interpret(
     shares: Sequence[Share | None], known: Sequence[float | None], now: Mapping[int, float], absolute: bool = False
 ) -> Meant:
-    """What somebody means who wrote ``now``.
+    """Interpret the learning rates ``now`` that other code has written.
 
-    A value may be the module's learning rate, as in ``group["lr"] = scale * self.lr``, or a multiple of the one that stood
-    there, as in ``group["lr"] *= 0.5``. Groups of several ratios tell which: the first leaves them equal, the second keeps
-    their proportion. Where all groups have one ratio, the size of the change tells.
+    A value may be the module's learning rate, as in ``group["lr"] = scale * self.lr``, or a multiple of the previous value, as
+    in ``group["lr"] *= 0.5``. Groups of different ratios show which: the first makes them equal, the second keeps their
+    proportion. If all groups have one ratio, the size of the change decides.
 
-    A writer that gives the groups of one origin values of another proportion, or leaves out the first of them, knows them
-    apart: these are not in the result, and are to be left as they were written.
+    Code that gives the groups of one origin values in another proportion, or omits the first of them, distinguishes them. These
+    groups are not in the result, and keep their written values.
 
     Args:
-        shares: what each group follows; None for one that follows nothing.
-        known: each group's learning rate before.
-        now: those that are others now, by index of the group.
-        absolute: what was found of an earlier write, which counts where this one does not tell.
+        shares: what each group follows; None for a group that follows nothing.
+        known: each group's previous learning rate.
+        now: the learning rates that changed, by index of the group.
+        absolute: the interpretation of an earlier write, which is used if this one is ambiguous.
     """
     held: dict[int, list[int]] = {}
     for i, share in enumerate(shares):
         if share is not None and share.ratio > 0 and known[i] is not None:
             held.setdefault(share.origin, []).append(i)
-    equal, multiple = dict[int, float](), dict[int, float]()  # the module's learning rate, in either sense
+    equal, multiple = dict[int, float](), dict[int, float]()  # the module's learning rate in each interpretation
     several: list[int] = []
     for origin, mine in held.items():
         if not any(i in now for i in mine):
             continue
         ratios = {i: share.ratio for i in mine if (share := shares[i]) is not None}
-        # a writer may know the first groups alone; and a value that stood there already shows in no group
+        # the code may know only the first groups, and an unchanged value does not show
         written = mine if mine[0] not in now else [i for i in mine if i in now]
         values = [now.get(i, known[i] or 0.0) for i in written]
         if _alike(values):
@@ -244,10 +244,10 @@ def _at(shares: Sequence[Share | None], i: int) -> Share | None:
 
 
 def _is_multiple(value: float, before: float, ratio: float) -> bool:
-    """Whether ``value`` is rather a multiple of what stood there than the module's learning rate.
+    """Return whether ``value`` is more likely a multiple of the previous value than the module's learning rate.
 
-    Schedules by hand rarely exceed the module's learning rate, and a warm-up begins near zero, while a decay goes on from what
-    stands there.
+    Hand-written schedules rarely exceed the module's learning rate. A warm-up begins near zero, and a decay continues from the
+    previous value.
     """
     module = before / ratio
     if ratio == 1.0 or before <= 0:

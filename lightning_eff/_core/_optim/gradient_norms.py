@@ -1,4 +1,4 @@
-"""Gradients of a whole model, which may lie in pieces on several processes."""
+"""Gradient norms of a whole model, which may be sharded over several processes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 
 def gradient_square(strategy: Strategy, pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
-    """The sum of squares over gradients, shape (), in float64, the same on all processes that share a model; collective.
+    """Return the sum of squares over gradients, shape (), float64, the same on all processes of a model. Collective.
 
     Args:
-        strategy: of the run.
-        pairs: this process's parameters, each with its gradient, or a tensor that is laid out as it is.
+        strategy: the run's strategy.
+        pairs: this process's parameters, each with its gradient, or a tensor in the same layout.
     """
     norm = getattr(strategy, "gradient_norm", None)
     if norm is not None:
@@ -32,12 +32,12 @@ def gradient_square(strategy: Strategy, pairs: Sequence[tuple[nn.Parameter, Tens
 
 
 def square(gradient: Tensor) -> Tensor:
-    """The sum of squares, shape (), in float32 or finer."""
+    """Return the sum of squares, shape (), in float32 or higher precision."""
     values = gradient.detach()
     values = values.coalesce().values() if values.is_sparse else values
     return torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)) ** 2
 
 
 def total(squares: Iterable[Tensor]) -> Tensor:
-    """Their sum, shape (), in float64."""
+    """Return the sum, shape (), in float64."""
     return torch.stack([s.double() for s in squares]).sum()

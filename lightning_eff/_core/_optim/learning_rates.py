@@ -1,4 +1,4 @@
-"""The rates of all groups as a highest one times a factor, in the place of the module's own schedules."""
+"""Learning rates of all groups as a peak value times a factor, in place of the module's own schedules."""
 
 from typing import Any
 
@@ -12,16 +12,17 @@ from lightning_eff._core.session import Session
 
 
 class Rates:
-    """What the groups' highest rates are, from the module's own ``configure_optimizers`` or a checkpoint.
+    """The groups' peak learning rates, from the module's ``configure_optimizers`` or a checkpoint.
 
-    Learning rates that somebody writes by hand are overridden, with a warning.
+    Learning rates that other code writes are overridden, with a warning.
 
     Args:
-        who: sets the rates.
+        who: the technique that sets the learning rates.
 
     Attributes:
-        bases: of each optimizer, each group's highest rate, None where it has no number for one; None until training begins.
-        foreign: whether the run goes on from a checkpoint whose rates another schedule had moved.
+        held: sets the learning rates.
+        bases: for each optimizer, each group's peak learning rate; None for a group without one, or before training begins.
+        foreign: whether the run resumes from a checkpoint whose learning rates another schedule had changed.
     """
 
     def __init__(self, who: str) -> None:
@@ -31,7 +32,7 @@ class Rates:
         self._made: list[list[float | None]] = []
 
     def take_over(self, session: Session, text: str) -> None:
-        """Put the module's schedulers to rest as they are made, and say so: ``text`` "in the place of the module's ..."."""
+        """Disable the module's schedulers when they are created, and log ``text`` "instead of the module's ..."."""
         configure = session.module.configure_optimizers
 
         def configure_optimizers() -> Any:
@@ -44,22 +45,22 @@ class Rates:
             if schedulers:
                 put_to_rest(schedulers)
                 names = ", ".join(type(scheduler).__name__ for scheduler in schedulers)
-                rank_zero_info(f"{text} in the place of the module's {names}")
+                rank_zero_info(f"{text} instead of the module's {names}")
             return configured
 
         session.patches.set(session.module, "configure_optimizers", configure_optimizers)
 
     def made(self, session: Session) -> None:
-        """The optimizers are built."""
+        """Record the learning rates when the optimizers are built."""
         self._made = rates_of(session.optimizers)
 
     def begin(self, session: Session) -> None:
-        """Training begins: what stands in the groups are the highest rates, unless a checkpoint has told them."""
+        """Take the groups' present values as peak learning rates, unless a checkpoint has set them."""
         if self.bases is None:
             self.bases = self._made if self.foreign else rates_of(session.optimizers)
 
     def set(self, session: Session, factor: float) -> float:
-        """Let each group's rate be ``factor`` times its highest; the highest of them all by then."""
+        """Set each group's learning rate to ``factor`` times its peak; return the largest."""
         self.begin(session)
         assert self.bases is not None
         for optimizer, bases in zip(session.optimizers, self.bases, strict=True):
@@ -67,10 +68,10 @@ class Rates:
         return max((rate for found in rates_of(session.optimizers) for rate in found if rate is not None), default=0.0)
 
     def load(self, bases: list[list[float | None]] | None) -> None:
-        """Take over ``bases`` of a checkpoint."""
+        """Take ``bases`` from a checkpoint."""
         self.bases = None if bases is None else [list(found) for found in bases]
 
 
 def rates_of(optimizers: list[Optimizer]) -> list[list[float | None]]:
-    """The rate of every group of every optimizer; None where a group has no number for one."""
+    """Return the learning rate of every group of every optimizer; None for a group without one."""
     return [[None if g.get("lr") is None else float(g["lr"]) for g in o.param_groups] for o in optimizers]

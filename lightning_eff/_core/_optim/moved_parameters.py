@@ -1,4 +1,4 @@
-"""Parameters taken out of the module's optimizer and given to another, which steps with it as one."""
+"""Move parameters from the module's optimizer to another one, which steps together with it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,29 +18,28 @@ def join(
     *,
     who: str,
 ) -> CombinedOptimizer:
-    """Let the optimizer that ``make`` makes step ``parameters``, and ``own`` the others, both as one.
+    """Let the optimizer from ``make`` step ``parameters``, and ``own`` the others, combined into one.
 
-    The new one's rate is at every time the multiple of its own that the module's schedulers make of the rate of the group
-    that the first of the parameters was in.
+    The new optimizer's learning rate follows the module's schedule: it is scaled like the learning rate of the group that had
+    the first of the parameters.
 
     Args:
-        own: the module's, which has all of ``parameters`` and needs gradients alone; one that is of several parts already
-            gets another.
-        schedulers: around ``own``.
-        parameters: one or more.
-        make: makes the other optimizer, with one rate for all.
-        who: begins messages.
+        own: the module's optimizer, which has all of ``parameters`` and needs only gradients. A combined one gets another part.
+        schedulers: the schedulers of ``own``.
+        parameters: at least one.
+        make: creates the other optimizer, with one learning rate for all.
+        who: the start of messages.
 
     Raises:
-        ValueError: if the rate of that group is zero and a scheduler moves it.
+        ValueError: if the learning rate of that group is zero and a scheduler changes it.
     """
     origin, reference = _home(own, schedulers, parameters[0])
     other = make(parameters)
     full = float(other.param_groups[0]["lr"])
     if not reference and schedulers:
         raise ValueError(
-            f"{who}: the module's {type(own).__name__} has a rate of {reference} in group {origin}, to which {full:g} is in no"
-            " proportion, and a scheduler moves it; expected a rate above zero there."
+            f"{who}: the module's {type(own).__name__} has a learning rate of {reference} in group {origin}, which a scheduler"
+            f" changes, so {full:g} cannot follow it in proportion. Set a learning rate above zero there."
         )
     ratio = full / reference if reference else None
     followed = [Following(origin, ratio, full, settings=False) for _ in other.param_groups]
@@ -63,7 +62,7 @@ def join(
 
 
 def _home(own: Optimizer, schedulers: list[Any], parameter: Tensor) -> tuple[int, float | None]:
-    """The index of the module's own group that ``parameter`` was in, and the rate that its schedule is a multiple of."""
+    """Return the index of the module's group that had ``parameter``, and the learning rate that its schedule scales."""
     at = next(i for i, group in enumerate(own.param_groups) if any(p is parameter for p in group["params"]))
     if not isinstance(own, CombinedOptimizer):
         return at, reference_rates(own, schedulers)[at]

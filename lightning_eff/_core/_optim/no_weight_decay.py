@@ -1,30 +1,30 @@
-"""Parameters that weight decay passes over, in whatever optimizer the module has made."""
+"""Exempt parameters from weight decay in any optimizer of the module."""
 
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_eff._core._optim.group_multipliers import follow
+from lightning_eff._core._optim.group_multipliers import follow_group
 from lightning_eff._core._optim.scheduled import all_in
 
-#: What torch's schedulers keep with an entry for each group.
+#: Attributes of torch's schedulers with one entry per group.
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
-def exempt(optimizer: Optimizer, schedulers: list[Any], parameters: list[Tensor]) -> list[Tensor]:
-    """Put those of ``parameters`` that decay into groups that do not, with all other settings of the groups they were in.
+def exempt_from_decay(optimizer: Optimizer, schedulers: list[Any], parameters: list[Tensor]) -> list[Tensor]:
+    """Move those of ``parameters`` that decay to groups without weight decay, with otherwise the same settings.
 
-    A group of the optimizer with the same settings but for its decay takes them, where there is one; else a new one is put
-    behind the others, and the schedulers, which keep lists with an entry for each group, get an entry for it.
+    An existing group with the same settings except the decay gets them. Otherwise a new group is appended, and the schedulers'
+    lists get an entry for it.
 
     Args:
-        optimizer: that has stepped nothing yet, and is not of several parts.
-        schedulers: around it.
-        parameters: of which it may have some.
+        optimizer: an optimizer that has not stepped, and is not a combined one.
+        schedulers: its schedulers.
+        parameters: parameters of which it may have some.
 
     Returns:
-        Those that were put elsewhere.
+        The moved parameters.
     """
     chosen, moved = {id(p) for p in parameters}, list[Tensor]()
     for at, group in enumerate(list(optimizer.param_groups)):
@@ -49,7 +49,7 @@ def exempt(optimizer: Optimizer, schedulers: list[Any], parameters: list[Tensor]
 
 
 def move(group: dict[str, Any], home: dict[str, Any], chosen: set[int]) -> None:
-    """Let ``home`` have the parameters of ``group`` that are chosen, with their names where groups have any."""
+    """Move the chosen parameters of ``group`` to ``home``, with their names if groups have names."""
     held = list(group["params"])
     for key in ("param_names", "params"):
         if key in group:
@@ -59,13 +59,13 @@ def move(group: dict[str, Any], home: dict[str, Any], chosen: set[int]) -> None:
 
 
 def _alike(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether two groups have the same settings but for what they hold, what they are called and their decay."""
+    """Return whether two groups have the same settings apart from their parameters, names and decay."""
     own = {"params", "param_names", "weight_decay", "name"}
     return {k: repr(v) for k, v in a.items() if k not in own} == {k: repr(v) for k, v in b.items() if k not in own}
 
 
 def add_group(optimizer: Optimizer, schedulers: list[Any], at: int, group: dict[str, Any], ratio: float = 1.0) -> None:
-    """Add ``group``, whose rate goes as ``ratio`` times that of the group at ``at``, also where somebody writes it by hand."""
+    """Add ``group``, whose learning rate follows that of group ``at`` times ``ratio``, also if other code writes it."""
     count = len(optimizer.param_groups)
     optimizer.param_groups.append(group)
     for scheduler in schedulers:
@@ -74,4 +74,4 @@ def add_group(optimizer: Optimizer, schedulers: list[Any], at: int, group: dict[
                 values = vars(one).get(name)
                 if isinstance(values, list | tuple) and len(values) == count:
                     vars(one)[name] = [*values, values[at]]
-    follow(optimizer, schedulers, at, ratio)
+    follow_group(optimizer, schedulers, at, ratio)

@@ -1,4 +1,4 @@
-"""Parameters whose rate is a multiple of their group's, in whatever optimizer the module has made."""
+"""Multiply the learning rate of some parameters in any optimizer of the module."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,21 +10,21 @@ from lightning_eff._core._optim.no_weight_decay import add_group, move
 from lightning_eff._core._optim.scheduled import all_in
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
-#: What torch's schedulers keep of rates, with an entry for each group.
+#: Learning rates in torch's schedulers, with one entry per group.
 _BY_GROUP = ("base_lrs", "_last_lr", "max_lrs")
 
 
 def hasten(optimizer: Optimizer, schedulers: list[Any], parameters: Iterable[Tensor], factor: float) -> list[Tensor]:
-    """Put those of ``parameters`` that it holds into groups of their own, whose rates are ``factor`` times as high.
+    """Move those of ``parameters`` that the optimizer has to separate groups with ``factor`` times the learning rate.
 
     Args:
-        optimizer: that has stepped nothing yet, and is not of several parts.
-        schedulers: around it, which go on with the new groups as with those that they come from.
-        parameters: of which it may have some.
-        factor: of their rates.
+        optimizer: an optimizer that has not stepped, and is not a combined one.
+        schedulers: its schedulers, which treat the new groups like the original ones.
+        parameters: parameters of which it may have some.
+        factor: multiplies their learning rates.
 
     Returns:
-        Those that have another rate now.
+        The parameters whose learning rate changed.
     """
     chosen, found = {id(p) for p in parameters}, list[Tensor]()
     for at, group in enumerate(list(optimizer.param_groups)):

@@ -1,4 +1,4 @@
-"""Learning rates that a technique sets for all groups, and that hold whatever is written over them."""
+"""Learning rates that a technique sets for all groups, and restores if other code overwrites them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,10 +12,10 @@ from lightning_eff._core._optim.group_multipliers import scheduled
 
 
 class HeldRates:
-    """Sets learning rates, and puts them back before a step if somebody has written others; a warning says so, once.
+    """Sets learning rates, and restores them before a step if other code has written others, with one warning.
 
     Args:
-        who: sets them.
+        who: the technique that sets them.
     """
 
     def __init__(self, who: str) -> None:
@@ -26,19 +26,19 @@ class HeldRates:
     def set(
         self, optimizer: Optimizer, bases: list[float | None], factor: float, schedulers: Iterable[Any] = ()
     ) -> None:
-        """Let each group's rate be ``factor`` times its base; groups that somebody has added get an entry in ``bases``.
+        """Set each group's learning rate to ``factor`` times its base; groups added later get an entry in ``bases``.
 
         Args:
-            optimizer: whose groups they are.
-            bases: by group, None for one without a rate.
-            factor: of all of them.
-            schedulers: that go on, and whose learning rates are overridden without a word.
+            optimizer: the optimizer.
+            bases: by group; None for a group without a learning rate.
+            factor: multiplies all bases.
+            schedulers: active schedulers, whose learning rates are overridden without a warning.
         """
         groups = optimizer.param_groups
         held = self._held.get(id(optimizer))
         now = {} if held is None else held.between.changed(groups)
         written = not scheduled(optimizer, schedulers, now) and next(iter(now.values()), None)
-        for group in groups[len(bases) :]:  # somebody has thawed parameters since
+        for group in groups[len(bases) :]:  # other code has unfrozen parameters since
             bases.append(None if group.get("lr") is None else float(group["lr"]))
         for group, base in zip(groups, bases, strict=False):
             if base is not None:
@@ -52,20 +52,20 @@ class HeldRates:
             self.warn(written, float(groups[next(iter(now))]["lr"]))
 
     def release(self) -> None:
-        """Let others write what they like."""
+        """Stop restoring learning rates."""
         for one in self._held.values():
             unwatch(one.optimizer, one)
         self._held.clear()
         self._warned = False
 
     def warn(self, written: float, ours: float) -> None:
-        """Say what is overridden."""
+        """Warn once about the overridden learning rate."""
         if not self._warned:
             self._warned = True
             rank_zero_warn(
                 f"{self._who}: the module or another callback wrote a learning rate of {written:g} into"
                 f" optimizer.param_groups, and {self._who} overrides it with {ours:g}, as it does with schedulers. Remove the"
-                f" code that writes param_groups[...]['lr'], or take {self._who} out of the trainer's callbacks."
+                f" code that writes param_groups[...]['lr'], or remove {self._who} from the trainer's callbacks."
             )
 
 
@@ -75,14 +75,14 @@ class _Held:
     def __init__(self, optimizer: Optimizer, rates: HeldRates) -> None:
         self.optimizer, self._rates = optimizer, rates
         self.known = Known(optimizer.param_groups)
-        self.between = Known(optimizer.param_groups)  # as techniques and schedulers have left them since
+        self.between = Known(optimizer.param_groups)  # the values that techniques and schedulers set since
 
     def settle(self) -> None:
-        """Others than users have set learning rates, against which these hold too, until :meth:`HeldRates.set`."""
+        """Record learning rates that techniques or schedulers have set, until :meth:`HeldRates.set` overrides them."""
         self.between.take(self.optimizer.param_groups)
 
     def look(self, stepping: bool = False) -> None:
-        """Put the learning rates back if others stand there as a step begins; in between, schedulers may set what they like."""
+        """Restore the learning rates at the beginning of a step; between steps, schedulers may set others."""
         if not stepping:
             return
         groups = self.optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Parameters that an optimizer does not hold any more, since no gradient is computed for them."""
+"""Remove parameters without gradients from an optimizer."""
 
 from collections.abc import Iterable
 
@@ -8,14 +8,14 @@ from torch.optim import Optimizer
 from lightning_eff._core._optim.combined import CombinedOptimizer, group_without
 
 
-def forget(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Take ``parameters`` out of the groups of ``optimizer``, which stay as many, for schedulers, though some may be empty.
+def remove_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Remove ``parameters`` from the groups of ``optimizer``, keeping empty groups for schedulers.
 
-    An optimizer that keeps state already is left as it is: it may have made plans with what it was given.
+    An optimizer with state is not changed, because it may have prepared state for its parameters.
 
     Args:
-        optimizer: that has stepped nothing yet.
-        parameters: of which it may have some.
+        optimizer: an optimizer that has not stepped.
+        parameters: parameters of which it may have some.
     """
     gone = list(parameters)
     parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]

@@ -1,4 +1,4 @@
-"""Optimizer steps at another rate than the groups say: a factor for the length of the step alone."""
+"""Optimizer steps with scaled learning rates, only for the duration of the step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from lightning_eff._core.optimizers import evaluates_anew
 
 @dataclass
 class _Held:
-    """The rates of an optimizer's groups from before a step, and who has scaled them for it."""
+    """The learning rates of an optimizer's groups before a step, and the objects that scaled them."""
 
     rates: list[tuple[dict[str, Any], Any]]
     by: set[int] = field(default_factory=set)
@@ -25,14 +25,14 @@ _HELD: "WeakKeyDictionary[Optimizer, _Held]" = WeakKeyDictionary()
 
 
 class ScaledSteps:
-    """Lets each step of ``optimizers`` be made with every group's rate times ``factor()``.
+    """Multiplies every group's learning rate by ``factor()`` in each step of ``optimizers``.
 
-    The groups hold the scaled rates within ``step`` alone: schedulers, which may set a rate or multiply the one they find,
-    and whoever looks at the groups between steps go on as they would without it. Several factors are multiplied.
+    The groups have the scaled values only within ``step``. So schedulers, which may set a learning rate or multiply the present
+    one, and code that reads the groups between steps are not affected. Several factors multiply.
 
     Args:
-        optimizers: whose steps they are.
-        factor: called before each step, > 0.
+        optimizers: the optimizers.
+        factor: called before each step; returns a number > 0.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], factor: Callable[[], float]) -> None:
@@ -43,13 +43,13 @@ class ScaledSteps:
         self._hooks += [optimizer.register_step_post_hook(self._lower) for optimizer in optimizers]
 
     def _raise(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if optimizer in _HELD and id(self) in _HELD[optimizer].by:  # a step that failed
+        if optimizer in _HELD and id(self) in _HELD[optimizer].by:  # the last step failed
             _put_back(optimizer)
         factor = self._factor()
         if factor == 1.0:
             return None
         changed = None
-        if id(optimizer) not in self._anew:  # which reads its rate before it runs the closure
+        if id(optimizer) not in self._anew:  # those read the learning rate before they run the closure
             changed = after_closure(args, kwargs, lambda: self._scale(optimizer, factor))
         if changed is None:
             self._scale(optimizer, factor)
@@ -72,7 +72,7 @@ class ScaledSteps:
                 _put_back(optimizer)
 
     def remove(self) -> None:
-        """Leave the optimizers as they were."""
+        """Restore the optimizers."""
         for hook in self._hooks:
             hook.remove()
         for optimizer in self._optimizers:

@@ -1,4 +1,4 @@
-"""The schedulers that ``configure_optimizers`` returned: found, put to rest, and put around a :class:`CombinedOptimizer`."""
+"""Find the schedulers from ``configure_optimizers``, disable them, or attach them to a :class:`CombinedOptimizer`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from lightning_eff._core._optim.combined import CombinedOptimizer
 
 
 def optimizers_of(configured: Any) -> list[Optimizer]:
-    """The optimizers in what ``configure_optimizers`` returned, in any of Lightning's forms."""
+    """Return the optimizers in the result of ``configure_optimizers``, in any of Lightning's forms."""
     if isinstance(configured, Optimizer):
         return [configured]
     if isinstance(configured, dict):
@@ -22,7 +22,7 @@ def optimizers_of(configured: Any) -> list[Optimizer]:
 
 
 def schedulers_of(configured: Any) -> list[Any]:
-    """The schedulers in it, without what Lightning is told beside them."""
+    """Return the schedulers in the result of ``configure_optimizers``, without Lightning's settings for them."""
     found: list[Any] = []
     if isinstance(configured, dict):
         found = [configured["lr_scheduler"]] if configured.get("lr_scheduler") is not None else []
@@ -39,14 +39,14 @@ def _is_pair(configured: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def reference_rates(optimizer: Optimizer, schedulers: list[Any]) -> list[float | None]:
-    """For each group, the rate that its schedule is a multiple of: the highest where the schedulers name one.
+    """Return each group's reference learning rate, which its schedule scales.
 
-    That is ``max_lr`` of a cycle; else the rate that the group was made with, before a scheduler's first value came over
-    it. None for a group without a number for a rate.
+    This is ``max_lr`` of a cycle, otherwise the learning rate with which the group was created, before a scheduler's first
+    value. None for a group without a learning rate.
 
     Args:
-        optimizer: the module's.
-        schedulers: around it.
+        optimizer: the module's optimizer.
+        schedulers: its schedulers.
     """
     if isinstance(optimizer, CombinedOptimizer):
         added = [float(g["lr"]) if g.get("lr") is not None else None for g in optimizer.param_groups]
@@ -67,7 +67,7 @@ def reference_rates(optimizer: Optimizer, schedulers: list[Any]) -> list[float |
 
 
 def all_in(scheduler: Any, optimizer: Optimizer) -> Iterator[Any]:
-    """``scheduler`` and those within it, of one optimizer, outermost first."""
+    """Yield ``scheduler`` and the schedulers inside it for one optimizer, outermost first."""
     waiting, seen = [scheduler], set()
     while waiting:
         one = waiting.pop(0)
@@ -83,20 +83,20 @@ def all_in(scheduler: Any, optimizer: Optimizer) -> Iterator[Any]:
 
 
 class AtRest:
-    """What is added to the class of a scheduler that shall do nothing any more."""
+    """Mixed into the class of a scheduler to disable it."""
 
     optimizer: Any
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: another has the rates."""
+        """Do nothing, because a technique sets the learning rates."""
 
     def get_last_lr(self) -> list[Any]:
-        """The rates of the optimizer's groups."""
+        """Return the learning rates of the optimizer's groups."""
         return [group.get("lr") for group in self.optimizer.param_groups]
 
 
 def put_to_rest(schedulers: list[Any]) -> None:
-    """Let ``schedulers`` do nothing, and stay where their module or Lightning may look for them."""
+    """Disable ``schedulers``, but keep the objects for the module or Lightning."""
     for scheduler in schedulers:
         _add_to_class(scheduler, AtRest)
 
@@ -107,7 +107,7 @@ def _add_to_class(scheduler: Any, what: type) -> None:
 
 
 class InProportion:
-    """What is added to a scheduler's class: it acts on the groups that the module made, and the optimizer follows."""
+    """Mixed into a scheduler's class: it acts on the module's original groups, and the optimizer follows."""
 
     optimizer: Any
 
@@ -121,28 +121,28 @@ class InProportion:
                 self.optimizer = combined
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own, and what it has set in the groups that it acts on."""
+        """Return the scheduler's own state, and the settings of the groups on which it acts."""
         return {**super().state_dict(), "origins": self.optimizer.origins.settings()}  # pyright: ignore[reportAttributeAccessIssue]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
         own = {name: value for name, value in state_dict.items() if name != "origins"}
         super().load_state_dict(own)  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.origins.take(state_dict.get("origins", []))
 
     def get_last_lr(self) -> list[Any]:
-        """The rates of the optimizer's groups."""
+        """Return the learning rates of the optimizer's groups."""
         return [group.get("lr") for group in self.optimizer.param_groups]
 
 
 def put_around(combined: CombinedOptimizer, made: Optimizer, schedulers: list[Any]) -> None:
-    """Let ``schedulers``, made around ``made``, be around ``combined``: each group's rate in its own proportion.
+    """Attach ``schedulers``, created for ``made``, to ``combined``, so that each group keeps its own proportion.
 
-    They stay the same objects and of their own kinds, and act as before on the groups that the module made, whatever they
-    read of them; then the groups of ``combined`` follow.
+    They stay the same objects of their own classes, and act as before on the module's original groups. Then the groups of
+    ``combined`` follow.
 
     Raises:
-        TypeError: for a scheduler whose class cannot be added to.
+        TypeError: for a scheduler whose class cannot be extended.
     """
     for scheduler in schedulers:
         for one in list(all_in(scheduler, made)):

@@ -1,4 +1,4 @@
-"""Clipping of gradients among which some have a sparse layout, which torch's functions for it do not take."""
+"""Clip gradients if some have a sparse layout, which torch's functions do not support."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,10 +7,9 @@ from torch import Tensor
 
 
 def dense_views(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """``parameters``, and in the place of each whose gradient is sparse a tensor whose gradient is its values.
+    """Yield ``parameters``, replacing those with sparse gradients by tensors whose gradient is the sparse values.
 
-    Norms of values are norms of gradients, and what is done to the values in place is done to the gradient, which holds
-    each row once from then on.
+    Norms of the values equal norms of the gradients. In-place changes of the values change the gradient, which is coalesced.
     """
     for p in parameters:
         if p.grad is None or p.grad.layout != torch.sparse_coo:

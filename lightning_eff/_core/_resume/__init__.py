@@ -1,1 +1,1 @@
-"""Resume: what Lightning still has to do after it saved a checkpoint, and the state of a run that it does not save."""
+"""Resuming: the work that was due when a checkpoint was saved, and state that Lightning does not save."""

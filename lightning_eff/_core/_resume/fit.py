@@ -1,8 +1,8 @@
-"""Lightning's fit loop, begun where a checkpoint was saved: what was still to be done there is done first.
+"""Lightning's fit loop, continued from where a checkpoint was saved, with the work that was still due there.
 
-Lightning goes on with the next batch, or the next epoch. The hooks of callbacks behind the one that saved, the module's own,
-validation, the steps of schedulers, and the logging that an undisturbed run does in between are lost. Here the loops have
-exactly the counts that they had, and run on from within the hook.
+Lightning continues with the next batch or epoch. It loses the remaining callbacks' hooks, the module's own hook, validation,
+scheduler steps and logging that an uninterrupted run does in between. Here the loops keep exactly their counts, and continue
+inside the hook.
 """
 
 import sys
@@ -22,9 +22,9 @@ from lightning_eff._core._resume.position import (
     IN_VALIDATION,
     VALIDATION_END,
     VALIDATION_EPOCH_END,
-    among,
-    only,
+    calling_only,
     reads,
+    with_state_keys,
 )
 
 
@@ -32,10 +32,10 @@ class ResumedFit:
     """One run of a trainer's fit loop that begins within a hook.
 
     Args:
-        trainer: its loops' counts are loaded.
-        saved: the position, as :meth:`Resume.save` wrote it.
-        arguments: the packed arguments of ``on_train_batch_end``; None where they are not needed.
-        in_validation: called before the rest of a validation, with the callbacks whose ``on_validation_end`` is to come.
+        trainer: the trainer, with its loops' counts loaded.
+        saved: the position, as written by :meth:`Resume.save`.
+        arguments: the packed arguments of ``on_train_batch_end``; None if they are not needed.
+        in_validation: called before the rest of a validation, with the callbacks whose ``on_validation_end`` is still due.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class ResumedFit:
         arguments: list[Any] | None,
         in_validation: Callable[[list[Any]], None],
     ) -> None:
-        self._trainer: Any = trainer  # it has attributes that are not declared
+        self._trainer: Any = trainer  # some of its attributes are not declared
         self._saved, self._arguments = saved, arguments
         self._in_validation = in_validation
         self._loop: Any = trainer.fit_loop
         self._epoch: Any = trainer.fit_loop.epoch_loop
-        self._names: Any = sys.modules[type(self._loop).__module__]  # of the package that the trainer is from
+        self._names: Any = sys.modules[type(self._loop).__module__]  # in the trainer's Lightning package
 
     def run(self) -> None:
-        """Stands in for ``FitLoop.run``."""
+        """Run in place of ``FitLoop.run``."""
         loop, epoch = self._loop, self._epoch
         loop.setup_data()
         if loop.max_batches == 0 or self._trainer.limit_train_batches == 0:
@@ -63,7 +63,7 @@ class ResumedFit:
             part._restarting = False
             part.reset_restart_stage()
         counts = loop.epoch_progress.state_dict()
-        loop.on_run_start()  # it counts an epoch whose end is still to come as complete
+        loop.on_run_start()  # counts an epoch as complete although its end is still due
         loop.epoch_progress.load_state_dict(counts)
         try:
             self._finish_epoch()
@@ -97,9 +97,9 @@ class ResumedFit:
                 with self._only(EPOCH_END):
                     loop.on_advance_end()
                 return
-            # that run ended in mid-epoch and this one does not
+            # the saved run ended mid-epoch, and this one does not
         elif epoch._num_ready_batches_reached():
-            # no batch is fetched, and no samples are chosen, before the next epoch
+            # until the next epoch no batch is fetched, and no samples are chosen
             self._finish_batch(loop._data_fetcher)
             epoch.on_iteration_done()
             loop.on_advance_end()
@@ -111,7 +111,7 @@ class ResumedFit:
         loop.on_advance_end()
 
     def _go_on(self, fetcher: Any) -> None:
-        """``_TrainingEpochLoop.run``, from within a batch."""
+        """Run ``_TrainingEpochLoop.run`` from within a batch."""
         epoch = self._epoch
         epoch.on_run_start(fetcher)
         try:
@@ -148,7 +148,9 @@ class ResumedFit:
         try:
             args = self._unpacked()
         except Unpackable as error:
-            rank_zero_warn(f"The batch in this checkpoint is not taken over: no class {error} is imported here.")
+            rank_zero_warn(
+                f"The batch in this checkpoint is not restored, because no class {error} is imported. Import its module."
+            )
             args = None
         module: Any = trainer.lightning_module
         pending, own = self._pending(), bool(self._saved["module"])
@@ -156,7 +158,7 @@ class ResumedFit:
             pending = [c for c in pending if not self._wants_more(c.on_train_batch_end, 2)]
             own = own and not self._wants_more(module.on_train_batch_end, 0)
             args = (None, None, self._saved["batch_idx"])
-        with only(trainer, BATCH_END, pending, module=own):
+        with calling_only(trainer, BATCH_END, pending, module=own):
             call._call_callback_hooks(trainer, BATCH_END, *args)
             call._call_lightning_module_hook(trainer, BATCH_END, *args)
 
@@ -192,13 +194,13 @@ class ResumedFit:
         trainer.training = True
 
     def _pending(self) -> list[Any]:
-        return among(self._trainer.callbacks, self._saved["pending"])
+        return with_state_keys(self._trainer.callbacks, self._saved["pending"])
 
     def _only(self, hook: str) -> Any:
-        return only(self._trainer, hook, self._pending(), module=self._saved["module"])
+        return calling_only(self._trainer, hook, self._pending(), module=self._saved["module"])
 
 
 def restarts_exactly(saved: dict[str, Any] | None) -> bool:
-    """Whether a fit can begin within the hook in which a checkpoint was saved."""
+    """Return whether a fit can begin within the hook in which a checkpoint was saved."""
     exact = (EPOCH_START, BATCH_END, VALIDATION_EPOCH_END, VALIDATION_END, EPOCH_END, IN_VALIDATION)
     return saved is not None and saved["hook"] in exact

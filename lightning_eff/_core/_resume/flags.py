@@ -1,4 +1,4 @@
-"""Settings of a module and a trainer that hooks change as a run goes on: what trains, what is in eval mode, the window."""
+"""Settings that hooks change during a run: trained parameters, modules in eval mode, and the accumulation window."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from torch import nn
 
 
 class Flags:
-    """What differs in a run from how it began, so that a resumed run can begin from there.
+    """The differences of a run from its start, so that a resumed run can restore them.
 
-    Only differences are saved: what the user changes between two runs, such as another frozen layer, stays as it is.
+    Only differences are saved. Changes that the user makes between two runs, such as another frozen layer, are kept.
 
     Args:
-        trainer: its accumulation window may change, as by ``GradientAccumulationScheduler``.
-        module: its parameters may be frozen or thawed, and its submodules put into eval mode.
+        trainer: its accumulation window may change, as with ``GradientAccumulationScheduler``.
+        module: its parameters may be frozen or unfrozen, and its submodules put into eval mode.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -24,10 +24,10 @@ class Flags:
         self._tracks = _tracks(module)
 
     def state_dict(self, modes: dict[str, bool] | None = None) -> dict[str, Any]:
-        """The differences.
+        """Return the differences.
 
         Args:
-            modes: the training modes of the submodules outside of validation, by path, while it is under way.
+            modes: during validation, the training modes of the submodules outside of it, by path.
         """
         window = self._trainer.accumulate_grad_batches
         return {
@@ -38,7 +38,7 @@ class Flags:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Make the same differences; returns whether other parameters take gradients than before."""
+        """Restore the differences; return whether the set of parameters with gradients changed."""
         if state["window"] is not None and state["window"][0] == self._trainer.accumulate_grad_batches:
             self._trainer.accumulate_grad_batches = state["window"][1]
         parameters, modules = dict(self._module.named_parameters()), dict(self._module.named_modules())
@@ -63,7 +63,7 @@ def _modes(module: nn.Module, known: dict[str, bool] | None = None) -> dict[str,
 
 
 def _tracks(module: nn.Module) -> dict[str, bool]:
-    """Whether BatchNorm layers use their statistics, which Lightning's ``BaseFinetuning`` turns off where it freezes."""
+    """Return whether BatchNorm layers use their statistics, which Lightning's ``BaseFinetuning`` disables where it freezes."""
     found = {name: getattr(m, "track_running_stats", None) for name, m in module.named_modules()}
     return {name: value for name, value in found.items() if isinstance(value, bool)}
 

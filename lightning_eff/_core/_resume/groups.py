@@ -1,4 +1,4 @@
-"""Parameter groups that hooks add to an optimizer as a run goes on, as Lightning's ``BaseFinetuning`` does."""
+"""Parameter groups that hooks add to an optimizer during a run, as Lightning's ``BaseFinetuning`` does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 
 class AddedGroups:
-    """What groups optimizers have beyond those that they were made with, by the names of their parameters.
+    """The groups of optimizers beyond those with which they were created, by the names of their parameters.
 
     Args:
-        module: whose parameters they are.
-        optimizers: as training is about to begin.
+        module: the module that has the parameters.
+        optimizers: its optimizers before training begins.
     """
 
     def __init__(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
@@ -21,7 +21,7 @@ class AddedGroups:
         self._made = [len(optimizer.param_groups) for optimizer in optimizers]
 
     def state_dict(self) -> list[list[dict[str, Any]]]:
-        """The groups that were added to each optimizer: the names of their parameters, and their settings."""
+        """Return the groups added to each optimizer: the names of their parameters, and their settings."""
         added = [o.param_groups[made:] for o, made in zip(self._optimizers, self._made, strict=True)]
         if not any(added):
             return [[] for _ in added]
@@ -32,7 +32,7 @@ class AddedGroups:
         ]
 
     def load_state_dict(self, state: list[list[dict[str, Any]]], trainer: Trainer) -> None:
-        """Add the same groups as that run did, by ``add_param_group``, before the optimizers' state is loaded."""
+        """Add the same groups with ``add_param_group``, before the optimizers' state is loaded."""
         parameters = dict(self._module.named_parameters())
         for optimizer, groups in zip(self._optimizers, state, strict=False):
             for group in groups:
@@ -41,9 +41,7 @@ class AddedGroups:
                     optimizer.add_param_group({**group["settings"], "params": known})
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if hasattr(callback, "_internal_optimizer_metadata"):
-                callback._restarting = (
-                    False  # it would replace all groups, and with them those of optimizers around others
-                )
+                callback._restarting = False  # it would replace all groups, including those of wrapping optimizers
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

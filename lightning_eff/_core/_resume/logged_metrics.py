@@ -1,4 +1,4 @@
-"""What a fit has logged by now: Lightning's sums for epoch means, its dictionaries of metrics, and the state of metrics."""
+"""The values that a fit has logged: Lightning's sums for epoch means, its dictionaries of metrics, and states of metrics."""
 
 import math
 import sys
@@ -14,13 +14,13 @@ _META = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx"),
     *("dataloader_idx", "metric_attribute"),
 )
-#: What changes in a metric without being a state of it.
+#: Attributes of a metric that change but are not states.
 _COUNTED = ("_update_count", "_computed", "_forward_cache")
 _NUMBERS = (bool, int, float, str, type(None))
 
 
 def save_logged(trainer: Trainer) -> dict[str, Any]:
-    """This process's logged values, as plain containers."""
+    """Return the logged values, as plain containers."""
     connector: Any = trainer._logger_connector
     epoch_loop = trainer.fit_loop.epoch_loop
     state: dict[str, Any] = {name: _copied(dict(getattr(connector, name))) for name in _DICTIONARIES}
@@ -31,7 +31,7 @@ def save_logged(trainer: Trainer) -> dict[str, Any]:
 
 
 def load_logged(trainer: Trainer, module: LightningModule, state: dict[str, Any]) -> None:
-    """Log anew what :func:`save_logged` saw, over what this run's first hooks have logged."""
+    """Restore the values of :func:`save_logged`, over those that this run's first hooks have logged."""
     connector: Any = trainer._logger_connector
     device = trainer.strategy.root_device
     for name in _DICTIONARIES:
@@ -53,20 +53,20 @@ def _save_results(results: Any) -> dict[str, Any]:
 
 
 def _batch_size(results: Any) -> int | None:
-    """How many samples Lightning counts in the batch at hand, for values that are still to be logged in its hooks."""
+    """Return Lightning's number of samples in the current batch, for values that hooks still have to log."""
     if results.batch_size is not None or results.batch is None:
         return results.batch_size
     extract = sys.modules[type(results).__module__].extract_batch_size
     try:
         return int(extract(results.batch))
-    except Exception:  # it raises where it cannot tell, and warns where it guesses
+    except Exception:  # raised if the size is unknown; a guess gives a warning
         return None
 
 
 def _save_entry(entry: Any) -> dict[str, Any] | None:
     meta = entry.meta
     if meta.sync.group is not None:
-        return None  # a group of processes is no data
+        return None  # a process group cannot be saved
     state: dict[str, Any] = {name: getattr(meta, name) for name in _META}
     state |= {"reduce": meta.reduce_fx.__name__, "is_tensor": entry.is_tensor}
     state |= {"sync": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
@@ -107,20 +107,20 @@ def _at(module: nn.Module, path: str | None) -> Any:
 
 
 class Metrics:
-    """The torchmetrics objects that a module holds: their states are in no ``state_dict``.
+    """The torchmetrics objects in a module, whose states are in no ``state_dict``.
 
     Args:
-        module: looked through once, as a fit begins.
+        module: searched once, when a fit begins.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._found = {path: m for path, m in module.named_modules() if _is_metric(m)}
-        # members of a collection that have one state in common hold it anew only when they are asked
+        # members of a collection that share a state get it only on request
         self._shared = [m for m in module.modules() if hasattr(m, "_compute_groups_create_state_ref")]
         self._began = {path: _plain_attributes(metric) for path, metric in self._found.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What differs from how the fit began, by path; plain containers."""
+        """Return the differences from the start of the fit by path, as plain containers."""
         for collection in self._shared:
             collection._compute_groups_create_state_ref()  # pyright: ignore[reportCallIssue]
         states = {path: self._save(path, metric) for path, metric in self._found.items()}
@@ -134,7 +134,7 @@ class Metrics:
         return changed
 
     def load_state_dict(self, states: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         for path, state in states.items():
             metric = self._found.get(path)
             for name, value in state.items() if metric is not None else ():
@@ -157,7 +157,7 @@ def _is_nan(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """Tensors on the CPU and without graphs, in the containers that metrics have; what is no data is left out."""
+    """Copy tensors to the CPU without graphs, in the same containers; other objects are omitted."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

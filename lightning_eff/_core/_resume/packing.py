@@ -1,4 +1,4 @@
-"""A batch, or what a step returned, as plain containers that load under ``weights_only=True``."""
+"""Convert a batch, or the output of a step, to plain containers that load with ``weights_only=True``."""
 
 import dataclasses
 import sys
@@ -17,10 +17,10 @@ class Unpackable(TypeError):
 
 
 def pack(value: Any) -> Any:
-    """``value`` without graphs, on the CPU, as plain containers.
+    """Return ``value`` as plain containers, on the CPU and without graphs.
 
     Raises:
-        Unpackable: if part of it is of a class that is neither a container nor data.
+        Unpackable: if a part of it is neither a container nor data.
     """
     if type(value) in _PLAIN:
         return value
@@ -55,7 +55,7 @@ def _pack_object(value: Any) -> dict[str, Any]:
 
 
 def unpack(packed: Any, device: torch.device) -> Any:
-    """What :func:`pack` was given; tensors that were on an accelerator are put on ``device``.
+    """Restore the value given to :func:`pack`; tensors that were on an accelerator are moved to ``device``.
 
     Raises:
         Unpackable: if one of its classes is not imported here. No class is imported, and no code of a checkpoint runs.

@@ -1,4 +1,4 @@
-"""Where in Lightning's loops a checkpoint is saved, and which hooks are still to be called there."""
+"""The position in Lightning's loops at which a checkpoint is saved, and the hooks that are still due there."""
 
 import dis
 import sys
@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from lightning_eff._core.patches import Patches
 
-#: Hooks after which a resumed run goes on exactly, in the order of the loops.
+#: Hooks after which a resumed run continues exactly, in the order of the loops.
 EPOCH_START = "on_train_epoch_start"
 BATCH_END = "on_train_batch_end"
 VALIDATION_EPOCH_END = "on_validation_epoch_end"
@@ -30,12 +30,12 @@ class Position:
     """The hook of Lightning's loops in which a checkpoint is being saved.
 
     Attributes:
-        hook: its name; in validation, other hooks than those of its end are :data:`IN_VALIDATION`.
+        hook: its name. Within validation, hooks other than those at its end are :data:`IN_VALIDATION`.
         called_in: the hook's own name.
-        args: what Lightning passes to it.
-        pending: the callbacks whose hook is still to be called, in the trainer's order.
-        module_pending: whether the module's own hook is still to be called.
-        saver: the callback whose hook is being called; None in the module's.
+        args: Lightning's arguments of the hook.
+        pending: the callbacks whose hook is still due, in the trainer's order.
+        module_pending: whether the module's own hook is still due.
+        saver: the callback whose hook is running; None in the module's.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Position:
 
 
 def current_position(trainer: Trainer) -> Position | None:
-    """Where a fit is while a checkpoint is saved; None where no hook of its loops is being called.
+    """Return the position of a fit while a checkpoint is saved; None if no hook of its loops is running.
 
-    Lightning keeps no record of the callback whose hook it calls, so this reads it from the stack, and only as a checkpoint
-    is saved.
+    Lightning does not record the callback whose hook it calls. So this reads it from the stack, and only when a checkpoint is
+    saved.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -88,18 +88,18 @@ def _read(trainer: Trainer, frame: FrameType, values: dict[str, Any]) -> Positio
 
 
 def _monitoring(frame: FrameType) -> tuple[type, ...]:
-    """The classes whose hooks at the end of an epoch come after the module's."""
+    """Return the classes whose hooks at the end of an epoch come after the module's."""
     names = frame.f_globals
     return names["EarlyStopping"], names["Checkpoint"]
 
 
 def keys(callbacks: Sequence[Any]) -> list[str]:
-    """The state keys of ``callbacks``."""
+    """Return the state keys of ``callbacks``."""
     return [callback.state_key for callback in callbacks]
 
 
-def among(callbacks: Sequence[Any], wanted: Sequence[str]) -> list[Any]:
-    """Those of ``callbacks`` that have the state keys ``wanted``; of several with one key the last ones."""
+def with_state_keys(callbacks: Sequence[Any], wanted: Sequence[str]) -> list[Any]:
+    """Return those of ``callbacks`` with the state keys ``wanted``; of several with one key, the last ones."""
     left = Counter(wanted)
     found: list[Any] = []
     for callback in reversed(callbacks):
@@ -110,8 +110,8 @@ def among(callbacks: Sequence[Any], wanted: Sequence[str]) -> list[Any]:
 
 
 @contextmanager
-def only(trainer: Trainer, hook: str, callbacks: Sequence[Any], *, module: bool) -> Iterator[None]:
-    """Lightning calls ``hook`` on ``callbacks`` and no others, and on the module if ``module``."""
+def calling_only(trainer: Trainer, hook: str, callbacks: Sequence[Any], *, module: bool) -> Iterator[None]:
+    """Make Lightning call ``hook`` only on ``callbacks``, and on the module if ``module``."""
     patches = Patches()
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         if not any(callback is c for c in callbacks):
@@ -125,9 +125,9 @@ def only(trainer: Trainer, hook: str, callbacks: Sequence[Any], *, module: bool)
 
 
 def reads(fn: Callable[..., Any], position: int) -> bool:
-    """Whether the function looks at the argument that it gets in this position.
+    """Return whether the function reads the argument at this position.
 
-    An argument that no instruction of its body loads is one whose value does not matter.
+    If no instruction of its body loads the argument, its value does not matter.
     """
     inner = getattr(fn, "__func__", fn)
     code = getattr(inner, "__code__", None)

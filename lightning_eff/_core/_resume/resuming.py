@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run beside weights and the techniques' own states, and how a resumed run takes it up."""
+"""The state of a run in a checkpoint besides weights and the techniques' own states, and how a resumed run restores it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from lightning_eff._core._resume.position import (
     reads,
 )
 from lightning_eff._core._run.loading import TrainLoaders
-from lightning_eff._core._run.processes import Saved, layout, replica, tell_other_replicas, wrap_again
+from lightning_eff._core._run.processes import Saved, layout, log_other_replicas, replica, wrap_again
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import ends_batch, mend_loops, open_gradients, take_up
 
@@ -36,8 +36,11 @@ class Resume:
     Args:
         trainer: the trainer.
         module: its module.
-        gather: ``value`` of every rank, in rank order, on every rank.
+        gather: returns ``value`` of every rank, in rank order, on every rank.
+
+    Attributes:
         loaders: the training loaders; set once they exist.
+        state: the loaded state until it is restored.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, gather: Callable[[Any], list[Any]]) -> None:
@@ -58,13 +61,13 @@ class Resume:
     def save(
         self, checkpoint: dict[str, Any], *, stepped: bool, backward_done: bool, session: dict[str, Any]
     ) -> dict[str, Any]:
-        """What :meth:`load` needs; ``checkpoint`` keeps what a plain Trainer would resume from.
+        """Return the state for :meth:`load`; ``checkpoint`` keeps what a plain Trainer needs to resume.
 
         Args:
-            checkpoint: what Lightning saves.
-            stepped: an optimizer made a step since the last batch began.
-            backward_done: the backward pass of the batch that was begun last is over.
-            session: what the session itself takes up with the rest.
+            checkpoint: Lightning's checkpoint.
+            stepped: whether an optimizer stepped since the last batch began.
+            backward_done: whether the backward pass of the current batch has ended.
+            session: the state that the session itself restores.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop
         assert self.loaders is not None
@@ -107,7 +110,7 @@ class Resume:
         }
 
     def _pack_arguments(self, position: Position | None) -> tuple[list[Any] | None, list[int]]:
-        """The packed arguments of the hooks to come at the end of a batch, and the positions of those that cannot be kept."""
+        """Return the packed arguments of the hooks still due at the end of a batch, and the positions that cannot be packed."""
         if position is None or position.hook != BATCH_END:
             return None, []
         hooks = [*zip(position.pending, [2] * len(position.pending), strict=True)]
@@ -158,7 +161,7 @@ class Resume:
         return self._trainer.fit_loop.epoch_loop.val_loop._module_mode.mode if self._trainer.validating else None
 
     def _stopped(self) -> bool:
-        """Whether an ``EarlyStopping`` ended this run, so that a resumed one ends here too."""
+        """Return whether an ``EarlyStopping`` ended this run, so that a resumed run ends here too."""
         return self._trainer.should_stop and self._ended_early()
 
     def _ended_early(self) -> bool:
@@ -166,7 +169,7 @@ class Resume:
         return any(getattr(reason, "value", 0) for reason in reasons)
 
     def _checkpoints(self, position: Position | None) -> dict[str, Any]:
-        """What ``ModelCheckpoint`` leaves out of its state: where it saved last, and whether it waits for validation."""
+        """Return what ``ModelCheckpoint`` omits from its state: its last save, and whether it waits for validation."""
         saver = None if position is None else position.saver
         return {
             callback.state_key: [
@@ -180,7 +183,7 @@ class Resume:
     # -- resuming
 
     def mend(self, checkpoint: dict[str, Any], state: dict[str, Any]) -> None:
-        """Rewrite Lightning's counts where a fit cannot begin within the hook in which the checkpoint was saved."""
+        """Repair Lightning's counts if a fit cannot begin within the hook in which the checkpoint was saved."""
         if state and not self._exact(state):
             window = state.get("window", self._trainer.accumulate_grad_batches)
             mend_loops(checkpoint, by_steps=self._trainer.max_steps != -1, accumulate=window)
@@ -192,13 +195,13 @@ class Resume:
         return Saved(state.get("layout", {}), self._trainer, len(state["rng"]))
 
     def load(self, checkpoint: dict[str, Any], state: dict[str, Any]) -> None:
-        """Take over what :meth:`save` returned."""
+        """Take the state that :meth:`save` returned."""
         assert self.loaders is not None
-        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # theirs stand among ours
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # included in our states
         predecessor = self._predecessor(state)
         rank = predecessor.rank
         if rank is None:
-            tell_other_replicas(predecessor.replicas, replica(self._trainer)[1])
+            log_other_replicas(predecessor.replicas, replica(self._trainer)[1])
             return
         self.state = state
         self._rng = state["rng"][rank]
@@ -212,11 +215,11 @@ class Resume:
         in_validation: Callable[[list[Any]], None],
         taken_up: Callable[[dict[str, Any], bool], None],
     ) -> None:
-        """Let the fit loop begin where the checkpoint was saved.
+        """Make the fit loop begin where the checkpoint was saved.
 
         Args:
-            patches: put back at the end.
-            in_validation: called before the rest of a validation, with callbacks whose ``on_validation_end`` is to come.
+            patches: undone at the end.
+            in_validation: called before the rest of a validation, with callbacks whose ``on_validation_end`` is still due.
             taken_up: called with the session's own state, and whether the fit begins within a hook.
         """
         self._taken_up = taken_up
@@ -225,7 +228,7 @@ class Resume:
 
         def load_state_dict(*args: Any, **kwargs: Any) -> None:
             load(*args, **kwargs)
-            if self._exactly:  # no sanity check, of which the hooks would be called again
+            if self._exactly:  # no sanity check, which would call hooks again
                 loop.epoch_loop.val_loop._restarting = True
 
         def run_on() -> None:
@@ -242,24 +245,24 @@ class Resume:
         patches.set(loop, "on_run_start", on_run_start)
 
     def start(self) -> None:
-        """Training starts: note how the run begins, before any of its hooks changes it."""
+        """Record the state at the start of training, before any hook changes it."""
         self._flags, self._metrics = Flags(self._trainer, self._module), Metrics(self._module)
 
     def set_up(self, optimizers: Sequence[Optimizer]) -> None:
-        """The optimizers are there, and their state is still to be loaded."""
+        """Add missing groups when the optimizers are built, before their state is loaded."""
         self._groups = AddedGroups(self._module, optimizers)
         if self.state.get("groups"):
             self._groups.load_state_dict(self.state["groups"], self._trainer)
 
     def take_up_rng(self) -> None:
-        """Take up the random state again: hooks of others may have drawn numbers since."""
+        """Restore the random state again, because other hooks may have drawn numbers."""
         if self._rng is not None:
             rng.restore(self._rng)
             if not (self.state and self._exactly):
                 self._rng = None
 
     def _begin(self) -> None:
-        """All hooks of the run's start have been called: on resume, take up everything else."""
+        """Restore everything else on resume, after all hooks of the run's start."""
         state, self.state = self.state, {}
         assert self.loaders is not None
         if not state:
@@ -314,12 +317,12 @@ class Resume:
             loop._last_val_dl_reload_epoch = state["reloaded"][1]
             loop._seen_batches_per_dataloader.update(state["seen"])
             for sampler, seed in zip(_samplers(loop), state["validation_seeds"], strict=False):
-                if seed is not None:  # a distributed sampler's, which Lightning takes from the process's seed
+                if seed is not None:  # a distributed sampler, which Lightning seeds from the process's seed
                     sampler.seed = seed
 
 
 def _samplers(loop: Any) -> list[Any]:
-    """The samplers of the loop's loaders; empty before it has any."""
+    """Return the samplers of the loop's loaders; empty before it has any."""
     loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
     batched = [getattr(loader, "batch_sampler", None) for loader in loaders]
     return [getattr(b, "sampler", getattr(loader, "sampler", None)) for loader, b in zip(loaders, batched, strict=True)]

@@ -1,6 +1,6 @@
-"""Gradients of an open accumulation window in a module that divides itself by ``fully_shard`` or ``parallelize_module``.
+"""Gradients of an open accumulation window in a module sharded by ``fully_shard`` or ``parallelize_module``.
 
-Lightning's ModelParallelStrategy lets FSDP2 average gradients in every backward pass, so that they are pieces of a mean.
+With Lightning's ModelParallelStrategy, FSDP2 averages gradients in every backward pass, so they are shards of a mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_eff._core._run.processes import replica
 
-_DATA = "data_parallel"  # Lightning's name of that axis of its mesh
+_DATA = "data_parallel"  # Lightning's name of this mesh dimension
 
 
 def collect(
     trainer: Trainer, module: LightningModule, gather: Callable[[Any], list[Any]]
 ) -> tuple[list[dict[str, Tensor]], list[str]] | None:
-    """On rank 0, the whole gradients of each replica, and the names of those that are means over all; collective.
+    """Return on rank 0 the full gradients of each replica, and the names of those that are means over all. Collective.
 
-    None where no parameter has a gradient, as where the module keeps FSDP2 from reducing them.
+    The result is None if no parameter has a gradient, for example because the module prevents FSDP2's reduction.
     """
     mean, own = dict[str, Tensor](), dict[str, Tensor]()
     for name, p in module.named_parameters():
@@ -44,7 +44,7 @@ def collect(
 def take_up(
     trainer: Trainer, module: LightningModule, replicas: Sequence[Mapping[str, Tensor]], averaged: Sequence[str]
 ) -> None:
-    """Put gradients, whole ones by replica, where the next backward pass adds to them."""
+    """Restore full gradients of the replicas, to which the next backward pass adds."""
     for name, p in module.named_parameters():
         parts = [grads[name] for grads in replicas if name in grads]
         if not parts or not p.requires_grad:
@@ -65,5 +65,5 @@ def take_up(
 
 
 def _averaged(p: Tensor) -> bool:
-    """Whether FSDP2 averages the gradients of ``p`` over the replicas."""
+    """Return whether FSDP2 averages the gradients of ``p`` over the replicas."""
     return isinstance(p, DTensor) and _DATA in (p.device_mesh.mesh_dim_names or ())

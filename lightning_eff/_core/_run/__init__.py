@@ -1,1 +1,1 @@
-"""What a session stands on: checks, current metrics, and what a checkpoint holds."""
+"""The parts of a session: checks, current metrics, loaders, and communication between processes."""

@@ -1,4 +1,4 @@
-"""What a run must be for techniques to train it, looked at before anything is touched."""
+"""Check that techniques can train a run, before anything is changed."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from lightning_eff._core._needs.offers import refusal
 
 
 class Needing(Protocol):
-    """What a technique says that it needs and cannot stand, as ``Technique`` documents it."""
+    """The requirements and conflicts that a technique declares; see ``Technique``."""
 
     conflicts: ClassVar[Mapping[str, str]]
     needs_automatic_optimization: ClassVar[bool]
@@ -25,16 +25,16 @@ class Needing(Protocol):
 
 
 def check_run(trainer: Trainer, module: LightningModule, techniques: Sequence[Needing], *, has_end: bool) -> None:
-    """Check what every technique needs, and that no two of them contradict each other.
+    """Check the requirements of every technique, and that no two conflict.
 
     Args:
         trainer: the trainer, in ``Callback.setup``.
         module: its LightningModule.
         techniques: those whose settings are not neutral, in the order of the callbacks.
-        has_end: the trainer has a budget by which progress can be told.
+        has_end: whether the trainer has a budget, so that progress is known.
 
     Raises:
-        ValueError: with what was got, what was expected and the way out.
+        ValueError: with the value, the problem and the fix.
     """
     check_pairs(techniques)
     for technique in techniques:
@@ -43,18 +43,18 @@ def check_run(trainer: Trainer, module: LightningModule, techniques: Sequence[Ne
             if cls.__name__ in technique.conflicts:
                 raise ValueError(
                     f"{who}: the precision plugin {cls.__name__} cannot train together with it:"
-                    f" {technique.conflicts[cls.__name__]}. Take one of them out."
+                    f" {technique.conflicts[cls.__name__]}. Remove one of them."
                 )
         if technique.needs_automatic_optimization and not module.automatic_optimization:
             raise ValueError(
                 f"{who}: {type(module).__name__} has automatic_optimization=False; expected True, because under manual"
-                f" optimization the module itself calls backward and step, where {who} cannot come between. Use"
-                " automatic optimization or take the technique out."
+                f" optimization the module itself calls backward and step, so {who} cannot intervene. Use automatic"
+                f" optimization, or remove {who}."
             )
         if technique.needs_budget and not has_end:
             raise ValueError(
-                f"{who}: the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None), so how far the run is"
-                " cannot be told. Set one of max_steps, max_epochs and max_time."
+                f"{who}: the Trainer has no end (max_steps=-1, max_epochs=-1, max_time=None), so the progress of the run is"
+                " unknown. Set one of max_steps, max_epochs and max_time."
             )
         why_not = refusal(who, technique.needs, technique.refuses, trainer.strategy)
         if why_not is not None:
@@ -67,19 +67,19 @@ def check_run(trainer: Trainer, module: LightningModule, techniques: Sequence[Ne
 
 
 def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer], techniques: Sequence[Needing]) -> None:
-    """Raise ``ValueError`` where no optimizer holds a parameter, and a technique acts on what optimizers do."""
+    """Raise ``ValueError`` if no optimizer holds a parameter, but a technique acts on optimizer steps."""
     if not module.automatic_optimization or any(group["params"] for o in optimizers for group in o.param_groups):
         return
     for technique in techniques:
         if technique.needs_optimizer:
             raise ValueError(
                 f"{type(technique).__name__}: {type(module).__name__}.configure_optimizers returned no optimizer, so no weight"
-                " would move and it would do nothing; expected one. Return an optimizer, or take the technique out."
+                " would be trained. Return an optimizer, or remove the technique."
             )
 
 
 def check_pairs(techniques: Sequence[Needing]) -> None:
-    """Raise ``ValueError`` where two techniques contradict each other, or are of one class."""
+    """Raise ``ValueError`` if two techniques conflict, or are of the same class."""
     for i, technique in enumerate(techniques):
         for other in techniques[:i]:
             _check_pair(other, technique)
@@ -91,22 +91,22 @@ def _check_pair(first: Needing, second: Needing) -> None:
     if a == b:
         reason = "the same technique twice would act twice on the same thing"
     if reason:
-        raise ValueError(f"{a} and {b} cannot train together: {reason}. Take one of them out.")
+        raise ValueError(f"{a} and {b} cannot train together: {reason}. Remove one of them.")
 
 
-def tell_of_trials(techniques: Sequence[Needing]) -> None:
-    """Say that a tuner of Lightning's tries steps without these."""
+def log_trials(techniques: Sequence[Needing]) -> None:
+    """Log that Lightning's tuner tries steps without these techniques."""
     names = ", ".join(type(technique).__name__ for technique in techniques)
     rank_zero_info(
-        f"Lightning's tuner tries plain training steps, in which techniques rest ({names}): what they do to a step's memory"
-        " or loss is not in the batch size or rate that it finds."
+        f"Lightning's tuner tries plain training steps without techniques ({names}). The batch size or learning rate that it"
+        " finds ignores their effect on memory and loss."
     )
 
 
 def is_checkpointed_reentrantly(modules: Iterable[nn.Module]) -> bool:
-    """Whether one of ``modules`` says that it is checkpointed with ``use_reentrant=True``.
+    """Return whether one of ``modules`` declares that it is checkpointed with ``use_reentrant=True``.
 
-    transformers' models and torch's ``CheckpointWrapper`` say so; a call of ``checkpoint`` in a module's own code does not.
+    transformers' models and torch's ``CheckpointWrapper`` declare it. A call of ``checkpoint`` in a module's code does not.
     """
     for m in modules:
         keywords = getattr(getattr(m, "_gradient_checkpointing_func", None), "keywords", {})

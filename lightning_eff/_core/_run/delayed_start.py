@@ -1,4 +1,4 @@
-"""Techniques that first act after some of a run's steps, and the warning where the run has not as many."""
+"""Techniques that first act after some steps, and the warning for runs that are too short."""
 
 import math
 from abc import abstractmethod
@@ -15,22 +15,22 @@ _ROUNDING = 1e-6  # of a step
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run is, in optimizer steps.
+    """The length of a run in optimizer steps.
 
     Attributes:
-        steps: all of them; infinite where that is not known before its end.
-        epoch: those of an epoch; infinite where the loader has no length.
+        steps: steps of the run; infinite if unknown before its end.
+        epoch: steps per epoch; infinite if the loader has no length.
     """
 
     steps: float
     epoch: float
 
     def first(self, every: float, start: float) -> int:
-        """The first step that ``every`` divides, counted from 1, and that begins at ``start`` of the run or later."""
+        """Return the first step, counted from 1, that ``every`` divides and that begins at progress ``start`` or later."""
         return int(every * max(1, math.ceil((start * self.steps + 1 - _ROUNDING) / every)))
 
     def times(self, every: float, *, start: float = 0.0, until: float = 1.0) -> float:
-        """How many steps ``every`` divides, counted from 1, that begin with ``start <= u < until``; infinite where unknown."""
+        """Return how many steps, from 1, ``every`` divides and begin with ``start <= u < until``; infinite if unknown."""
         if math.isinf(every) or math.isinf(self.steps):
             return math.inf
         last = min(self.steps, math.ceil(until * self.steps - _ROUNDING))
@@ -38,25 +38,25 @@ class Length:
 
 
 class ActsLate(Technique):
-    """A technique that does what it is for after some of a run's steps, and warns where the run has not as many.
+    """A technique that first acts after some steps, and warns if the run is too short.
 
-    It warns as training starts, where ``max_steps`` and ``max_epochs`` alone end the run; else as it ends.
+    It warns when training starts if only ``max_steps`` and ``max_epochs`` end the run; otherwise when training ends.
     """
 
-    _asks = False  # whether it is only as the run ends that it can be told
+    _asks = False  # whether the answer is known only at the end of the run
 
     @property
     @abstractmethod
     def acted(self) -> bool:
-        """Whether it has done so by now, in what a checkpoint is of, too."""
+        """Whether the technique has acted, in the runs before a checkpoint too."""
 
     @abstractmethod
     def will_act(self, length: Length) -> bool:
-        """Whether it will in a run of this length, or that is not known."""
+        """Return whether it will act in a run of this length; True if unknown."""
 
     @abstractmethod
     def idle(self, length: Length) -> str:
-        """For such a run: why it does not, what that means, and, as a sentence, which argument to set."""
+        """Return why it does not act in such a run, the consequence, and a sentence with the argument to set."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,7 +68,7 @@ class ActsLate(Technique):
         if math.isfinite(length.steps) and not self.will_act(length):
             rank_zero_warn(f"{type(self).__name__}: the run ends after {_steps(length)}, and {self.idle(length)}")
             self._asks = False
-        elif math.isfinite(length.steps) and math.isfinite(length.epoch):  # a run that is stopped is not over
+        elif math.isfinite(length.steps) and math.isfinite(length.epoch):  # a run stopped early may be resumed
             self._asks = False
 
     @override

@@ -1,15 +1,15 @@
-"""How errors of others are told within one's own message."""
+"""Quote errors of other code in messages."""
 
 from collections.abc import Iterator
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
-    """The first line of what an error says, at most ``most`` characters; its class where it says nothing."""
+    """Return the first line of an error's message, at most ``most`` characters; its class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what caused it, each once: an error that is raised anew is at times a cause of its own cause."""
+    """Yield an error and its causes, each once. An error raised again can be a cause of its own cause."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

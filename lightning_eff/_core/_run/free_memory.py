@@ -1,4 +1,4 @@
-"""How much more a device can hold, for what a technique must refuse before it has begun."""
+"""The free memory of a device, for techniques that must refuse a run before it begins."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """The bytes that this process can still allocate on ``device``; None where that cannot be told.
+    """Return the bytes that this process can still allocate on ``device``; None if unknown.
 
-    On a CPU that is what the machine has available, or what is left of the process's own limit (cgroup v2) where that is
-    less. What training itself will need is not taken off.
+    On a CPU this is the machine's available memory, or the rest of the process's own limit (cgroup v2) if that is less. The
+    memory that training itself will need is not subtracted.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -24,7 +24,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _available() -> int | None:
-    """What the machine has available, and all that it has where it does not tell."""
+    """Return the machine's available memory, or all its memory if the former is unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -35,7 +35,7 @@ def _available() -> int | None:
 
 
 def _left_of_limit(group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What is left of the limit of this process's group, if it has one; cached files make room."""
+    """Return the rest of this process group's memory limit, if it has one. Cached files count as free."""
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit == "max":
@@ -48,7 +48,7 @@ def _left_of_limit(group: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def in_words(num_bytes: int) -> str:
-    """A number of bytes, such as "1.50 GiB"."""
+    """Return a number of bytes as text, such as "1.50 GiB"."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:,.2f} {name}"

@@ -1,4 +1,4 @@
-"""Modes of torch that listen to what a module calls, put aside where compiled code is entered."""
+"""Suspend torch function modes while compiled code is entered."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from torch import overrides
 
 @contextmanager
 def without_listeners() -> Iterator[None]:
-    """Put aside the modes that say ``apart_from_compiled``: they see nothing in here, and would be compiled with the rest."""
-    modes = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # the innermost first
+    """Suspend the modes with ``apart_from_compiled``, which observe nothing here and would be compiled too."""
+    modes = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # innermost first
     kept = [mode for mode in modes if not getattr(mode, "apart_from_compiled", False)]
     for mode in reversed(kept):
         overrides._push_mode(mode)

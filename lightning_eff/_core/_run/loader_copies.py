@@ -1,4 +1,4 @@
-"""Copies of the training loaders, whose iteration leaves the running ones untouched."""
+"""Copies of the training loaders that can be iterated without affecting the running ones."""
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
@@ -14,14 +14,14 @@ from lightning_eff._core.loaders import ResumableLoader
 
 
 def apart(combined: CombinedLoader, epoch: int) -> CombinedLoader:
-    """Loaders over the same data, with the same samplers, whose iteration leaves those of ``combined`` untouched.
+    """Return loaders over the same data with the same samplers, whose iteration does not affect those of ``combined``.
 
-    Data sets are shared and samplers copied; generators that samplers hold are seeded from the global random state, and
-    worker processes are started anew, also where the original's persist.
+    Data sets are shared and samplers are copied. The samplers' generators are seeded from the global random state. Worker
+    processes are started anew, even if the original's persist.
 
     Args:
         combined: the run's training loaders.
-        epoch: the epoch that samplers with ``set_epoch`` are told.
+        epoch: the epoch for samplers with ``set_epoch``.
 
     Raises:
         ValueError: if a loader, its samplers or its streaming data set cannot be copied.
@@ -48,8 +48,8 @@ def _apart(loader: Any, epoch: int) -> Any:
             again.__dict__[name] = deepcopy(users_own(found), memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"The training loader ({type(loader).__name__}) cannot be copied ({error}), so its data cannot be gone over"
-            " beside the running epoch. Give a DataLoader over a data set that can be copied."
+            f"The training loader ({type(loader).__name__}) cannot be copied ({error}), so its data cannot be read"
+            " during the running epoch. Use a DataLoader over a data set that can be copied."
         ) from error
     again.__dict__.update(_iterator=None, persistent_workers=False)
     again.__dict__.pop("_get_iterator", None)

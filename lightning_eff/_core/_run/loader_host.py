@@ -1,75 +1,75 @@
-"""What a training loader asks of those around it."""
+"""The interfaces through which a training loader reaches its run."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 
 class Tuner(Protocol):
-    """What makes a loader's iterators with other settings, and looks at what they give."""
+    """Creates a loader's iterators with other settings, and observes their batches."""
 
     @property
     def otherwise(self) -> bool:
-        """Whether the iterator in use is made with other settings than the loader has."""
+        """Whether the current iterator was created with other settings than the loader has."""
         ...
 
     def make(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """An iterator, by ``begin()``."""
+        """Return an iterator, created by ``begin()``."""
         ...
 
     def fetch(self, following: Callable[[], Any]) -> Any:
-        """The batch that ``following()`` gives, or another iterator's in its place."""
+        """Return the batch of ``following()``, or another iterator's in its place."""
         ...
 
 
 class LoaderHost(Protocol):
-    """What a loader asks of the run it belongs to."""
+    """The run as its loaders see it."""
 
     @property
     def rank(self) -> int:
-        """The rank whose state in a checkpoint this process takes up."""
+        """The rank whose state in a checkpoint this process restores."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in rank order, on every rank."""
+        """Return ``value`` of every rank, in rank order, on every rank."""
         ...
 
     def batches_ahead(self) -> int:
-        """How many batches Lightning has fetched and not yet trained on."""
+        """Return how many batches Lightning has fetched and not yet trained on."""
         ...
 
     def epoch_complete(self) -> bool:
-        """Whether the last batch of the epoch has been trained on."""
+        """Return whether the last batch of the epoch has been trained on."""
         ...
 
     def begin_iterations(self) -> None:
-        """Call :meth:`ResumableLoader.begin` of all the run's loaders, in their order, as plain Lightning begins them."""
+        """Call :meth:`ResumableLoader.begin` on all the run's loaders, in the order of plain Lightning."""
         ...
 
     def resume_rng(self) -> None:
-        """Take up the random state of a resumed run, if that has not been done."""
+        """Restore the random state of a resumed run, if still due."""
         ...
 
     def check_choice(self, loader: Any) -> None:
-        """Raise ``ValueError`` if the samples that were chosen do not reach the batches of ``loader``."""
+        """Raise ``ValueError`` if the chosen samples do not reach the batches of ``loader``."""
         ...
 
     def consumed(self, loader: Any) -> bool:
-        """Whether ``loader`` has ended once in this epoch, and Lightning cycles it beside longer ones."""
+        """Return whether ``loader`` has ended once in this epoch, and Lightning cycles it together with longer ones."""
         ...
 
     @property
     def started(self) -> bool:
-        """Whether the run has taken up what a checkpoint says, and trains."""
+        """Whether training has started, with the state of a checkpoint restored."""
         ...
 
     @property
     def waits(self) -> bool:
-        """Whether iterators begin only once the run has started, because the checkpoint was saved before it had loaders."""
+        """Whether iterators begin only when training has started, because the checkpoint was saved before it had loaders."""
         ...
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether Lightning fetches a batch ahead of the one that is trained on, since the epoch has no known length."""
+        """Whether Lightning fetches one batch ahead, because the epoch has no known length."""
         ...
 
     @property

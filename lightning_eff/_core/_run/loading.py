@@ -1,4 +1,4 @@
-"""The training loaders of one run: wrapped as Lightning takes them up, begun together, put back at the end."""
+"""The training loaders of one run: wrapped when Lightning loads them, started together, and restored at the end."""
 
 from collections.abc import Callable
 from copy import copy
@@ -14,20 +14,21 @@ from lightning_eff._core.progress import in_flight
 class TrainLoaders:
     """The host of the run's :class:`ResumableLoader` objects.
 
-    Attributes:
-        rank: whose state of a checkpoint's ranks this process takes up: its own, unless the layout changed.
-        states: what a checkpoint says of the loaders, in their order, which take it up as they are wrapped.
-        taken_by: the technique that says which samples an epoch has, if one does.
-        told_to: a technique that must know which samples each step has, if one does.
-        take: checks a loader before it is wrapped; set by that technique.
-        tune: told of each loader as it is wrapped; set by the technique that chooses its settings.
-        take_up_rng: called before the loaders begin an iteration, or a sampler does.
-        started: whether training has begun, and a resumed run has its random state.
-
     Args:
         trainer: the trainer.
-        gather: ``value`` of every rank, in rank order, on every rank.
-        take_up_rng: see above.
+        gather: returns ``value`` of every rank, in rank order, on every rank.
+        take_up_rng: see the attribute.
+
+    Attributes:
+        rank: the rank whose state in a checkpoint this process restores: its own, unless the layout changed.
+        states: the loaders' states in a checkpoint, in order. They are restored when the loaders are wrapped.
+        taken_by: the technique that chooses the samples of an epoch, or "".
+        told_to: a technique that must know the samples of each step, or "".
+        take: checks a loader before it is wrapped; set by the technique that chooses.
+        tune: called with each wrapped loader; set by the technique that chooses its settings.
+        take_up_rng: called before the loaders or a sampler begin an iteration.
+        started: whether training has begun, and a resumed run has its random state.
+        waits: whether iterators begin only when training has started.
     """
 
     def __init__(self, trainer: Trainer, gather: Callable[[Any], list[Any]], take_up_rng: Callable[[], None]) -> None:
@@ -41,16 +42,16 @@ class TrainLoaders:
         self.started = self.waits = False
         self._trainer, self._gather = trainer, gather
         self._loaders: list[ResumableLoader] = []
-        self._past: list[ResumableLoader] = []  # put back, for a checkpoint that is saved after the run
-        self._users: list[Any] = []  # the user's loaders, in their order
+        self._past: list[ResumableLoader] = []  # unwrapped loaders, for a checkpoint that is saved after the run
+        self._users: list[Any] = []  # the user's loaders, in order
         self._combined: CombinedLoader | None = None
         self._iterations: dict[int, int] = {}
         self._asking = self._reloaded = False
 
     def asking(self, setup_data: Callable[[], None]) -> Callable[[], None]:
-        """The fit loop's ``setup_data``, known to be under way: what it asks the strategy for are training loaders.
+        """Wrap the fit loop's ``setup_data``, so that the loaders it requests from the strategy are known to be for training.
 
-        Lightning's tuners ask for those of validation while the trainer is in training, and anew for those of training.
+        Lightning's tuners also request validation loaders while the trainer is in training, and training loaders again.
         """
         loop = self._trainer.fit_loop
 
@@ -65,14 +66,14 @@ class TrainLoaders:
                 self._asking = False
                 self._combined = loop._combined_loader
             epochs = [loader.reloaded for loader in self._loaders if loader.reloaded is not None]
-            if epochs:  # Lightning counts from the epoch that the run resumes in
+            if epochs:  # Lightning counts from the epoch in which the run resumes
                 loop._last_train_dl_reload_epoch = epochs[0]
             self._reloaded = begun and self.started
 
         return asking_setup_data
 
     def beginning(self, on_run_start: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The epoch loop's ``on_run_start``, which makes iterators in a resumed run where it would in an undisturbed one."""
+        """Wrap the epoch loop's ``on_run_start`` to create iterators in a resumed run where an uninterrupted one does."""
         loop = self._trainer.fit_loop
 
         def beginning_on_run_start(data_fetcher: Any) -> None:
@@ -80,7 +81,7 @@ class TrainLoaders:
             if loop.is_resuming and self.started:
                 finished = any(loader.finished and loader.chosen is None for loader in self._loaders)
                 if finished and epoch.restarted_on_train_batch_end and epoch.batch_progress.is_last_batch:
-                    # Lightning counts batches anew only where it knows the epoch's length
+                    # Lightning resets these counts only if it knows the epoch's length
                     epoch.batch_progress.reset_on_run()
                     epoch.scheduler_progress.reset_on_run()
                     epoch.automatic_optimization.optim_progress.reset_on_run()
@@ -93,7 +94,7 @@ class TrainLoaders:
         return beginning_on_run_start
 
     def wrap(self, process: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The strategy's ``process_dataloader``, with a :class:`ResumableLoader` around what trains."""
+        """Wrap the strategy's ``process_dataloader`` to put a :class:`ResumableLoader` around each training loader."""
 
         def process_dataloader(dataloader: Any) -> Any:
             dataloader = process(dataloader)
@@ -101,9 +102,8 @@ class TrainLoaders:
                 return dataloader
             if self.take is not None:
                 self.take(dataloader, not self._loaders)
-            again = any(
-                dataloader is user for user in self._users
-            )  # one loader in two places: each has its own place in it
+            # a loader that is used twice has a separate position in each place
+            again = any(dataloader is user for user in self._users)
             loader = ResumableLoader(
                 _twin(dataloader) if again else dataloader,
                 self,
@@ -121,7 +121,7 @@ class TrainLoaders:
         return process_dataloader
 
     def _begin_round(self) -> bool:
-        """Let go of the loaders of before, where Lightning or one of its tuners loads them anew; False if there are none."""
+        """Release the previous loaders when Lightning or a tuner loads them again; return False if there are none."""
         if not self._loaders:
             return False
         for loader in self._loaders:
@@ -134,19 +134,19 @@ class TrainLoaders:
         return True
 
     def take_up(self, states: list[dict[str, Any]], rank: int) -> None:
-        """Go on from what a checkpoint says of ``rank``: loaders to come, and those that a strategy has asked for already."""
+        """Restore the states of ``rank`` from a checkpoint, in future loaders and in those already requested."""
         self.states, self.rank = states, rank
-        self.waits = not states  # saved before there were loaders, as Lightning's tuners do
+        self.waits = not states  # the checkpoint was saved before there were loaders, as by Lightning's tuners
         for loader, state in zip(self._loaders, states, strict=False):
             loader.load_state_dict(state)
-        for loader in self._loaders[len(states) :]:  # a tuner of Lightning's began it, from another random state
+        for loader in self._loaders[len(states) :]:  # a Lightning tuner began it, from another random state
             loader.wait()
         fetcher = self._trainer.fit_loop._data_fetcher
         if self._loaders and fetcher is not None and getattr(fetcher, "batches", None):
-            iter(fetcher)  # the batch that was fetched ahead is another epoch's
+            iter(fetcher)  # the batch fetched ahead belongs to another epoch
 
     def unwrap(self) -> None:
-        """Put the user's loaders back as they were."""
+        """Restore the user's loaders."""
         for loader in reversed(self._loaders):
             loader.unwrap()
         combined, users = self._combined, self._users
@@ -162,12 +162,12 @@ class TrainLoaders:
 
     @property
     def indices(self) -> Any:
-        """The data set indices of the current batch's samples (a list), or None where the loader does not tell."""
+        """The data set indices of the current batch's samples (a list), or None if the loader does not provide them."""
         return self._loaders[0].indices if len(self._loaders) == 1 else None
 
     @property
     def num_samples(self) -> int | None:
-        """How many samples the data set has, or None where it cannot be told which of them a batch has."""
+        """The number of samples in the data set, or None if the samples of a batch are unknown."""
         return self._loaders[0].num_samples if len(self._loaders) == 1 else None
 
     @property
@@ -177,32 +177,32 @@ class TrainLoaders:
 
     @property
     def weighted(self) -> bool:
-        """Whether a technique gave the samples of this epoch weights, whether or not those of the batch are known."""
+        """Whether a technique weighted the samples of this epoch, even if the current batch's weights are unknown."""
         return any(loader.chosen is not None and loader.chosen.weighted for loader in self._loaders)
 
     @property
     def latest(self) -> ResumableLoader | None:
-        """The loader that was wrapped last."""
+        """The loader that was wrapped last, or None."""
         return self._loaders[-1] if self._loaders else None
 
-    # -- what a loader asks of its run
+    # -- the interface for loaders
 
     def gather(self, value: Any) -> list[Any]:
-        """``value`` of every rank, in rank order, on every rank."""
+        """Return ``value`` of every rank, in rank order, on every rank."""
         return self._gather(value)
 
     def batches_ahead(self) -> int:
-        """How many batches Lightning has fetched and not yet trained on."""
+        """Return how many batches Lightning has fetched and not yet trained on."""
         return len(getattr(self._trainer.fit_loop._data_fetcher, "batches", [])) + in_flight(self._trainer)
 
     def epoch_complete(self) -> bool:
-        """Whether the last batch of the epoch has been trained on."""
+        """Return whether the last batch of the epoch has been trained on."""
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         counts = progress.current.state_dict()
         return progress.is_last_batch and counts["processed"] == counts["ready"]
 
     def begin_iterations(self) -> None:
-        """Begin the loaders that are waited for."""
+        """Begin the iterations that are still due."""
         self.resume_rng()
         cycled = getattr(getattr(self._trainer.fit_loop._combined_loader, "_iterator", None), "_consumed", [])
         for place, loader in enumerate(self._loaders):
@@ -211,19 +211,19 @@ class TrainLoaders:
             loader.begin()
 
     def resume_rng(self) -> None:
-        """Take up the random state of a resumed run, once it trains."""
+        """Restore the random state of a resumed run once it trains."""
         if self.started:
             self.take_up_rng()
 
     def consumed(self, loader: Any) -> bool:
-        """Whether ``loader`` has ended once in this epoch, and Lightning cycles it beside longer ones."""
+        """Return whether ``loader`` has ended once in this epoch, and Lightning cycles it together with longer ones."""
         cycled = getattr(getattr(self._trainer.fit_loop._combined_loader, "_iterator", None), "_consumed", [])
         place = next((i for i, mine in enumerate(self._loaders) if mine is loader), len(cycled))
         return bool(cycled[place]) if place < len(cycled) else False
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether Lightning fetches a batch ahead, since the epoch has no known length."""
+        """Whether Lightning fetches one batch ahead, because the epoch has no known length."""
         fetcher = self._trainer.fit_loop._data_fetcher
         return fetcher is not None and fetcher.length is None
 
@@ -234,7 +234,7 @@ class TrainLoaders:
         return int(epoch) if epoch >= 0 else None
 
     def check_choice(self, loader: Any) -> None:
-        """Raise ``ValueError`` if the samples that were chosen do not reach the batches of ``loader``."""
+        """Raise ``ValueError`` if the chosen samples do not reach the batches of ``loader``."""
         if loader.uses_sampler:
             return
         kind = type(loader.wrapped).__name__
@@ -245,21 +245,22 @@ class TrainLoaders:
 
     @property
     def why_unknown(self) -> str:
-        """Why the indices of the current batch are not known, as a sentence without its subject's full stop."""
+        """Why the indices of the current batch are unknown, as a clause for a message."""
         if len(self._loaders) != 1:
-            return f"the run has {len(self._loaders)} training loaders, and indices are known for one"
+            return f"the run has {len(self._loaders)} training loaders, and indices are known only with one"
         loader = self._loaders[0].wrapped
         if self._loaders[0].iterates_itself:
             return (
-                f"{type(loader).__name__}.__iter__ yields other objects than the batches its DataLoader made, such as merged,"
-                " copied or changed batches"
+                f"{type(loader).__name__}.__iter__ does not yield the batch objects of its DataLoader, but for example"
+                " merged, copied or changed batches"
             )
-        return f"the training loader ({type(loader).__name__}) does not make its batches from sampled indices"
+        return f"the training loader ({type(loader).__name__}) does not load its batches by sampled indices"
 
     def states_in(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Take the loaders' states out of what Lightning saves of its loop, and leave what a plain Trainer would save.
+        """Remove and return the loaders' states in Lightning's loop ``state``, and leave there what a plain Trainer would save.
 
-        That is nothing, since it would refuse states of loaders that keep none, unless all that do tell theirs.
+        A plain Trainer refuses states of loaders that keep none. So it gets the loaders' own states only if all of them have
+        one.
         """
         states = state.pop("combined_loader", [])
         if not self._loaders:
@@ -276,7 +277,7 @@ class TrainLoaders:
 
 
 def _twin(loader: Any) -> Any:
-    """A loader over the same data and samplers, of which this package has changed nothing."""
+    """Return a loader over the same data and samplers, without this package's changes."""
     twin = copy(loader)
     getattr(twin, "__dict__", {}).pop("_get_iterator", None)
     return twin

@@ -1,4 +1,4 @@
-"""What callbacks read in ``trainer.callback_metrics``: our quantities as they are, and not as they were logged last."""
+"""Current values of the techniques' metrics in ``trainer.callback_metrics``, instead of those logged last."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +17,7 @@ _OURS = ("_current", "_original")
 
 
 def reported(techniques: Iterable[Member]) -> dict[str, float]:
-    """What each of ``techniques`` reports, by the names that loggers get."""
+    """Return the metrics of ``techniques``, by the names that loggers get."""
     return {
         f"eff/{technique.name()}/{quantity}": float(value)
         for technique in techniques
@@ -26,14 +26,14 @@ def reported(techniques: Iterable[Member]) -> dict[str, float]:
 
 
 class CurrentMetrics:
-    """Lets ``trainer.callback_metrics`` hold a source's quantities whenever it is read, until :meth:`remove`.
+    """Adds a source's current metrics to ``trainer.callback_metrics`` whenever it is read, until :meth:`remove`.
 
-    Logging in each step would cost in each step. A source is asked only where somebody reads, and once between two calls
-    of :meth:`outdate`; what goes to loggers, and when, does not change.
+    Logging in each step would be slow. The source is called only when the metrics are read, and once between two calls of
+    :meth:`outdate`. The times and values that loggers get do not change.
 
     Args:
-        trainer: whose metrics.
-        source: gives quantities by name.
+        trainer: the trainer.
+        source: returns metrics by name.
     """
 
     def __init__(self, trainer: Trainer, source: Source) -> None:
@@ -43,17 +43,17 @@ class CurrentMetrics:
         connector = owner._logger_connector
         if not isinstance(connector, _Connector):
             beside = object.__new__(adapted(_Connector, package_of(connector)))
-            beside.__dict__ = connector.__dict__  # the same state, whichever of the two is asked
+            beside.__dict__ = connector.__dict__  # both share one state
             beside._current, beside._original = [], connector
             owner._logger_connector = connector = beside
         connector._current.append(self)
 
     def outdate(self) -> None:
-        """The source's quantities may be others by now."""
+        """Call the source again at the next read."""
         self._values = None
 
     def values(self) -> dict[str, Tensor]:
-        """What the source says, as Lightning holds what is logged."""
+        """Return the source's metrics as tensors, as Lightning stores logged values."""
         if self._values is None:
             device = self._trainer.strategy.root_device
             found = self._source().items()
@@ -61,7 +61,7 @@ class CurrentMetrics:
         return self._values
 
     def remove(self, *, keep: bool) -> None:
-        """The trainer's own metrics again; ``keep`` leaves among them what the source says now."""
+        """Restore the trainer's own metrics; ``keep`` adds the source's present values to them."""
         owner: Any = self._trainer
         connector = owner._logger_connector
         if not isinstance(connector, _Connector) or self not in connector._current:
@@ -77,7 +77,7 @@ class CurrentMetrics:
 
 
 class _Connector(_LoggerConnector):
-    """Lightning's own, with our quantities among what callbacks read."""
+    """Lightning's connector, with the source's metrics for callbacks."""
 
     _current: list[CurrentMetrics]
     _original: _LoggerConnector

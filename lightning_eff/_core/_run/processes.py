@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other."""
+"""Communication between the processes of a run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_eff._core._needs.offers import is_plain
 
 
 def gathered(world_size: int, value: Any) -> list[Any]:
-    """``value`` of every rank, in rank order, on every rank."""
+    """Return ``value`` of every rank, in rank order, on every rank."""
     if world_size == 1:
         return [value]
     values: list[Any] = [None] * world_size
@@ -20,7 +20,7 @@ def gathered(world_size: int, value: Any) -> list[Any]:
 
 
 def replica(trainer: Trainer) -> tuple[int, int]:
-    """Which of the run's replicas this process is in, and how many there are.
+    """Return the index of this process's replica, and the number of replicas.
 
     The processes of one replica train on the same samples. Under DDP each process is a replica.
     """
@@ -29,7 +29,7 @@ def replica(trainer: Trainer) -> tuple[int, int]:
 
 
 def wrap_again(trainer: Trainer, module: LightningModule) -> None:
-    """Let DDP, if that is the strategy, see anew which parameters of ``module`` take gradients."""
+    """Build the DDP wrapper again, if that is the strategy, after ``requires_grad`` of ``module``'s parameters changed."""
     strategy: Any = trainer.strategy
     if is_plain(strategy) and hasattr(strategy, "configure_ddp"):
         strategy.model = module
@@ -37,19 +37,19 @@ def wrap_again(trainer: Trainer, module: LightningModule) -> None:
 
 
 class Saved:
-    """Which of the ranks of a run that saved a checkpoint is this one's predecessor.
+    """The rank of the run that saved a checkpoint whose state this process restores.
 
-    That is the same rank in the same layout. In another layout it is the last rank of the same replica, if there are as many
-    replicas: in a pipeline that one has the head. Of another number of replicas none is.
+    In the same layout that is the same rank. In another layout with as many replicas it is the last rank of the same replica,
+    because in a pipeline that rank has the head. With another number of replicas there is none.
 
     Args:
-        state: what :func:`layout` gave, in the checkpoint; {} in those of earlier versions, whose ranks are replicas.
-        trainer: of this run.
-        world_size: of the run that saved.
+        state: the result of :func:`layout` in the checkpoint; {} in those of earlier versions, whose ranks are replicas.
+        trainer: the trainer of this run.
+        world_size: the world size of the run that saved.
 
     Attributes:
-        rank: the predecessor; None if there is none.
-        replicas: of the run that saved.
+        rank: that rank, or None.
+        replicas: the number of replicas in the run that saved.
     """
 
     def __init__(self, state: dict[str, Any], trainer: Trainer, world_size: int) -> None:
@@ -63,7 +63,7 @@ class Saved:
 
 
 def layout(trainer: Trainer, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
-    """How the processes of this run share its samples and its model, for a checkpoint."""
+    """Return how the processes of this run share its samples and its model, for a checkpoint."""
     return {"replicas": gather(replica(trainer)[0]), "layout": _described(trainer)}
 
 
@@ -71,9 +71,9 @@ def _described(trainer: Trainer) -> str:
     return str(getattr(trainer.strategy, "layout", ""))
 
 
-def tell_other_replicas(before: int, now: int) -> None:
-    """Say that a run of ``now`` replicas resumes from a checkpoint of ``before``, which is another number."""
+def log_other_replicas(before: int, now: int) -> None:
+    """Log that a run of ``now`` replicas resumes from a checkpoint of ``before``."""
     rank_zero_info(
-        f"The checkpoint is of a run that divides its samples over {before} processes, and this run over {now}: random"
-        " state and the position in the epoch are not restored, so the run will not repeat the undisturbed one."
+        f"The run that saved this checkpoint divided its samples over {before} processes, and this run divides them over"
+        f" {now}. Random state and the position in the epoch are not restored, so the run differs from an uninterrupted one."
     )

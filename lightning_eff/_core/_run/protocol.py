@@ -1,4 +1,4 @@
-"""What a session asks of each technique in its run; ``Technique`` says what each of these is."""
+"""The interface of a technique for the session; see ``Technique`` for its members."""
 
 from typing import Any, ClassVar, Protocol
 

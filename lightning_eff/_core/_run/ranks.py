@@ -1,4 +1,4 @@
-"""What is looked at with the first batch, on all ranks at once."""
+"""Checks of the first batch, on all ranks together."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 def on_all_ranks(session: Session, fn: Callable[[], T]) -> T:
-    """``fn()``; where it raises on one rank, all ranks raise, so that none waits for another.
+    """Return ``fn()``; if it raises on one rank, all ranks raise, so that none waits for another.
 
     Raises:
-        ValueError: if it raised on another rank, with what was said there; what it raised on this one comes first.
+        ValueError: if it raised on another rank, with that rank's message. An error on this rank is raised first.
     """
     found: list[T] = []
     error = None

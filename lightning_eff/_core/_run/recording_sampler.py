@@ -1,4 +1,4 @@
-"""A sampler that remembers what it emitted, for each of its iterations apart."""
+"""A sampler that records the indices of each of its iterations."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,18 +11,18 @@ _GONE = object()
 
 
 class Emission:
-    """One iteration of a sampler, which keeps each index until the batch that is made of it is there.
+    """One iteration of a sampler, which keeps each index until its batch is loaded.
 
     Attributes:
         count: how many indices were emitted.
-        offset: how many the sampler gave before those, which this iteration leaves out.
+        offset: how many indices this iteration skipped before those.
     """
 
     def __init__(self, recorder: "RecordingSampler", inner: Iterator[Any]) -> None:
         self.count = self.offset = 0
         self._recorder, self._inner, self._began = recorder, inner, False
         self._waiting: dict[int, Any] = {}
-        self._oldest = 0  # of those that wait, where batches come in the order of their indices
+        self._oldest = 0  # the oldest waiting index, if batches come in the order of their indices
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -54,7 +54,7 @@ class Emission:
         return self._recorder.draws.fetch(self.offset + self.count, self._inner.__next__)
 
     def take(self, number: int | None = None) -> tuple[Any, int] | None:
-        """The index that was emitted as the ``number``-th, or the oldest, and its place in the epoch; None if it is gone."""
+        """Return the ``number``-th emitted index, or the oldest, and its position in the epoch; None if already taken."""
         if number is None:
             number = self._oldest
         self._oldest = number + 1
@@ -63,16 +63,17 @@ class Emission:
 
 
 class RecordingSampler:
-    """A sampler or batch sampler whose iterations are each an :class:`Emission`.
+    """A sampler or batch sampler whose iterations are :class:`Emission` objects.
 
     Attributes:
+        inner: the recorded sampler.
         began: the global random state from which the last iteration began.
-        begin_from: the state to begin the next iteration from, where it shall repeat an earlier one.
+        begin_from: the state from which the next iteration begins, if it repeats an earlier one.
         draws: the random state of later draws in the last iteration.
-        replays: those that the next iteration shall repeat.
-        pass_over: how many indices the next iteration leaves out, since they were used.
+        replays: the draws that the next iteration repeats.
+        pass_over: how many used indices the next iteration skips.
         emissions: how many iterations have begun.
-        epochs: the samplers' epochs as the last iteration began.
+        epochs: the samplers' epochs when the last iteration began.
     """
 
     def __init__(self, inner: Iterable[Any], *, settled: bool = True) -> None:
@@ -88,7 +89,7 @@ class RecordingSampler:
         return Emission(self, iter(self.inner))  # some samplers draw here, before the loader draws its workers' seed
 
     def tell_epochs(self) -> list[Any]:
-        """The epochs of the samplers inside; the loader says which they are."""
+        """Return the epochs of the samplers inside; the loader replaces this method."""
         return []
 
     def __len__(self) -> int:
@@ -104,6 +105,6 @@ _OWN = ("inner", "began", "begin_from", "draws", "replays", "pass_over", "emissi
 
 
 def users_own(sampler: Any) -> Any:
-    """The user's own sampler, behind those of this package."""
+    """Return the user's own sampler, without this package's wrappers."""
     sampler = sampler.inner if isinstance(sampler, RecordingSampler) else sampler
     return sampler.original if isinstance(sampler, ChosenBatches) else sampler

@@ -1,4 +1,4 @@
-"""Which processes of a run train on the same samples: those that share one replica of the module."""
+"""The replicas of the module in a run. Processes of one replica train on the same samples."""
 
 from typing import Any, TypeVar
 
@@ -10,13 +10,15 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """The data-parallel replicas of a run: each process under DDP and FSDP; tensor and pipeline parallel processes share one.
+    """The data-parallel replicas of a run.
+
+    Under DDP and FSDP each process is a replica. Tensor and pipeline parallel processes share one.
 
     Attributes:
         process: this process's global rank.
-        processes: how many there are.
-        index: the replica that this process belongs to.
-        count: how many replicas there are, which is how many parts the samples are divided into.
+        processes: the number of processes.
+        index: the index of this process's replica.
+        count: the number of replicas, over which the samples are divided.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -27,15 +29,15 @@ class Replicas:
         self._firsts: list[int] | None = None if self.count != self.processes else [*range(self.processes)]
 
     def everyone(self, value: T) -> list[T]:
-        """``value`` of every process, in order of global ranks, on every process."""
+        """Return ``value`` of every process, in order of global ranks, on every process."""
         return gathered(self.processes, value)
 
     def gather(self, value: T) -> list[T]:
-        """``value`` of one process of each replica, in order of replicas, on every process."""
+        """Return ``value`` of one process per replica, in order of replicas, on every process."""
         return self.of_replicas(self.everyone(value))
 
     def of_replicas(self, every: list[Any]) -> list[Any]:
-        """Of what :meth:`everyone` gave, what the first process of each replica said."""
+        """Return the values of each replica's first process from a result of :meth:`everyone`."""
         if self._firsts is None:
             indices = self.everyone(self.index)
             self._firsts = [indices.index(replica) for replica in range(self.count)]

@@ -1,4 +1,4 @@
-"""Loaders that keep their own state: torchdata's ``StatefulDataLoader``, litdata's ``StreamingDataLoader``, users' own."""
+"""Loaders with their own state: torchdata's ``StatefulDataLoader``, litdata's ``StreamingDataLoader``, and custom ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from lightning_eff._core import rng
 
 
 def has_state(value: Any) -> bool:
-    """Whether ``value`` can tell where it is, and go on from there.
+    """Return whether ``value`` can save and restore its position.
 
-    Some loaders have the two methods and no state behind them (accelerate's, around a plain ``DataLoader``).
+    Some loaders have both methods but no state behind them, such as accelerate's around a plain ``DataLoader``.
     """
     if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
         return False
@@ -30,16 +30,16 @@ def has_state(value: Any) -> bool:
 
 
 def is_torchdata(loader: Any) -> bool:
-    """Whether ``loader`` keeps its state in the way of torchdata's ``StatefulDataLoader``."""
+    """Return whether ``loader`` keeps its state as torchdata's ``StatefulDataLoader`` does."""
     return getattr(getattr(type(loader), "state_dict", None), "__module__", "").startswith("torchdata.")
 
 
 def keeps_state(loader: Any) -> bool:
-    """Whether ``loader`` must be resumed from its own state.
+    """Return whether ``loader`` must be resumed from its own state.
 
-    torchdata's over a map-style data set without a state of its own need not be: its samplers and workers begin an epoch
-    from the random state alone, as a plain ``DataLoader``'s do, and that repeats random augmentation in workers too, which
-    its own state leaves out.
+    This is not so for torchdata's loader over a map-style data set without state. There, samplers and workers begin an epoch
+    from the random state alone, as with a plain ``DataLoader``. Repeating the epoch also repeats random augmentation in
+    workers, which the loader's own state omits.
     """
     if not has_state(loader):
         return False
@@ -49,7 +49,7 @@ def keeps_state(loader: Any) -> bool:
 
 
 def own_state(loader: Any) -> dict[str, Any] | None:
-    """The loader's own state; None where no iteration has begun, since asking might begin one."""
+    """Return the loader's own state; None if no iteration has begun, because reading it might begin one."""
     if is_torchdata(loader) and loader._iterator is None:
         return None
     with rng.fork():
@@ -58,7 +58,7 @@ def own_state(loader: Any) -> dict[str, Any] | None:
 
 @contextmanager
 def generator_in_state(loader: Any, state: dict[str, Any]) -> Iterator[None]:
-    """What ``loader`` draws as an iteration begins (its workers' seed) comes from ``state``, and the global one stays."""
+    """Make ``loader`` draw its workers' seed from ``state`` when an iteration begins, without changing the global state."""
     if not isinstance(loader, DataLoader) or loader.generator is not None:
         yield
         return
@@ -71,19 +71,19 @@ def generator_in_state(loader: Any, state: dict[str, Any]) -> Iterator[None]:
 
 
 def finish_epoch(loader: Any, state: dict[str, Any]) -> None:
-    """Bring ``loader`` to where an epoch has ended with ``state``, so that its next iteration begins another."""
+    """Bring ``loader`` to the end of the epoch that ended with ``state``, so that its next iteration begins another."""
     if not is_torchdata(loader):
         loader.load_state_dict(state)
     elif loader.num_workers == 0:
         loader.load_state_dict(state)
         with rng.fork():
-            loader._get_iterator()  # the data set takes its state here; the next iteration makes another iterator
+            loader._get_iterator()  # restores the data set's state; the next iteration creates another iterator
     elif loader.persistent_workers:
-        loader.load_state_dict(state)  # else, workers begin each epoch with the data set of this process
+        loader.load_state_dict(state)  # workers that do not persist start each epoch from this process's data set
     begin_epoch(loader)
 
 
 def begin_epoch(loader: Any) -> None:
-    """The next iteration of ``loader`` begins an epoch: litdata's would go on in a resumed one that was cut short."""
+    """Make the next iteration of ``loader`` begin an epoch; litdata's would otherwise continue an interrupted one."""
     if getattr(loader, "restore", None) is True:
         loader.restore = False

@@ -169,7 +169,7 @@ def batches_by_index(session: Session, own: list[int], size: int) -> Iterator[An
 
 
 def _own(session: Session, loader: ResumableLoader, among: Sequence[int] | None = None) -> list[int]:
-    """This rank's part of the data set's indices, or of ``among``, with the same number on each rank."""
+    """Return this rank's part of the data set's indices, or of ``among``, with the same number on each rank."""
     indices = torch.arange(len(loader.dataset)) if among is None else torch.tensor([*among])
     return share(indices, session.rank, session.replicas.count, drop_last=False).tolist()
 
@@ -225,8 +225,8 @@ def at_hand(session: Session, module: nn.Module) -> Iterator[None]:
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Replaces ``log`` of a module that only computes losses."""
+    """Replace ``log`` of a module that only computes losses."""
 
 
 def _no_step(batch: Any, batch_idx: int) -> None:
-    """Replaces the missing step of a module whose losses come from the user's function."""
+    """Replace the missing step of a module whose losses come from the user's function."""

@@ -53,7 +53,7 @@ def _length(sampler: Any) -> int:
 
 
 def _is_many(indices: Any) -> bool:
-    """Whether a sampler yielded the indices of a batch rather than one index."""
+    """Return whether a sampler yielded the indices of a batch rather than one index."""
     return (isinstance(indices, Sequence) and not isinstance(indices, str)) or bool(getattr(indices, "ndim", 0))
 
 
@@ -223,11 +223,11 @@ class ChosenBatches:
         return self._weights is not None
 
     def weights(self, position: int) -> Tensor | None:
-        """The weights of the samples of the batch at ``position`` in the epoch, (B,), or None."""
+        """Return the weights of the samples of the batch at ``position`` in the epoch, (B,), or None."""
         return None if self._weights is None else self._weights[position]
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The chosen epoch, or None."""
+        """Return the chosen epoch, or None."""
         if self._batches is None:
             return None
         return {

@@ -29,7 +29,7 @@ from lightning_eff._core.patches import Patches
 
 
 def own_count(batch: Any) -> int | None:
-    """The number of samples according to the batch or an object in it, or None."""
+    """Return the number of samples according to the batch or an object in it, or None."""
     if isinstance(batch, PackedSequence):
         return int(batch.batch_sizes[0])
     if isinstance(batch, Tensor):
@@ -111,7 +111,7 @@ class Counting:
             self._firm.add(tuple(path for path, _ in found))
 
     def count(self, batch: Any, found: list[tuple[str, Tensor]]) -> int | None:
-        """The number of samples in ``batch`` with the tensors ``found``, or None if it is unknown."""
+        """Return the number of samples in ``batch`` with the tensors ``found``, or None if it is unknown."""
         kind, sizes = tuple(path for path, _ in found), dict(found)
         for path, dim in self._places.get(kind, ()):
             if dim < sizes[path].ndim:
@@ -123,7 +123,7 @@ class Counting:
         return None if len(leading) == 1 else self._told.get(kind)
 
     def counting_samples(self, found: list[tuple[str, Tensor]]) -> set[str] | None:
-        """The paths of the tensors with a row per sample, or None if they are unknown."""
+        """Return the paths of the tensors with a row per sample, or None if they are unknown."""
         places = self._places.get(tuple(path for path, _ in found))
         return None if not places else {path for path, _ in places}
 
@@ -146,7 +146,7 @@ _OF_TRAINERS: WeakKeyDictionary[Any, Counting] = WeakKeyDictionary()
 
 
 def current_rule() -> Counting | None:
-    """The rule that counts the batches of the current run."""
+    """Return the rule that counts the batches of the current run."""
     return _RULE.get()
 
 

@@ -204,7 +204,7 @@ class EpochsOfRun:
             got = f"between {int(indices.min())} and {int(indices.max())}" if len(indices) else "none"
             return f"{self._who} chose indices {got}; expected at least one, all in [0, {size})."
         if expected is not None and len(indices) != expected:
-            return f"{self._who} chose {len(indices)} samples in mid-epoch; expected {expected}, the number left."
+            return f"{self._who} chose {len(indices)} samples mid-epoch; expected {expected}, the number left."
         if weights is not None and (
             weights.shape != indices.shape or not bool((weights.isfinite() & (weights >= 0)).all())
         ):

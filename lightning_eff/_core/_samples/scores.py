@@ -37,7 +37,7 @@ class SampleScores:
         return self.values
 
     def state_dict(self, gather: Gather) -> dict[str, Any]:
-        """The state for a checkpoint. All ranks must call it."""
+        """Return the state for a checkpoint. All ranks must call it."""
         return {"values": self.values.clone(), "new": gather(self._new)}
 
     def load_state_dict(self, state: dict[str, Any], rank: int) -> None:

@@ -173,7 +173,7 @@ class Scorer:
                 self.checked = False
 
     def _lies_by_sample(self, seed: int, step: Step, batch: Any, size: int) -> str:
-        """Whether loss values stay when other samples are replaced, without dropout, batch statistics and low precision.
+        """Return whether loss values stay when other samples are replaced, without dropout, batch statistics and low precision.
 
         A time-major flatten, or tokens picked by a mask, would silently assign values to the wrong samples.
         """
@@ -191,7 +191,7 @@ class Scorer:
         return _TOLD  # not visible at all, which the step itself will report
 
     def _stays(self, seed: int, step: Step, batch: Any, size: int) -> str | None:
-        """Whether the loss values of one half stay when the other half is replaced, or None if no values are seen.
+        """Return whether the loss values of one half stay when the other half is replaced, or None if no values are seen.
 
         The check cannot decide if the step still draws random numbers, because other samples may get other draws. It cannot
         decide either if the values of the replaced half hardly change, because they would not show elsewhere.
@@ -334,7 +334,7 @@ def _on_cpu(losses: Tensor, means: Tensor, bounds: Tensor | None) -> Scores:
 
 
 def _moved(before: list[LossCall], after: list[LossCall] | None, samples: Tensor) -> float:
-    """The fraction of the counted loss values of ``samples`` that changed, in the call where most did."""
+    """Return the fraction of the counted loss values of ``samples`` that changed, in the call where most did."""
     if after is None or len(after) != len(before):
         return 1.0
     shares = [0.0]

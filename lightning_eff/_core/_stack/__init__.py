@@ -1,1 +1,1 @@
-"""What a stack of blocks is made of: how it is found, what of it is seen, and what a module makes of what it saw."""
+"""The parts of a stack of blocks: how it is found, partial views of it, and the state that a module derives from it."""

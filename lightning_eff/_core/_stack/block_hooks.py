@@ -1,4 +1,4 @@
-"""Hooks around blocks that may be compiled: those of torch would be compiled with the block."""
+"""Hooks around blocks that may be compiled. torch's hooks would be compiled with the block."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from lightning_eff._core.steps import snapshot
 
 
 class Handle(Protocol):
-    """What takes a hook away."""
+    """Removes a hook."""
 
     def remove(self) -> None: ...
 
@@ -23,7 +23,7 @@ class Handle(Protocol):
 def hooked(
     block: nn.Module, leave: Callable[..., Any], enter: Callable[..., Any] = lambda block, args, kwargs: None
 ) -> list[Handle]:
-    """Call ``enter(block, args, kwargs)`` before each call of ``block``, ``leave(block, args, kwargs, output)`` behind it."""
+    """Call ``enter(block, args, kwargs)`` before each call of ``block``, and ``leave(block, args, kwargs, output)`` after."""
     if block._compiled_call_impl is not None:
         return [_Around(block, enter, leave)]
     return [
@@ -33,7 +33,7 @@ def hooked(
 
 
 class _Around:
-    """Stands around the compiled call of a block, outside of what is compiled."""
+    """Wraps the compiled call of a block, outside of compiled code."""
 
     def __init__(self, block: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
         self._namespace: dict[str, Any] = vars(block)
@@ -43,7 +43,7 @@ class _Around:
         self._over = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._over:  # others have put themselves around it since, and still call it
+            if self._over:  # a later wrapper still calls this one
                 return compiled(*args, **kwargs)
             enter(block, args, kwargs)
             output = compiled(*args, **kwargs)
@@ -59,7 +59,7 @@ class _Around:
 
 
 def adds_plainly(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-    """As :func:`adds_to`, of one more call without the compiler, whose graph shows the block's own operations."""
+    """Return :func:`adds_to` for another call without the compiler, whose graph shows the block's own operations."""
     args, kwargs = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
     put_back = snapshot(block)
     try:

@@ -1,4 +1,4 @@
-"""What blocks leave on themselves as they run, and whether the module reads it afterwards."""
+"""Tensors that blocks store in their own attributes, and whether the module reads them afterwards."""
 
 from collections import deque
 from typing import Any
@@ -14,7 +14,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class _Left(Worn):
-    """A part of a block that has left tensors on itself: whoever reads one of them is noted."""
+    """Mixed into a part of a block that stored tensors in its attributes, to record who reads them."""
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("__") and name not in _OWN:
@@ -23,10 +23,10 @@ class _Left(Worn):
 
 
 class Leavings:
-    """The attributes with tensors that some blocks set while they run, and the reads of them from outside.
+    """The attributes with tensors that some blocks set while they run, and reads of them from outside.
 
     Attributes:
-        reads: by the dotted path of an attribute that was read, the index of its block.
+        reads: the index of the block, by the dotted path of an attribute that was read.
     """
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:
@@ -38,7 +38,7 @@ class Leavings:
         self._left: dict[int, tuple[nn.Module, dict[str, int]]] = {}
 
     def enter(self, index: int, block: nn.Module) -> None:
-        """A block begins to run."""
+        """Note the attributes of a block before it runs."""
         parts = [*block.modules()]
         spaces = [(m, dict(object.__getattribute__(m, "__dict__"))) for m in parts]
         self._before[index] = [
@@ -46,7 +46,7 @@ class Leavings:
         ]
 
     def leave(self, index: int) -> None:
-        """It has run."""
+        """Find the attributes with tensors that the block has set."""
         for m, before, sizes in self._before.pop(index, ()):
             after = object.__getattribute__(m, "__dict__")
             new = [
@@ -65,13 +65,13 @@ class Leavings:
                 self._left[id(m)][1].update(dict.fromkeys(new, index))
 
     def read(self, part: nn.Module, name: str) -> None:
-        """An attribute is read; by its own block, or in the backward pass, that is no matter."""
+        """Record that an attribute is read, except by its own block or in the backward pass."""
         index = self._left.get(id(part), (part, {}))[1].get(name)
         if index is not None and index not in self._before and torch._C._current_graph_task_id() == -1:
             self.reads.setdefault(f"{self._paths[id(part)]}.{name}", index)
 
     def end(self) -> None:
-        """The pass is over: each part is of its own class again."""
+        """Restore the class of each part after the pass."""
         for m, _ in self._left.values():
             take_off(m)  # pyright: ignore[reportArgumentType]
         self._left, self._before = {}, {}

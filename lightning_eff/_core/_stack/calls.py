@@ -1,4 +1,4 @@
-"""A block's call and output: which of their tensors is the hidden state; and a block's tensors, copied onto another's."""
+"""Find the hidden state in a block's arguments and output, and copy a block's tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_leaves
 
 @torch.no_grad()
 def copy_block(source: nn.Module, target: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Copy all parameters and buffers of ``source`` onto those of the same names in ``target``, in place.
+    """Copy all parameters and buffers of ``source`` to those of the same names in ``target``, in place.
 
-    Both have the same signature, or ``target`` has some beside, which stay as they are.
+    Both have the same signature, or ``target`` has additional tensors, which do not change.
 
     Returns:
-        The pairs of parameters that were copied; one that both blocks share is left out.
+        The pairs of copied parameters, without parameters that both blocks share.
     """
     buffers, parameters = dict(target.named_buffers()), dict(target.named_parameters())
     for name, old in source.named_buffers():
@@ -28,7 +28,7 @@ def copy_block(source: nn.Module, target: nn.Module) -> list[tuple[nn.Parameter,
 
 
 def takes_none(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a block's call surely hands it no hidden state: tensors of integers, and no object that may hold others."""
+    """Return whether a call surely has no hidden state: it has integer tensors, and no object that may hold others."""
     values = tree_leaves((args, dict(kwargs)))
     found = [value for value in values if isinstance(value, Tensor)]
     plain = all(value is None or isinstance(value, Tensor | int | float | str) for value in values)
@@ -36,7 +36,7 @@ def takes_none(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The hidden state in a block's call: its first tensor argument."""
+    """Return the hidden state in a block's call: its first floating-point tensor."""
     for value in (*args, kwargs.get("hidden_states"), *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point():
             return value
@@ -47,7 +47,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def split_output(output: Any) -> tuple[Tensor, tuple[Any, ...] | None]:
-    """A block's output as (hidden state, the rest of the tuple or None)."""
+    """Return a block's output as (hidden state, the rest of the tuple or None)."""
     if isinstance(output, Tensor):
         return output, None
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):

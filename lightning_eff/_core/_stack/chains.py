@@ -1,7 +1,7 @@
-"""Whether the blocks of a list follow one another: is each block fed by the one that ran before it?
+"""Check that the blocks of a list follow each other: each block's input comes from the block before it.
 
-The answer is read off the tensors of a real forward pass. Parallel heads, experts and towers also stand in an
-``nn.ModuleList``, and none of them is fed by another.
+The tensors of a real forward pass show this. Parallel heads, experts and towers are also kept in an ``nn.ModuleList``, but
+none of them feeds another.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,17 +18,17 @@ Seen = Callable[[int, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 def tensors(*values: Any) -> list[Tensor]:
-    """The floating-point tensors in arguments or outputs, however they are nested."""
+    """Return the floating-point tensors in arguments or outputs, also nested."""
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
 
 
 def nodes_of(values: Iterable[Tensor]) -> set[Node]:
-    """The autograd nodes that computed ``values``."""
+    """Return the autograd nodes that computed ``values``."""
     return {t.grad_fn for t in values if t.grad_fn is not None}
 
 
 def comes_of(later: Iterable[Tensor], nodes: set[Node]) -> bool:
-    """Whether any of ``later`` was computed from one of ``nodes``; what is older than all of them is not searched."""
+    """Return whether any of ``later`` was computed from one of ``nodes``; nodes older than all of these are not searched."""
     oldest = min((node._sequence_nr() for node in nodes), default=None)
     if oldest is None:
         return False
@@ -45,25 +45,24 @@ def comes_of(later: Iterable[Tensor], nodes: set[Node]) -> bool:
     return False
 
 
-def share(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether a tensor of ``some`` lies in the memory of one of ``others``."""
+def share_memory(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Return whether a tensor of ``some`` uses the memory of one of ``others``."""
     there = {address for t in others if (address := _address(t)) is not None}
     return any(_address(t) in there for t in some)
 
 
 def _address(t: Tensor) -> int | None:
     try:
-        return t.untyped_storage()._cdata  # of fake and meta tensors, too, whose addresses are all 0
+        return t.untyped_storage()._cdata  # distinguishes fake and meta tensors, whose addresses are all 0
     except (RuntimeError, NotImplementedError):  # tensors without memory
         return None
 
 
 class Feeding:
-    """What one forward pass tells of the order of some blocks.
+    """The order of some blocks, as one forward pass shows it.
 
     Attributes:
-        links: for each pair of blocks that ran one after the other: True where the first feeds the second, False where it
-            does not, None where the tensors do not tell.
+        links: for each pair of consecutive blocks, whether the first feeds the second; None if the tensors do not show it.
         met: the blocks that ran in the last pass.
     """
 
@@ -73,11 +72,11 @@ class Feeding:
         self.met: set[int] = set()
 
     def begin(self) -> None:
-        """A new forward pass begins."""
+        """Start a forward pass."""
         self._last, self.met = None, set()
 
     def seen(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Block ``index`` has run. Its first call in a pass counts: in a recurrence everything feeds everything later."""
+        """Record that block ``index`` ran. Only its first call counts: in a recurrence all calls feed all later ones."""
         if index in self.met:
             return
         self.met.add(index)
@@ -88,24 +87,24 @@ class Feeding:
         self._last = (index, given, made)
 
     def end(self) -> None:
-        """The pass is over, and its tensors are no longer needed."""
+        """Release the tensors after the pass."""
         self._last = None
 
     @property
     def verdict(self) -> bool | None:
-        """True for a chain, False for blocks that run side by side, None where it cannot be told."""
+        """True for a chain, False for blocks that run side by side, None if unknown."""
         known = [link for link in self.links.values() if link is not None]
         return all(known) if known else None
 
 
 def fed(given: list[Tensor], before: list[Tensor], made: list[Tensor]) -> bool | None:
-    """Whether a block that was ``given`` tensors is fed by the one before it, which was given ``before`` and ``made`` some."""
+    """Return whether a block with inputs ``given`` is fed by one with inputs ``before`` and outputs ``made``, or None."""
     if not given or not made:
         return None
     nodes = nodes_of(made)
-    if comes_of(given, nodes) or share(given, made):
+    if comes_of(given, nodes) or share_memory(given, made):
         return True
-    if share(given[:1], before[:1]):  # both read the same tensor, which the first has not written to
+    if share_memory(given[:1], before[:1]):  # both read the same tensor, which the first did not change
         return False
     if nodes and any(t.grad_fn is not None for t in given):
         return False
@@ -114,7 +113,7 @@ def fed(given: list[Tensor], before: list[Tensor], made: list[Tensor]) -> bool |
 
 @contextmanager
 def watched(blocks: Iterable[nn.Module], seen: Seen) -> Iterator[None]:
-    """Call ``seen`` with the index, the arguments and the output of each block that runs, until the context ends."""
+    """Call ``seen`` with the index, arguments and output of each block that runs, until the context ends."""
     handles = [
         hook_behind(
             block, lambda _, args, kwargs, output, index=index: seen(index, args, kwargs, output), with_kwargs=True

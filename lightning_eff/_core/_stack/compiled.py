@@ -1,6 +1,6 @@
-"""Keeping ``torch.compile`` out of what is not the user's: saved-tensor hooks, and passes that are watched.
+"""Keep ``torch.compile`` out of this package's saved-tensor hooks and observation passes.
 
-Dynamo is not imported for it, which costs seconds: where it is not there, nothing is compiled.
+This module does not import Dynamo, which takes seconds. If Dynamo is not imported, nothing is compiled.
 """
 
 import sys
@@ -14,24 +14,23 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def untraced_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
-    """``saved_tensors_hooks(pack, unpack)``, neither of which dynamo compiles.
+    """Return ``saved_tensors_hooks(pack, unpack)``, neither of which Dynamo compiles.
 
-    Autograd calls them from within a compiled block wherever that runs eagerly: at a graph break, or under a mode that
-    dynamo does not trace. Dynamo would take them for the block's own code, with a guard on whatever they read, and
-    compile them again for each tensor, up to its limit. What is compiled by itself and called in a hook, such as a block
-    that runs again, stays compiled.
+    Autograd calls them from within a compiled block wherever that runs eagerly: at a graph break, or under a mode that Dynamo
+    does not trace. Dynamo would treat them as the block's own code, with guards on the values they read, and recompile them for
+    each tensor, up to its limit. Compiled code that a hook calls, such as a recomputed block, stays compiled.
     """
     if "torch._dynamo" in sys.modules:
-        apart: Any = torch.compiler.disable  # its overloads lose the type
+        apart: Any = torch.compiler.disable  # its overloads lose the function's type
         return saved_tensors_hooks(apart(pack), apart(unpack))
     return saved_tensors_hooks(pack, unpack)
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """In this context what is compiled runs plainly, and is compiled as before afterwards.
+    """Run compiled code eagerly in this context.
 
-    To be set around each run under a ``TorchDispatchMode``: dynamo does not compile there, and would for the rest of the
-    process run what it met there plainly.
+    Use it around each run under a ``TorchDispatchMode``. Dynamo does not compile there, and would then run the same code
+    eagerly for the rest of the process.
     """
     if "torch._dynamo" in sys.modules:
         return torch.compiler.set_stance("force_eager")
@@ -39,7 +38,7 @@ def uncompiled() -> AbstractContextManager[None]:
 
 
 def compiled_around(module: nn.Module, parts: Iterable[nn.Module]) -> bool:
-    """Whether any of ``parts`` lies in a submodule of ``module`` that is compiled as one, or is it."""
+    """Return whether any of ``parts`` is, or is inside, a compiled submodule of ``module``."""
     looked_for = {id(part) for part in parts}
     for m in module.modules():
         compiled = type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) is not None

@@ -1,4 +1,4 @@
-"""What a module makes once from its blocks, such as a list of its attention layers, while only some of them are seen."""
+"""State that a module derives once from its blocks, such as a list of attention layers, while only some blocks are shown."""
 
 import functools
 import types
@@ -13,17 +13,17 @@ from torch.utils.hooks import RemovableHandle
 from lightning_eff._core._lightning.names import ROOTS
 
 _MISSING = object()
-_MANY = 20_000  # objects, beyond which nobody looks for references
+_MANY = 20_000  # the maximum number of objects searched for references
 _LIBRARIES = ("torch", *ROOTS, "transformers", "numpy", "builtins")
 
 
 def hooks_so_far() -> int:
-    """The key that torch gives to the next hook of any module."""
+    """Return the key that torch will give to the next hook of any module."""
     return RemovableHandle.next_id
 
 
 def hooked_since(block: nn.Module, key: int) -> bool:
-    """Whether a hook was registered on ``block`` or a part of it since :func:`hooks_so_far` gave ``key``, and is there."""
+    """Return whether ``block`` or a part of it has a hook registered since :func:`hooks_so_far` returned ``key``."""
     if hooks_so_far() == key:
         return False
     return any(
@@ -35,10 +35,10 @@ def hooked_since(block: nn.Module, key: int) -> bool:
 
 
 def referred(value: Any, index: dict[int, int]) -> set[int]:
-    """Which blocks ``value`` refers to, itself or in what it holds: lists, closures, plain objects.
+    """Return the blocks to which ``value`` refers, directly or through lists, closures and plain objects.
 
     Args:
-        value: anything.
+        value: any object.
         index: the number of a block by the ids of its parts.
     """
     found: set[int] = set()
@@ -57,7 +57,7 @@ def referred(value: Any, index: dict[int, int]) -> set[int]:
 
 
 def _within(v: Any) -> Iterable[Any]:
-    """What ``v`` holds."""
+    """Return the objects in ``v``."""
     if isinstance(v, nn.Module):
         return v._modules.values()
     if isinstance(v, list | tuple | set | frozenset | deque):
@@ -85,10 +85,10 @@ def _filled(cell: Any) -> bool:
 
 
 class Made:
-    """Attributes outside of the blocks that came to refer to blocks while only the first ``active`` were seen.
+    """Attributes outside of the blocks that came to refer to blocks while only the first ``active`` were shown.
 
-    They are caches of a network that had fewer blocks: :meth:`forget` puts back what was there before, so that the
-    module makes them anew from what it sees then. Results that methods keep by ``functools.cache`` are forgotten too.
+    They are caches of a network with fewer blocks. :meth:`forget` restores the previous values, so that the module computes
+    them again. Caches of methods with ``functools.cache`` are cleared too.
     """
 
     def __init__(self, root: nn.Module, blocks: list[nn.Module], active: int) -> None:
@@ -105,14 +105,14 @@ class Made:
         self._grown: dict[int, tuple[Any, int]] = {}
 
     def begin(self) -> None:
-        """A step begins: note what there is."""
+        """Note the attributes at the start of a step."""
         spaces = [m.__dict__ for m in self._outside]
         self._before = [
             (space, dict(space), {k: len(v) for k, v in space.items() if _counts(k, v)}) for space in spaces
         ]
 
     def end(self) -> None:
-        """The step is over: keep in mind what has come to refer to the blocks that it saw."""
+        """Find the attributes that came to refer to the shown blocks during the step."""
         for space, before, sizes in self._before:
             for name, value in space.items():
                 old = before.get(name, _MISSING)
@@ -128,7 +128,7 @@ class Made:
         return bool(found) and max(found) < self._active
 
     def forget(self) -> None:
-        """Put back what was there before."""
+        """Restore the previous values."""
         for value, size in self._grown.values():
             for key in list(_tail(value, size, keys=True))[::-1]:
                 if isinstance(value, list | deque):
@@ -151,7 +151,7 @@ class Made:
 
 
 def _counts(name: str, value: Any) -> bool:
-    """Whether an attribute is a container that a module may fill; its own tables of hooks and tensors are not."""
+    """Return whether an attribute is a container that a module may fill, and not its own table of hooks or tensors."""
     if type(value) not in (list, dict, set, deque):
         return False
     return name == "_modules" or not (name.startswith("_") and name in _OWN)
@@ -161,7 +161,7 @@ _OWN = frozenset(nn.Module().__dict__)
 
 
 def _tail(value: Any, size: int, *, keys: bool = False) -> Iterator[Any]:
-    """What a container holds beyond its first ``size`` entries; a set, which has no order, all it holds."""
+    """Yield the entries of a container after the first ``size``; for a set, which has no order, all entries."""
     entries = value if isinstance(value, list | deque | set) or keys else value.items()
     for position, entry in enumerate(entries):
         if position >= size or (isinstance(value, set) and not size):

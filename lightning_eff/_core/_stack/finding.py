@@ -1,4 +1,4 @@
-"""Stacks of repeated blocks in any module: which there are, and which one is meant."""
+"""Find the stacks of repeated blocks in any module, and choose one."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ from lightning_eff._core._stack._candidates.patterns import is_pattern
 
 
 def candidates(module: nn.Module) -> list[Candidate]:
-    """Every stack of blocks in a list of ``module``, outermost only; those of composite blocks first, then the longest."""
+    """Return the outermost stacks in lists of ``module``: those of composite blocks first, then the longest."""
     found: list[Candidate] = []
     for path, container in module.named_modules():
         if not isinstance(container, nn.ModuleList | nn.Sequential) or not path:
@@ -36,16 +36,16 @@ def candidates(module: nn.Module) -> list[Candidate]:
         if len(blocks) < 2 or len(classes) > 1 or not has_parameters(blocks[0]):
             continue
         if not is_repeated(blocks):
-            continue  # stages of different make
+            continue  # stages of different structure
         found.append(of_container(path, container))
     return sorted(found, key=lambda c: (not c.composite, -c.length))
 
 
 def runs(module: nn.Module) -> list[Candidate]:
-    """Runs of composite blocks of one class and one width, in ``nn.Sequential`` that have other modules beside them.
+    """Return runs of composite blocks of one class and one width in ``nn.Sequential`` containers with other modules.
 
-    What such a container computes is its modules one after the other, so that a block there which hands its input on is as
-    if it were not there. Those of a single block are among them, and none that lie within a block of a longer one.
+    Such a container calls its modules one after the other, so a block in it that returns its input has no effect. Runs of a
+    single block are included; runs inside a block of a longer one are not.
     """
     found: list[Candidate] = []
     inside: tuple[str, ...] = ()
@@ -70,9 +70,9 @@ def runs(module: nn.Module) -> list[Candidate]:
 
 
 def stacks(module: nn.Module) -> list[Candidate]:
-    """The stacks of repeated blocks in ``module``, the best first, as names and shapes show them.
+    """Return the stacks of repeated blocks in ``module``, best first, judged by names and shapes.
 
-    Runs are among them where no list is of composite blocks alone, but for lists in the blocks of others.
+    Runs are included if no list consists of composite blocks, except lists inside the blocks of others.
     """
     lists = candidates(module)
     named = by_name(module, lists)
@@ -82,12 +82,12 @@ def stacks(module: nn.Module) -> list[Candidate]:
 
 
 def repeated(module: nn.Module) -> list[Candidate]:
-    """As :func:`candidates`, and blocks by name where no list is of composite blocks; none of them has been seen to run."""
+    """Return :func:`candidates`, and blocks by name if no list has composite blocks. None of them has been observed to run."""
     return outermost([c for c in stacks(module) if c.start is None])
 
 
 def _stages(module: nn.Module) -> dict[type[nn.Module], list[Candidate]]:
-    """Containers of blocks of one class, whatever their widths and however few, by the class and in the module's order."""
+    """Return containers of blocks of one class, of any widths and number, by class and in the module's order."""
     found: dict[type[nn.Module], list[Candidate]] = {}
     taken: list[str] = []
     for path, container in module.named_modules():
@@ -103,25 +103,25 @@ def _stages(module: nn.Module) -> dict[type[nn.Module], list[Candidate]]:
         if not is_composite(blocks[0]) or issubclass(cls, nn.Sequential | nn.ModuleList):
             continue
         if not of_one_width(blocks) and any(c.composite for block in blocks for c in candidates(block)):
-            continue  # stages, whose blocks come below
+            continue  # stages, whose blocks are found later
         taken.append(path)
         found.setdefault(cls, []).append(of_container(path, container))
     return found
 
 
 def find_stages(module: nn.Module, layers: Layers, *, who: str, without: Apart = tuple) -> list[Candidate]:
-    """The stacks that ``layers`` names; or all those in ``module`` of the class that most blocks are of.
+    """Return the stacks that ``layers`` names, or all stacks in ``module`` of the most frequent block class.
 
-    Blocks of a stage may be of several widths, and a stage may be of one block, as in residual networks of images.
+    Blocks of a stage may have several widths, and a stage may have one block, as in residual networks for images.
 
     Args:
         module: the LightningModule, or any module.
-        layers: dotted paths and patterns, of lists of blocks or of blocks; None looks for them.
-        who: the technique's name, for the message.
-        without: asked for the paths of lists that are no stacks, because their blocks run side by side.
+        layers: dotted paths and patterns of blocks or lists of blocks; None finds them automatically.
+        who: the technique's name, for messages.
+        without: returns the paths of lists that are not stacks, because their blocks run side by side.
 
     Raises:
-        ValueError: as :func:`find_stack`.
+        ValueError: as in :func:`find_stack`.
     """
     if layers is not None:
         return _named_stages(module, layers, who=who, without=without)
@@ -145,14 +145,14 @@ def find_stages(module: nn.Module, layers: Layers, *, who: str, without: Apart =
     if len(best) > 1:
         every = listed([c for found in of_class.values() for c in found])
         raise ValueError(
-            f"{who}: blocks of the classes {', '.join(cls.__name__ for cls in best)} are equally many in"
-            f" {type(module).__name__}. Say which ones by layers=, a path or several. Candidates: {every}."
+            f"{who}: {type(module).__name__} has equally many blocks of the classes"
+            f" {', '.join(cls.__name__ for cls in best)}. Set layers= to one or several paths. Candidates: {every}."
         )
     return of_class[best[0]]
 
 
 def _not_of_stages(named: Sequence[Candidate], lists: Sequence[Candidate]) -> list[Candidate]:
-    """Those of the stacks by name that do not consist of lists of blocks: of ``layer1`` ... ``layer4`` those are meant."""
+    """Return the stacks by name that do not mainly consist of lists of blocks, as ``layer1`` ... ``layer4`` do."""
 
     def size(found: Sequence[Candidate]) -> int:
         return sum(p.numel() for c in found for block in c.blocks for p in block.parameters())
@@ -161,7 +161,7 @@ def _not_of_stages(named: Sequence[Candidate], lists: Sequence[Candidate]) -> li
 
 
 def _named_stages(module: nn.Module, layers: str | Sequence[str], *, who: str, without: Apart) -> list[Candidate]:
-    """What :func:`find_stages` finds at the paths and patterns ``layers``: blocks that are named one by one are one stack."""
+    """Return the stacks at the paths and patterns ``layers``; blocks named individually form one stack."""
     asked = _asked(module, layers, who=who, without=without)
     found: list[Candidate] = []
     single: list[str] = []
@@ -174,7 +174,7 @@ def _named_stages(module: nn.Module, layers: str | Sequence[str], *, who: str, w
 
 
 def _no_copies(found: list[Candidate]) -> list[Candidate]:
-    """Those that train, and those of whose class none trains: averages, targets and teachers stand still beside a network."""
+    """Return the stacks that train, and those of classes of which none trains; a frozen one may be an average or a teacher."""
 
     def trains(c: Candidate) -> bool:
         return any(p.requires_grad for block in c.blocks for p in block.parameters())
@@ -184,7 +184,7 @@ def _no_copies(found: list[Candidate]) -> list[Candidate]:
 
 
 def _most_of_a_class(found: Sequence[Candidate], home: str | None) -> list[Candidate]:
-    """The runs of the class that most blocks are of, among those in the container at ``home``, or in any."""
+    """Return the runs of the most frequent block class in the container at ``home``, or in any."""
     among = [run for run in found if home is None or home == run.home]
     counts = {run.block: sum(other.length for other in among if other.block == run.block) for run in among}
     most = max(counts.values(), default=0)
@@ -202,22 +202,21 @@ def find_stack(
     ties: Apart = tuple,
     named: bool = False,
 ) -> Candidate:
-    """The stack that ``layers`` names, or the longest one in ``module``.
+    """Return the stack that ``layers`` names, or the longest one in ``module``.
 
     Args:
         module: the LightningModule, or any module.
-        layers: the dotted path of a list of blocks, a pattern, or a list of paths and patterns; None looks for the longest.
-        who: the technique's name, for the message.
-        in_runs: it may be a run of blocks in an ``nn.Sequential`` with others. Such a one is named by its container's path,
-            or by its own, and looked for where no container is of composite blocks alone.
-        copies: blocks are to be copies of others, for the message.
-        without: asked for the paths of lists that are no stacks, because their blocks run side by side.
-        ties: the same, asked only where stacks are equally long.
-        named: a list at ``layers`` may be none of these either.
+        layers: the dotted path of a list of blocks, a pattern, or a list of paths and patterns; None finds the longest.
+        who: the technique's name, for messages.
+        in_runs: whether it may be a run of blocks in an ``nn.Sequential`` with other modules. A run is named by its
+            container's path or by its own, and found automatically if no container consists of composite blocks.
+        copies: whether blocks must be copies of others, for messages.
+        without: returns the paths of lists that are not stacks, because their blocks run side by side.
+        ties: the same, called only if stacks are equally long.
+        named: whether a list at ``layers`` must not be one of these either.
 
     Raises:
-        ValueError: if there is none, if the longest is not the only one of its length, or if the path names none; the
-            message lists the candidates.
+        ValueError: if there is none, if several are longest, or if the path names none. The message lists the candidates.
     """
     if layers is not None:
         found = _named(module, layers, who=who, in_runs=in_runs, without=without)
@@ -245,29 +244,29 @@ def find_stack(
         raise ValueError(
             f"{who}: found no stack of repeated blocks in {type(module).__name__}; expected at least two blocks of one class,"
             f" in a list or with numbered names. Name them by a pattern or paths, {who}(layers='block_*'), {_OWN_CONTAINER},"
-            " or take the technique out."
+            " or remove the technique."
         )
     return _only_longest(found, f"stacks of blocks in {type(module).__name__}", who=who, ties=ties)
 
 
 def side_by_side_only(module: nn.Module, found: Sequence[Candidate], *, who: str) -> str:
-    """What is to be said of a module in whose lists no block is fed by another."""
+    """Return the message for a module in whose lists no block feeds another."""
     return (
         f"{who}: found no stack of blocks in {type(module).__name__}. The blocks of {listed(found)} run side by side, and"
         f" {who} needs blocks that each feed the next one. Remove {who}."
     )
 
 
-_OWN_CONTAINER = "put the blocks into one of their own (self.blocks = nn.Sequential(*blocks))"
+_OWN_CONTAINER = "put the blocks into their own container (self.blocks = nn.Sequential(*blocks))"
 
 
 def _long(found: Sequence[Candidate]) -> list[Candidate]:
-    """Those of several blocks, the longest first."""
+    """Return the candidates with several blocks, longest first."""
     return sorted((c for c in found if c.length > 1), key=lambda c: -c.length)
 
 
 def _only_longest(found: Sequence[Candidate], what: str, *, who: str, ties: Apart = tuple) -> Candidate:
-    """The first, which none may equal in length; or the only one of the longest whose blocks follow one another."""
+    """Return the first candidate if no other is as long, or the only one of the longest whose blocks feed each other."""
     best = [c for c in found if (c.composite, c.length) == (found[0].composite, found[0].length)]
     best = [c for c in best if not c.by_name] or best
     if len(best) > 1:
@@ -282,7 +281,7 @@ def _only_longest(found: Sequence[Candidate], what: str, *, who: str, ties: Apar
             )
         equal = listed(best)
         raise ValueError(
-            f"{who}: {len(best)} {what} are equally long: {equal}. Say which one by layers=, e.g."
+            f"{who}: {len(best)} {what} are equally long: {equal}. Choose one by layers=, such as"
             f" layers={best[0].path!r}. All candidates: {listed(found)}."
         )
     return found[0]
@@ -301,7 +300,7 @@ def _asked(
 def _named(
     module: nn.Module, layers: str | Sequence[str], *, who: str, in_runs: bool = True, without: Apart = tuple
 ) -> Candidate:
-    """What :func:`find_stack` finds at paths and patterns."""
+    """Return the stack at the paths and patterns ``layers``."""
     asked = _asked(module, layers, who=who, in_runs=in_runs, without=without)
     if asked.is_container:
         return _at(module, asked.items[0], who=who, in_runs=in_runs, without=without)
@@ -309,7 +308,7 @@ def _named(
 
 
 def _at(module: nn.Module, path: str, *, who: str, in_runs: bool = True, without: Apart = tuple) -> Candidate:
-    """The blocks in the container at a path."""
+    """Return the blocks in the container at ``path``."""
     there = runs(module) if in_runs else []
 
     def others() -> str:
@@ -344,15 +343,15 @@ def refuse_compiled_around(
     path: str,
     *,
     who: str,
-    way_out: str = "Compile the blocks one by one (block.compile()), or take the technique out.",
+    way_out: str = "Compile the blocks one by one (block.compile()), or remove the technique.",
 ) -> None:
-    """Raise ``ValueError`` if the stack at ``path`` lies within a compiled module: its blocks' own calls are not seen.
+    """Raise ``ValueError`` if the stack at ``path`` is inside a compiled module, where calls of its blocks cannot be observed.
 
     Args:
         module: the root.
-        path: dotted, of the stack in it.
-        who: the technique that must see them, for the message.
-        way_out: what to do instead, for the message.
+        path: the dotted path of the stack.
+        who: the technique, for messages.
+        way_out: the fix, for messages.
     """
     for outer in _around(module, path):
         found = module.get_submodule(outer)
@@ -360,21 +359,21 @@ def refuse_compiled_around(
             "_orig_mod" in found._modules
             or found._compiled_call_impl is not None
             or hasattr(found.forward, "_torchdynamo_orig_callable")
-            or getattr(found, "_compiler_ctx", None) is not None  # as Lightning keeps a compiled LightningModule
+            or getattr(found, "_compiler_ctx", None) is not None  # set by Lightning on a compiled LightningModule
         ):
             raise ValueError(
-                f"{who}: the blocks at {path!r} lie within {outer or 'the LightningModule'!r}, which is compiled as a whole;"
+                f"{who}: the blocks at {path!r} are inside {outer or 'the LightningModule'!r}, which is compiled as a whole;"
                 f" expected blocks that are called one by one. {way_out}"
             )
 
 
 def _around(module: nn.Module, path: str) -> list[str]:
-    """The paths of the modules whose calls the stack at ``path`` runs in."""
+    """Return the paths of the modules whose calls run the stack at ``path``."""
     if is_pattern(path) or ", " in path:
         asked = _asked(module, path, who="")
         blocks = [block.split(".") for item in asked.items for block in asked.paths(item)]
         return list(dict.fromkeys(".".join(parts[:depth]) for parts in blocks for depth in range(len(parts))))
     home, run, _ = path.partition("[")
     parts = home.split(".")
-    # an nn.Sequential that has others beside its blocks is called as a whole
+    # an nn.Sequential with other modules is called as a whole
     return [".".join(parts[:depth]) for depth in range(len(parts) + bool(run))]

@@ -1,8 +1,8 @@
-"""What a module's own code sees of its blocks while only part of them runs: classes that stand in for theirs meanwhile.
+"""The classes that replace those of a module's blocks and lists while only some blocks run.
 
-The tree of modules stays whole: whatever walks it (``modules()``, ``named_children()``, ``parameters()``, a library that
-sets hooks on all modules of a kind) finds every block. Whatever walks the *sequence* (iteration, ``len``, indices,
-slices) finds the network that runs. A block that does not run hands its input on, however it has been reached.
+The module tree stays whole. Code that walks it (``modules()``, ``named_children()``, ``parameters()``, a library that hooks all
+modules of a kind) finds every block. Code that walks the *sequence* (iteration, ``len``, indices, slices) finds the network
+that runs. A block that does not run returns its input, whichever way it is reached.
 """
 
 import functools
@@ -19,7 +19,7 @@ _BY = "_shown_by"
 
 
 class Shows(Protocol):
-    """Who knows which blocks run."""
+    """Knows which blocks run."""
 
     blocks: list[nn.Module]
 
@@ -27,24 +27,24 @@ class Shows(Protocol):
     def active(self) -> int: ...
 
     def walk(self) -> Iterator[nn.Module]:
-        """The blocks that the module's own code goes through."""
+        """Yield the blocks over which the module's own code iterates."""
         ...
 
     def is_away(self, block: nn.Module) -> bool:
-        """Whether the block is as if it were not there, rather than passed over in its place."""
+        """Return whether the block is hidden, rather than skipped in its place."""
         ...
 
     def pass_on(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a block that does not run returns."""
+        """Return the output of a block that does not run."""
         ...
 
     def is_still(self, block: nn.Module) -> bool:
-        """Whether no gradient goes into the block, nor past it."""
+        """Return whether no gradient flows into the block, or through it."""
         ...
 
 
 def _cut(value: Any) -> Any:
-    """``value`` with every tensor in it without its graph; tuples, lists and dicts are looked into."""
+    """Detach every tensor in ``value``, also in tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return value.detach() if value.requires_grad else value
     if type(value) in (tuple, list):
@@ -55,7 +55,7 @@ def _cut(value: Any) -> Any:
 
 
 class InPlaceOf(nn.Module):
-    """Stands in a container for a block: owns no parameters, and attributes that it has not are the block's."""
+    """Takes a block's place in a container. It has no parameters, and other attributes come from the block."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class InPlaceOf(nn.Module):
 
 
 class _Worn:
-    """Mixed into a module's class for the length of a step; a copy or a pickle made meanwhile is of the plain module."""
+    """Mixed into a module's class for one step. A copy or pickle made meanwhile is of the plain module."""
 
     _plain: ClassVar[type[nn.Module]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Not the module's class's own, which may register subclasses or wrap their methods, as transformers does."""
+        """Skip the module class's own method, which may register subclasses or wrap their methods, as in transformers."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         worn, by = type(self), self.__dict__[_BY]
@@ -89,7 +89,7 @@ class _Worn:
 
 
 class Sequence(_Worn):
-    """A container whose sequence is the blocks that run; code that counts to the full depth gets the others, too."""
+    """A container whose sequence is the running blocks; code that indexes up to the full depth gets the others too."""
 
     __dict__: dict[str, Any]
 
@@ -118,9 +118,9 @@ class Sequence(_Worn):
 
 
 class Passing(_Worn):
-    """A block that is not called and hands its input on; those that record its output, by hooks, are given that.
+    """A block that does not run and returns its input, which its forward hooks get as its output.
 
-    A block that is as if it were not there has no output to record.
+    The hooks of a hidden block are not called.
     """
 
     __dict__: dict[str, Any]
@@ -138,16 +138,16 @@ class Passing(_Worn):
                 output = output if changed is None else changed
         return output
 
-    @property  # which goes before a forward that is set on the instance
+    @property  # takes precedence over a forward that is set on the instance
     def forward(self) -> Any:
         assert isinstance(self, nn.Module)
         return functools.partial(_forward, self.__dict__[_BY], self)
 
 
 class Still(_Worn):
-    """A block that takes no gradient: what it is called with has no graph, so nothing of it is kept for a backward pass.
+    """A block without gradients: its inputs have no graph, so nothing in it is kept for a backward pass.
 
-    That stands around whatever the block's class does in its calls, such as transformers' checkpointing.
+    This wraps all that the block's class does in its call, such as transformers' checkpointing.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,13 +164,13 @@ def _worn(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def put_on(module: nn.Module, mixin: type[_Worn], by: Shows) -> None:
-    """Let ``module`` be of ``mixin`` and of its own class, until :func:`take_off`."""
+    """Make ``module`` an instance of ``mixin`` and its own class, until :func:`take_off`."""
     module.__dict__[_BY] = by
     object.__setattr__(module, "__class__", _worn(mixin, type(module)))
 
 
 def take_off(module: nn.Module) -> None:
-    """Let ``module`` be of its own class again."""
+    """Restore the class of ``module``."""
     assert isinstance(module, _Worn)
     object.__setattr__(module, "__class__", module._plain)
     del module.__dict__[_BY]
@@ -180,5 +180,5 @@ Worn = _Worn
 
 
 def worn_by(module: Worn) -> Any:
-    """Who was given to :func:`put_on`."""
+    """Return the object that was given to :func:`put_on`."""
     return module.__dict__[_BY]  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""The stacks of blocks that the techniques of one run act on: found once, shared by all, and looked at as they run."""
+"""The stacks of blocks that the techniques of one run use: found once, shared, and verified while they run."""
 
 import functools
 import traceback
@@ -20,10 +20,10 @@ _OURS = Path(__file__).parents[2]
 
 
 class Stacks:
-    """What a session knows of its module's blocks."""
+    """The part of a session that manages stacks of blocks."""
 
     def take_module(self, module: LightningModule, *, sizes: dict[str, tuple[int, int]], fitting: bool) -> None:
-        """Begin with a module, no stack of which anybody has asked for."""
+        """Start with a module, without any stack."""
         self.module, self.sizes, self.fitting = module, sizes, fitting
         self._stacks: dict[str, BlockStack] = {}
         self._askers: dict[str, list[str]] = {}
@@ -31,14 +31,15 @@ class Stacks:
     def stack(
         self, layers: Layers, *, who: str, chain: bool = True, parts: bool = False, copies: bool = False
     ) -> BlockStack:
-        """The stack of blocks at ``layers`` (or the longest): one object for all techniques that act on it.
+        """Return the stack of blocks at ``layers`` (or the longest), one object for all techniques that use it.
 
         Args:
-            layers: which blocks are meant, as of :func:`find_stack`; None looks for them.
+            layers: the blocks, as in :func:`find_stack`; None finds them automatically.
             who: the technique's name, for messages.
-            chain: each block must feed the next one, which the first training steps show. Otherwise any list will do.
-            parts: the first steps may run a single block, and then do not show it, so it is looked at before.
-            copies: blocks are to be copies of others, for messages.
+            chain: whether each block must feed the next one, which the first training steps verify. Otherwise any list is
+                accepted.
+            parts: whether the first steps may run a single block, so that this must be checked before.
+            copies: whether blocks must be copies of others, for messages.
 
         Raises:
             ValueError: if there is no such stack, or its blocks run side by side.
@@ -52,7 +53,7 @@ class Stacks:
         return self._stack(found, who, chain=chain)
 
     def stages(self, layers: Layers, *, who: str) -> list[BlockStack]:
-        """The stacks of blocks that ``layers`` names (or all of the class that most blocks are of), in their order."""
+        """Return the stacks that ``layers`` names (or all of the most frequent block class), in order."""
         without = functools.partial(side_by_side, self.module)
         return [self._stack(found, who) for found in find_stages(self.module, layers, who=who, without=without)]
 
@@ -68,7 +69,7 @@ class Stacks:
         return stack
 
     def _refuse_shared(self, found: Candidate, who: str) -> None:
-        """Raise ``ValueError`` if blocks that were named one by one are also in a stack of another technique."""
+        """Raise ``ValueError`` if blocks that were named individually are also in a stack of another technique."""
         ids = {id(block) for block in found.blocks}
         for path, stack in self._stacks.items():
             if path != found.path and (found.by_name or stack.by_name) and not ids.isdisjoint(map(id, stack.blocks)):
@@ -79,12 +80,12 @@ class Stacks:
                 )
 
     def verify(self, output: Any) -> None:
-        """Raise ``ValueError`` if a training step, which returned ``output``, showed that a stack is none."""
+        """Raise ``ValueError`` if a training step, which returned ``output``, showed that a stack is not one."""
         for stack in self._stacks.values():
             stack.verify(output)
 
     def verifying_whole(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A pipeline's ``training_step``, which runs on the whole module at setup alone: that shows whether stacks are some."""
+        """Wrap a pipeline's ``training_step``, which runs on the whole module only at setup, to verify the stacks there."""
 
         @functools.wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -100,7 +101,7 @@ class Stacks:
         return training_step
 
     def check_verified(self, strategy: Any) -> None:
-        """Raise ``ValueError`` where a pipeline was cut before its whole module ran; what a run did not tell stays unknown."""
+        """Raise ``ValueError`` if a pipeline was cut before its whole module ran; other open checks are dropped."""
         for path, stack in self._stacks.items():
             if stack.verifying is not None and stack.verifying.fresh:
                 who = " and ".join(dict.fromkeys(self._askers[path]))
@@ -111,7 +112,7 @@ class Stacks:
             stack.verifying = None
 
     def missing_blocks(self) -> str | None:
-        """Which blocks do not run in the step under way, and who is set to leave them out; None if all run."""
+        """Return which blocks do not run in the current step, and which technique skips them; None if all run."""
         for path, stack in self._stacks.items():
             runs = len(stack.running())
             if runs < len(stack):
@@ -121,17 +122,17 @@ class Stacks:
     def explain(self, error: Exception, missing: str | None, step: Callable[[], Any]) -> None:
         """Raise ``ValueError`` if a training step failed because some blocks do not run.
 
-        That is tried: the step runs again with all blocks, and leaves no trace. Errors of our own are left as they are.
+        To find out, the step runs again with all blocks, without a trace. This package's own errors are not changed.
 
         Args:
-            error: what the step raised.
-            missing: what :meth:`missing_blocks` said during the step.
+            error: the step's error.
+            missing: the result of :meth:`missing_blocks` during the step.
             step: the module's own step, on the same batch.
         """
         frames = traceback.extract_tb(error.__traceback__)
         if missing is None or not frames or Path(frames[-1].filename).is_relative_to(_OURS):
             return
-        if not self.module.automatic_optimization:  # the step itself updates, so it cannot be tried again
+        if not self.module.automatic_optimization:  # the step itself updates weights, so it cannot run again
             error.add_note(
                 f"{missing} in this step. If the module needs all of them, remove {missing.partition(':')[0]}."
             )
@@ -139,7 +140,7 @@ class Stacks:
         try:
             with torch.no_grad(), rng.fork(), silent(self.module), looking_on():
                 step()
-        except Exception:  # it fails with all blocks as well, so they are not why
+        except Exception:  # it also fails with all blocks
             return
         raise ValueError(
             f"{missing} in this step, where training_step raised {type(error).__name__} ({error}). With all blocks it works,"
@@ -147,16 +148,16 @@ class Stacks:
         ) from error
 
     def signature(self) -> tuple[tuple[str, int, int], ...]:
-        """Which blocks the network runs at the moment: (path, blocks that run, those of them that take gradients).
+        """Return the blocks that the network runs now: (path, running blocks, running blocks that take gradients).
 
-        One entry for each stack that a technique has asked for, by path, and then of each of ``sizes``. Within
-        ``training_step`` the blocks are those that this very step runs, without the dropped ones; elsewhere the active.
+        There is one entry per stack in use, by path, then one for each of ``sizes``. Within ``training_step`` it counts the
+        blocks of this step, without dropped ones; elsewhere the active blocks.
         """
         return (*_running(self._stacks), *((name, *size) for name, size in sorted(self.sizes.items())))
 
 
 def _running(stacks: dict[str, BlockStack]) -> Iterator[tuple[str, int, int]]:
-    """For each stack, by path: how many of its blocks run, and how many of those take gradients."""
+    """Yield for each stack, by path, how many of its blocks run, and how many of those take gradients."""
     for path, stack in sorted(stacks.items()):
         run = stack.running()
         yield path, len(run), sum(any(p.requires_grad for p in block.parameters()) for block in run)

@@ -1,18 +1,18 @@
-"""Whether a block's output is its input plus something, read off the autograd graph of a call."""
+"""Check, in the autograd graph of a call, whether a block's output is its input plus something."""
 
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from lightning_eff._core._stack.chains import Node, share
+from lightning_eff._core._stack.chains import Node, share_memory
 
 
 def _named(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# at which inputs an operation adds, or writes into part of what it is given
+# the inputs to which an operation adds, or into which it writes
 _ADDS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(_named("Add Lerp Where"), (0, 1)),
     **dict.fromkeys(
@@ -37,19 +37,19 @@ _ANY = _named(
 
 
 def _kind(node: Node) -> str:
-    """The operation; ``AddBackward0`` and ``SqueezeBackward1`` without the tail."""
+    """Return the operation's name, without the suffix of ``AddBackward0`` or ``SqueezeBackward1``."""
     return node.name().rpartition("::")[2].partition("Backward")[0]
 
 
 def adds_to(entered: Tensor, left: Tensor) -> bool | None:
-    """Whether ``left``, a block's output, is ``entered``, its input, plus something.
+    """Return whether ``left``, a block's output, is ``entered``, its input, plus something.
 
-    Norms, activations, scales and changes of shape are allowed behind the sum and before it.
+    Norms, activations, scales and changes of shape are allowed before and after the sum.
 
     Returns:
-        None where the graph does not tell: without gradients, or behind an operation that only its author knows.
+        None if the graph does not show it: without gradients, or after an operation with an unknown derivative.
     """
-    if left is entered or share([left], [entered]):
+    if left is entered or share_memory([left], [entered]):
         return True
     if left.grad_fn is None:
         return None
@@ -67,7 +67,7 @@ def adds_to(entered: Tensor, left: Tensor) -> bool | None:
         seen.add((node, added))
         kind, edges = _kind(node), [other for other, _ in node.next_functions]
         if isinstance(node, BackwardCFunction) and kind not in _ANY:
-            known = False  # compiled, checkpointed, or a kernel of its own
+            known = False  # compiled, checkpointed, or a custom kernel
             continue
         adds = kind in _ADDS or (kind in ("Sum", "Mean") and any(_kind(other) == "Stack" for other in edges if other))
         places = _ADDS.get(kind) or ((0,) if kind in _FIRST else range(len(edges)))
@@ -85,14 +85,14 @@ def adds_to(entered: Tensor, left: Tensor) -> bool | None:
 
 
 def _place(t: Tensor) -> Any:
-    """The node that stands for a tensor in the graph of what is made of it; None where it takes no gradient."""
+    """Return the node of a tensor in graphs computed from it; None if it takes no gradient."""
     if t.grad_fn is not None:
         return t.grad_fn
     return t.expand_as(t).grad_fn.next_functions[0][0] if t.requires_grad else None  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def is_subtracted(given: Tensor, made: Tensor) -> bool:
-    """Whether ``given``, the next block's input, has ``made``, the last one's output, in it with a minus alone."""
+    """Return whether ``made``, a block's output, enters ``given``, the next block's input, only with a minus sign."""
     if given.grad_fn is None or made.grad_fn is None or given is made:
         return False
     signs: set[int] = set()

@@ -1,4 +1,4 @@
-"""Blocks that do not run for now, thawed while optimizers are configured."""
+"""Unfreeze blocks that do not run yet while optimizers are configured."""
 
 import functools
 import inspect
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Freezing(Protocol):
-    """A stack some of whose blocks are frozen for now."""
+    """A stack with blocks that are frozen for now."""
 
     def thaw(self) -> None: ...
 
@@ -15,7 +15,7 @@ class Freezing(Protocol):
 
 
 def thawing(original: Callable[..., Any], stacks: Mapping[str, Freezing]) -> Callable[..., Any]:
-    """``configure_optimizers`` with all blocks thawed: a filter on requires_grad must not lose those frozen for now."""
+    """Wrap ``configure_optimizers`` to run with all blocks unfrozen, because it may filter by ``requires_grad``."""
 
     @functools.wraps(original)
     def configure_optimizers() -> Any:

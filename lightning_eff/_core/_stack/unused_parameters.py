@@ -1,4 +1,4 @@
-"""Blocks that a step passes over, under DDP: it must look for the parameters that are not used."""
+"""DDP settings for steps that skip blocks: it must search for unused parameters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_eff._core.session import Session
 
 
 def _name(strategy: Strategy) -> str | None:
-    """The attribute of what torch's DDP is made with, where it trains whole modules; None elsewhere."""
+    """Return the strategy's attribute with the options of torch's DDP, if it trains whole modules; otherwise None."""
     names = ("ddp_options", "_ddp_kwargs") if is_plain(strategy) else ()
     return next((name for name in names if hasattr(strategy, name)), None)
 
@@ -23,17 +23,17 @@ def _options(strategy: Strategy) -> dict[str, Any]:
 
 
 def refuse_static_graph(session: Session, *, who: str) -> None:
-    """Raise ``ValueError`` where DDP takes it that each step runs the same blocks."""
+    """Raise ``ValueError`` if DDP assumes that each step runs the same blocks."""
     strategy = session.trainer.strategy
     if _options(strategy).get("static_graph"):
         raise ValueError(
             f"{who}: got DDPStrategy(static_graph=True); expected static_graph=False, because"
-            " each step uses other parameters. Leave static_graph out, or take the technique out."
+            " each step uses other parameters. Remove static_graph, or remove the technique."
         )
 
 
 def look_for_unused(session: Session, *, look: bool = True) -> bool:
-    """Let DDP look for the parameters that a step does not use, or not, to the end of the run; whether that is new."""
+    """Set whether DDP searches for unused parameters for the rest of the run; return whether this is a change."""
     strategy = session.trainer.strategy
     name, options = _name(strategy), _options(strategy)
     if name is None or bool(options.get("find_unused_parameters")) == look:
@@ -43,7 +43,7 @@ def look_for_unused(session: Session, *, look: bool = True) -> bool:
 
 
 def refuse_reentrant(session: Session, stacks: Sequence[BlockStack], *, who: str) -> None:
-    """Raise ``ValueError`` where DDP's search for unused parameters would count those of a reentrant checkpoint twice."""
+    """Raise ``ValueError`` if DDP's search for unused parameters would count those of a reentrant checkpoint twice."""
     for stack in stacks if _name(session.trainer.strategy) is not None else ():
         if is_checkpointed_reentrantly(m for block in stack.blocks for m in block.modules()):
             raise ValueError(

@@ -1,6 +1,6 @@
-"""The first training steps of a stack: do its blocks follow one another, and may one of them be passed over?
+"""Verify in the first training steps that a stack's blocks feed each other, and that blocks can be skipped.
 
-What a step does not tell is looked at again in the next. A run that is refused has not been updated yet.
+Checks that a step leaves open are repeated in the next. A run that is refused has not updated its weights yet.
 """
 
 from collections.abc import Mapping
@@ -21,25 +21,26 @@ from lightning_eff._core.patches import Patches
 
 
 class Verifying:
-    """Watches a stack's blocks in training steps, until :attr:`done`.
+    """Observes a stack's blocks in training steps, until :attr:`done`.
 
     Attributes:
-        done: nothing is left to be looked at.
-        fresh: nothing has been looked at.
-        adds: blocks must return what they are given plus something, because they are passed over, or their branches scaled.
-        skips: blocks do not run in some steps, so nobody may need what only a block that runs leaves.
-        reshaping: blocks may return another shape, and are then never passed over.
+        done: whether all checks are complete.
+        fresh: whether no step has been observed.
+        adds: whether blocks must return their input plus something, because they are skipped, or their branches scaled.
+        skips: whether blocks do not run in some steps, so that no code may need other results of a block.
+        reshaping: whether blocks may return another shape, and are then never skipped.
+        skipper: the technique that skips blocks or scales branches.
     """
 
     def __init__(self, found: Candidate, root: nn.Module, *, who: str, adds: bool = False) -> None:
         self.done = self.reshaping = False
         self.fresh = True
         self.adds = self.skips = adds
-        self.skipper = ""  # the technique that skips blocks or scales branches
+        self.skipper = ""
         self._found, self._root, self._who = found, root, who
         self._blocks = found.named_blocks
         self._at = [*self._blocks.values()]
-        self._at_once = not getattr(root, "automatic_optimization", True)  # the step itself updates
+        self._at_once = not getattr(root, "automatic_optimization", True)  # the step itself updates weights
         self._graph, self._away = False, frozenset[int]()
         self._feeding = Feeding()
         self._waits, self._since, self._between = False, set[str](), set[str]()
@@ -54,14 +55,14 @@ class Verifying:
         self._handles: list[Handle] = []
 
     def begin(self, dropped: frozenset[int], *, waits: bool = False) -> None:
-        """A training step begins, in which some blocks are passed over; ``waits`` if the last ones do not run at all yet."""
+        """Begin a training step that skips the blocks ``dropped``; ``waits`` if the last blocks do not run at all yet."""
         self.fresh = False
         if self._handles:
             self.end()
         if compiled_around(self._root, self._found.parents):
             rank_zero_info(
-                f"{self._who}: {self._found} lies in a compiled module, so the first steps do not show whether its blocks feed"
-                " one another."
+                f"{self._who}: {self._found} is inside a compiled module, so the first steps cannot verify that its blocks feed"
+                " each other."
             )
             self.done = True  # hooks would be compiled with it
             return
@@ -89,7 +90,7 @@ class Verifying:
         self._feeding.begin()
 
     def _before_backward(self, backward: Any) -> Any:
-        """All blocks of a loss have run, and nothing has been updated by it."""
+        """Check a loss, whose blocks have run, before it updates any weights."""
 
         def manual_backward(loss: Any, *args: Any, **kwargs: Any) -> None:
             trouble = self._trouble(loss)
@@ -115,7 +116,7 @@ class Verifying:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if block is not self._at[index]:  # a copy, with the hooks of its original
                 return
-            if torch.is_grad_enabled() and not self._graph:  # a pass without a graph may come first, and tells less
+            if torch.is_grad_enabled() and not self._graph:  # an earlier pass without a graph shows less
                 self._graph = True
                 self._begin_pass()
             self._see(index, args, kwargs, output)
@@ -132,7 +133,7 @@ class Verifying:
         return hook
 
     def passed(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        """A block was called and passed over. In a stack by name, what fed it tells as much as of one that ran."""
+        """Note that a block was called and skipped. In a stack by name, its input shows as much as that of a block that ran."""
         if self._handles and self._found.by_name and torch.is_grad_enabled():
             self._see(next(i for i, each in enumerate(self._at) if each is block), args, kwargs, output)
 
@@ -153,7 +154,7 @@ class Verifying:
                 self._adds[index] = None if reshapes else adds_to(entered, left)
 
     def end(self) -> None:
-        """The forward pass is over."""
+        """Remove the hooks after the forward pass."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -165,7 +166,7 @@ class Verifying:
             self._leavings.end()
 
     def look(self, output: Any) -> None:
-        """Raise ``ValueError`` if the step, which returned ``output``, showed that this is no stack to act on.
+        """Raise ``ValueError`` if the step, which returned ``output``, showed that this is not a stack to act on.
 
         Raises:
             ValueError: with the reason, and the lists that are stacks.
@@ -185,7 +186,7 @@ class Verifying:
         self.done = chain is not None and added and looked
 
     def _trouble(self, output: Any) -> str | None:
-        """What is wrong, as a message with the technique's name; None if nothing is."""
+        """Return what is wrong, as a message with the technique's name, or None."""
         who = self._who
         if self._feeding.verdict is False:
             first, second = next(pair for pair, fed in self._feeding.links.items() if fed is False)
@@ -230,13 +231,13 @@ class Verifying:
         index = self._read_beside(output)
         if index is not None:
             return (
-                f"{who}: the loss uses more of what block {index} of {self._found} returns than its first tensor, and a"
-                f" skipped block has none of that. {self._way_out(who)}"
+                f"{who}: the loss uses more outputs of block {index} of {self._found} than its first tensor, which a"
+                f" skipped block does not compute. {self._way_out(who)}"
             )
         return None
 
     def _other_part(self) -> Candidate | None:
-        """A stack beside this one that the module ran just as far as the blocks that it was shown, or in turn with all."""
+        """Return another stack that the module ran as far as the blocks that it was shown, or alternating with all of them."""
         if self._found.by_name:
             beside = [c for c, _, _ in self._others if c.length == len(self._at) and c.path in self._between]
             return next((c for c in beside if self._waits and _parent(c) == _parent(self._found)), None)
@@ -249,7 +250,7 @@ class Verifying:
         return beside[0] if self._away and beside else None
 
     def _read_beside(self, output: Any) -> int | None:
-        """A block of which the loss uses another output than the hidden state, and not by way of later blocks."""
+        """Return a block of which the loss uses another output than the hidden state, other than through later blocks."""
         loss = _loss(output)
         if loss is None or not any(self._rest.values()):
             return None
@@ -273,7 +274,7 @@ class Verifying:
         return min(met - ({last} if handed_on else set()), default=None)
 
     def _seen(self, path: str, feeding: Feeding, adds: list[bool | None], index: int) -> Any:
-        """Look at a block of another stack, which a message may name."""
+        """Observe a block of another stack, which a message may recommend."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             feeding.seen(index, args, kwargs, output)
@@ -291,7 +292,7 @@ class Verifying:
         chains = [c for c, feeding, adds in self._others if feeding.verdict and (all(adds) or not self.adds)]
         if not chains:
             return f"Remove {who}."
-        return f"Name another stack, e.g. layers={chains[0].path!r}, or remove {who}. Stacks: {listed(chains)}."
+        return f"Name another stack, such as layers={chains[0].path!r}, or remove {who}. Stacks: {listed(chains)}."
 
 
 def _parent(found: Candidate) -> str:

@@ -1,1 +1,1 @@
-"""The loss calls of an unchanged ``training_step``, given other targets in the same forward pass."""
+"""Observe the loss calls of an unchanged ``training_step``, and give them other targets in the same forward pass."""

@@ -1,4 +1,4 @@
-"""One loss call of a ``training_step`` on the batch's labels, and what a technique may make of it."""
+"""One loss call of a ``training_step`` on the batch's labels, and the changes that a technique can make to it."""
 
 import math
 from collections.abc import Callable
@@ -16,21 +16,21 @@ _CLASSES = (F.cross_entropy, F.nll_loss)
 
 @dataclass(frozen=True)
 class TargetCall:
-    """A loss call whose targets are the batch's labels, or are made of them.
+    """A loss call whose targets are the batch's labels, or are computed from them.
 
-    A call has *elements*: a row of logits each for ``cross_entropy`` and ``nll_loss``, an entry of the input for the
-    others. ``reduction="mean"`` divides their sum by what they count: 0 for ignored labels, the weight of the class where
-    there are class weights, 1 otherwise.
+    A call has *elements*: one row of logits each for ``cross_entropy`` and ``nll_loss``, one input entry each for the others.
+    ``reduction="mean"`` divides the sum of their losses by the sum of their counts. A count is 0 for ignored labels, the class
+    weight if there are class weights, and 1 otherwise.
 
     Attributes:
-        fn: the function of ``torch.nn.functional`` that was called.
-        arguments: its arguments by name, ``input``, ``target`` and ``reduction`` among them.
+        fn: the function of ``torch.nn.functional``.
+        arguments: its arguments by name, including ``input``, ``target`` and ``reduction``.
         label: the path of the labels in the batch, such as ``"['labels']"``.
         shape: the labels' shape, (B, ...).
-        places: for each entry of the target, which entry of the flattened labels it stands for; -1 for none.
-        others: the targets that the call would have had, had the batch had each of the other labels.
-        factors: of a part of a batch, what its loss on its own target and on each of the others counts for, beside the others'
-            mean; none where all count alike.
+        places: for each entry of the target, the index of its entry in the flattened labels; -1 for none.
+        others: the targets that the call would have had if the batch had each of the other labels.
+        factors: for a part of a batch, the factor of its loss on its own target and on each of the others, relative to a plain
+            mean over parts; empty if all are 1.
     """
 
     fn: Callable[..., Tensor]
@@ -48,7 +48,7 @@ class TargetCall:
 
     @property
     def scores(self) -> Tensor:
-        """Of a call on classes, the input with the classes in its last dimension: of the elements' shape and (C,)."""
+        """The input of a call on classes, with the classes in the last dimension: the elements' shape, then (C,)."""
         return self.input.movedim(self._class_dim, -1)
 
     @property
@@ -63,25 +63,25 @@ class TargetCall:
 
     @property
     def of_classes(self) -> bool:
-        """Whether an element is a row of logits, and its target a class or probabilities of classes."""
+        """Whether an element is a row of logits, and its target a class or class probabilities."""
         return self.fn in _CLASSES
 
     @property
     def element_places(self) -> Tensor:
-        """The places of the elements, of their shape."""
+        """The places of the elements, in their shape."""
         if self.of_classes:
             return self.places.select(self._class_dim, 0) if self._of_probabilities else self.places
         return self.places.broadcast_to(torch.broadcast_shapes(self.input.shape, self.target.shape))
 
     @property
     def element_samples(self) -> Tensor:
-        """The sample of each element, of the elements' shape; -1 where it stands for no label."""
+        """The sample of each element, in the elements' shape; -1 if it belongs to no label."""
         per_sample = max(math.prod(self.shape[1:]), 1)
         return self.element_places.div(per_sample, rounding_mode="floor")
 
     @property
     def valid(self) -> Tensor:
-        """Which elements the call does not ignore, of their shape."""
+        """Which elements the call does not ignore, in their shape."""
         if self.of_classes and not self._of_probabilities:
             return self.target != self.arguments["ignore_index"]
         return torch.ones_like(self.element_places, dtype=torch.bool)
@@ -95,15 +95,15 @@ class TargetCall:
         return self.target.is_floating_point()
 
     def plain(self) -> Tensor:
-        """What the module's own call returns."""
+        """Return the result of the module's own call."""
         return self.fn(**self.arguments)
 
     def losses(self, target: Tensor | None = None) -> Tensor:
-        """The loss of each element, with its graph: for the call's own target, one of ``others``, or probabilities.
+        """Return the loss of each element, with its graph.
 
         Args:
-            target: as the call's own; for classes also probabilities with the classes in the last dimension, (..., C)
-                beside elements (...), where ignored labels stay ignored.
+            target: the call's own (None), one of ``others``, or a target of the same form. For classes it may also be
+                probabilities (..., C) for elements (...), where ignored labels stay ignored.
         """
         target = self.target if target is None else target
         if self.of_classes and target.is_floating_point():
@@ -111,34 +111,34 @@ class TargetCall:
         return self.fn(**{**self.arguments, "target": target, "reduction": "none"})
 
     def counted(self, target: Tensor | None = None) -> Tensor:
-        """What each element counts in the mean's denominator, for a target as in :meth:`losses`."""
+        """Return each element's count in the mean's denominator, for a target as in :meth:`losses`."""
         target = self.target if target is None else target
         weight = self.arguments.get("weight")
         if not (self.of_classes and target.is_floating_point()):
             elements = self.input.new_empty(self.element_places.shape)
             return counts_of(self.fn, {**self.arguments, "target": target}, elements)
         valid = self.valid.to(self.input.dtype)
-        if weight is None or self._of_probabilities:  # torch divides by the number of rows there, weights or not
+        if weight is None or self._of_probabilities:  # torch divides by the number of rows here, with weights too
             return valid
         return (target.to(weight.dtype) * weight).sum(dim=-1) * valid
 
     def reduce(self, losses: Tensor, counted: Tensor) -> Tensor:
-        """The elements' losses reduced as the call is: ``sum(losses) / sum(counted)`` for a mean."""
+        """Reduce the elements' losses as the call does: ``sum(losses) / sum(counted)`` for a mean."""
         if self.reduction == "none":
             return losses
         return losses.sum() if self.reduction == "sum" else losses.sum() / counted.sum()
 
     def at_elements(self, values: Tensor, *, fill: float) -> Tensor:
-        """What belongs to samples or labels, given to each element that stands for one of them.
+        """Assign values of samples or labels to the elements that belong to them.
 
-        Dimensions of ``values`` after those of the labels stay: (..., C) from probabilities (B, ..., C).
+        Dimensions of ``values`` after those of the labels are kept: probabilities (B, ..., C) become (..., C).
 
         Args:
             values: by sample, (B,), or by label, (B, ...) or (B, ..., C).
-            fill: for elements that stand for no label, such as those that a shift has padded.
+            fill: for elements that belong to no label, such as padding after a shift.
 
         Raises:
-            ValueError: if the shape is neither.
+            ValueError: for other shapes.
         """
         n = len(self.shape)
         places = self.element_places
@@ -151,18 +151,18 @@ class TargetCall:
         else:
             raise ValueError(
                 f"Got values of shape {tuple(values.shape)} for the labels {self.label} of shape {tuple(self.shape)};"
-                f" expected {tuple(self.shape[:1])}, one for each sample, or {tuple(self.shape)}, one for each label,"
-                " with further dimensions for classes."
+                f" expected {tuple(self.shape[:1])}, one per sample, or {tuple(self.shape)}, one per label, with further"
+                " dimensions for classes."
             )
         found = rows.to(index.device)[index.clamp(min=0)]
         known = (index >= 0).reshape(index.shape + (1,) * (found.ndim - index.ndim))
         return torch.where(known, found, fill)
 
     def completed(self, target: Tensor) -> Tensor:
-        """Soft targets from :meth:`at_elements`, with the call's own where elements stand for no label.
+        """Return soft targets from :meth:`at_elements`, with the call's own where elements belong to no label.
 
         Raises:
-            ValueError: if they are not of the shape (..., C) of the call's input, or for losses by entry of its shape.
+            ValueError: if their shape is not (..., C) for class losses, or the input's shape for others.
         """
         known = self.element_places >= 0
         expected = self.input.movedim(self._class_dim, -1).shape if self.of_classes else known.shape
@@ -176,11 +176,11 @@ class TargetCall:
         if self._of_probabilities:
             own = self.target.movedim(self._class_dim, -1)
             return torch.where(known.unsqueeze(-1), target.to(own.dtype), own)
-        own = self.target.clamp(min=0).unsqueeze(-1)  # the ignored are ignored whatever they say
+        own = self.target.clamp(min=0).unsqueeze(-1)  # ignored labels are masked later
         return target.scatter(-1, own, torch.where(known.unsqueeze(-1), target.gather(-1, own), 1.0))
 
     def _soft(self, target: Tensor) -> Tensor:
-        """Elements' losses for probabilities: the call's own (N, C, ...), or (..., C) that a technique has given."""
+        """Return the elements' losses for probabilities: the call's own (N, C, ...), or a technique's (..., C)."""
         at = self._class_dim
         if target is not self.target and not any(target is other for other in self.others):
             target = target.movedim(-1, at)
@@ -199,10 +199,10 @@ Change = Callable[[TargetCall], Tensor]
 
 
 def mixed(*weights: float | Tensor) -> Change:
-    """The loss ``sum_k lambda_k L(y_k)``: ``y_0`` are the batch's own labels, the others come after them.
+    """Return the change to the loss ``sum_k lambda_k L(y_k)``: ``y_0`` are the batch's own labels, then the others.
 
-    With a mean, each ``L(y_k)`` is divided by what its own targets count, as if the step had made one call for each.
-    Elements that stand for no label keep their own target alone.
+    With a mean, each ``L(y_k)`` is divided by the counts of its own targets, as if the step had made one call for each.
+    Elements that belong to no label keep only their own target.
 
     Args:
         weights: ``lambda_k``, one more than there are other labels, each a number or of shape (B,).
@@ -211,13 +211,13 @@ def mixed(*weights: float | Tensor) -> Change:
     def change(call: TargetCall) -> Tensor:
         if len(weights) != 1 + len(call.others):
             raise ValueError(
-                f"Got {len(weights)} weights for the labels {call.label} and {len(call.others)} other(s); expected one"
-                f" for each, {1 + len(call.others)}."
+                f"Got {len(weights)} weights for the labels {call.label} and {len(call.others)} other(s); expected"
+                f" {1 + len(call.others)}, one for each."
             )
         terms = []
         for k, (target, weight) in enumerate(zip((call.target, *call.others), weights, strict=True)):
             factor = call.factors[k] if call.factors else 1.0
-            if factor == 0:  # nothing counts, and the mean is no number
+            if factor == 0:  # no element counts, so the mean would be NaN
                 terms.append(0 * call.input.sum())
                 continue
             if not isinstance(weight, Tensor) or weight.ndim == 0:
@@ -232,13 +232,13 @@ def mixed(*weights: float | Tensor) -> Change:
 
 
 def soft(values: Tensor, weight: float | Tensor = 1.0) -> Change:
-    """The loss ``(1 - w) L(y) + w L(p)`` with soft targets ``p`` beside the batch's own labels ``y``.
+    """Return the change to the loss ``(1 - w) L(y) + w L(p)`` with soft targets ``p`` and the batch's own labels ``y``.
 
-    For one-hot ``p`` that is the plain loss. Ignored labels stay ignored, and elements that stand for no label plain.
+    For one-hot ``p`` this is the plain loss. Ignored labels stay ignored, and elements that belong to no label stay plain.
 
     Args:
-        values: ``p``: probabilities (B, ..., C) beside class labels (B, ...); for losses by entry, values of the
-            labels' shape, or (B, ..., C) where the targets are one-hot codes of the labels.
+        values: ``p``: probabilities (B, ..., C) for class labels (B, ...). For other losses, values in the labels' shape, or
+            (B, ..., C) if the targets are one-hot codes of the labels.
         weight: ``w``, a number or of shape (B,).
     """
 
@@ -256,12 +256,12 @@ def soft(values: Tensor, weight: float | Tensor = 1.0) -> Change:
 
 
 def weighted(weigh: Callable[[Tensor, TargetCall], Tensor]) -> Change:
-    """The loss ``sum_e w_e l_e / sum_e w_e c_e``, with ``w`` made of the elements' losses ``l``; ``c`` is what they count.
+    """Return the change to the loss ``sum_e w_e l_e / sum_e w_e c_e``: ``l`` are the elements' losses, ``c`` their counts.
 
-    Without a reduction in the call, its elements are ``w_e l_e`` and the module divides as it always does.
+    If the call has no reduction, its elements become ``w_e l_e``, and the module divides as it always does.
 
     Args:
-        weigh: of the losses (without a graph) and the call, the weights: of the losses' shape.
+        weigh: takes the losses (without a graph) and the call, and returns the weights ``w`` in the losses' shape.
     """
 
     def change(call: TargetCall) -> Tensor:
@@ -270,7 +270,7 @@ def weighted(weigh: Callable[[Tensor, TargetCall], Tensor]) -> Change:
         if weights.shape != losses.shape:
             raise ValueError(
                 f"Got weights of shape {tuple(weights.shape)} for losses of shape {tuple(losses.shape)}; expected the"
-                " same shape, a weight for each element."
+                " same shape, one weight per element."
             )
         weights = weights.to(losses.device, losses.dtype)
         return call.reduce(weights * losses, weights * call.counted())

@@ -1,4 +1,4 @@
-"""Backward passes of torch in terms of edges of the graph, within which modes of functions stay entered."""
+"""torch's backward passes expressed by graph edges, within which torch function modes stay active."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 def backward_by_edges(
     tensors: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, **kwargs: Any
 ) -> None:
-    """``torch.autograd.backward`` in terms of edges of the graph, which it does not hand to modes as it does tensors."""
+    """Call ``torch.autograd.backward`` with graph edges, for which torch does not suspend modes as it does for tensors."""
     tensors = (tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors)
     gradients = kwargs.pop("grad_tensors", gradient)
     gradients = (gradients,) * len(tensors) if gradients is None or isinstance(gradients, Tensor) else gradients
@@ -39,7 +39,7 @@ def grad_by_edges(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` in terms of edges of the graph, which it does not hand to modes as it does tensors."""
+    """Call ``torch.autograd.grad`` with graph edges, for which torch does not suspend modes as it does for tensors."""
     outputs, inputs = ((t,) if isinstance(t, Tensor | GradientEdge) else tuple(t) for t in (outputs, inputs))
     given = (grad_outputs,) * len(outputs) if grad_outputs is None or isinstance(grad_outputs, Tensor) else grad_outputs
     found = torch.autograd.grad(

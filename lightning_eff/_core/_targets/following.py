@@ -1,9 +1,9 @@
-"""A batch's labels followed through what a ``training_step`` makes of them, up to the loss calls that they are targets of.
+"""Follow a batch's labels through a ``training_step`` to the loss calls that use them as targets.
 
-Each tensor that is made of labels has, beside its values, a *place* for each entry: which entry of the labels it stands
-for. Operations that move entries (shifts, reshapes, selections) are run on the places as well; those that compute a
-value for each entry (casts, masks, one-hot codes) leave them where they are. The same operations, run on other labels,
-give what the loss call would have got, had the batch had those.
+Each tensor computed from labels has a *place* for each entry: the index of the label entry to which it belongs.
+Operations that move entries (shifts, reshapes, selections) also run on the places. Operations that compute a value per entry
+(casts, masks, one-hot codes) keep them. The same operations, run on other labels, give the targets that the loss call would
+have had with those labels.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ _NESTED = (list, tuple, dict)
 
 
 class Kind(IntEnum):
-    """What the labels were compared with on the way to a tensor."""
+    """With what the labels were compared on the way to a tensor."""
 
     SINGLE = 0  #: with nothing, or with single numbers, as ``labels != -100``
     MANY = 1  #: with other tensors, as predictions or all classes
@@ -29,14 +29,14 @@ class Kind(IntEnum):
 
 @dataclass
 class Trace:
-    """What is known of a tensor made of labels.
+    """The origin of a tensor that was computed from labels.
 
     Attributes:
         label: the labels' path in the batch.
-        places: for each entry, which entry of the flattened labels it stands for; -1 for none. Of the tensor's shape.
-        others: what the tensor would be, had the batch had each of the other labels.
-        selects: it says which entries count, as ``labels != -100`` does.
-        kind: what the labels were compared with.
+        places: for each entry, the index of its entry in the flattened labels; -1 for none. In the tensor's shape.
+        others: the tensor's values if the batch had each of the other labels.
+        selects: whether it selects the entries that count, as ``labels != -100`` does.
+        kind: with what the labels were compared.
     """
 
     label: str
@@ -48,7 +48,7 @@ class Trace:
 
 @dataclass
 class Stray:
-    """An operation, not a loss call that can be seen, in which labels met what the network computed."""
+    """An operation, other than an observed loss call, that combines labels with the network's output."""
 
     name: str
     label: str
@@ -75,7 +75,7 @@ def _replaced(value: Any, by: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _kind(name: str, traces: Sequence[Trace], data: Sequence[Tensor]) -> Kind:
-    """What labels are compared with once an operation on these ``traces`` and other ``data`` has been made."""
+    """Return with what labels are compared after an operation on these ``traces`` and other ``data``."""
     found = max(trace.kind for trace in traces)
     if name not in COMPARING or name == "isin":
         return found
@@ -84,30 +84,30 @@ def _kind(name: str, traces: Sequence[Trace], data: Sequence[Tensor]) -> Kind:
 
 
 class Follower:
-    """The tensors made of a batch's labels, in one pass.
+    """The tensors computed from a batch's labels, in one pass.
 
     Attributes:
-        strays: where labels met the network's output outside of a loss call, as in a loss written by hand.
+        strays: operations that combine labels with the network's output outside of a loss call, as in a hand-written loss.
         compared: whether labels were compared with other tensors without a gradient, as in a metric.
     """
 
     def __init__(self) -> None:
-        self._traces: dict[int, tuple[Tensor, Trace]] = {}  # tensors are kept, since an id is one only while they live
+        self._traces: dict[int, tuple[Tensor, Trace]] = {}  # keeps the tensors, because ids of freed ones are reused
         self.strays: list[Stray] = []
         self.compared = False
 
     def begin(self, label: str, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """Follow ``tensor``, the batch's labels at the path ``label``, and ``others`` of the same shape beside it."""
+        """Follow ``tensor``, the batch's labels at the path ``label``, and ``others``, of the same shape."""
         places = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape)
         self._record(tensor, Trace(label, places, [other.clone() for other in others]))
 
     def get(self, value: Any) -> Trace | None:
-        """What is known of ``value``, if it is a tensor that is made of labels."""
+        """Return the trace of ``value``, or None if it is not a tensor computed from labels."""
         found = self._traces.get(id(value))
         return None if found is None else found[1]
 
     def knows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a tensor made of labels is among a call's arguments, however nested; asked at each call of torch."""
+        """Return whether a tensor computed from labels is among a call's arguments, also nested. Called for each torch call."""
         if not self._traces:
             return False
         return self._known(args) or (bool(kwargs) and self._known(kwargs.values()))
@@ -126,7 +126,7 @@ class Follower:
         self.strays.clear()
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Look at a call of torch that has been made, and return its output."""
+        """Update the traces after a torch call, and return its output."""
         if not self._traces:
             return output
         used = [t for t in _tensors((args, kwargs)) if id(t) in self._traces]
@@ -152,9 +152,8 @@ class Follower:
 
     def _moved(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         trace = self._traces[id(args[0])][1]
-        if any(
-            isinstance(value, torch.dtype) for value in (*args, *kwargs.values())
-        ):  # the bits, read as another dtype
+        # a view as another dtype
+        if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
             return output
         if name == "iter":
             output = list(output)
@@ -197,11 +196,11 @@ class Follower:
         self._record(output, Trace(first.label, joined, others, first.selects, kind))
 
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """``target[index] = value`` or ``target.copy_(value)``, which has been done."""
+        """Follow ``target[index] = value`` or ``target.copy_(value)``, which has been done."""
         target, *index, value = args
         of_value = self.get(value)
         if self.get(target) is None:
-            if of_value is None:  # at places that labels say, which are what they were
+            if of_value is None:  # only the index comes from labels
                 return
             self._begin_at(target, of_value)
         trace = self._traces[id(target)][1]
@@ -215,7 +214,7 @@ class Follower:
                 func(other, *index, value if of_value is None else of_value.others[k], **kwargs)
 
     def _begin_at(self, target: Tensor, like: Trace) -> None:
-        """Follow a tensor into which labels are written, and the one that it is a view of."""
+        """Follow a tensor into which labels are written, and the base of which it is a view."""
         root = target if target._base is None else target._base
         if self.get(root) is None:
             nowhere = torch.full_like(root, -1, dtype=torch.long)
@@ -236,10 +235,10 @@ class Follower:
 
     def _computed(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         traces = [trace for trace in map(self.get, _tensors((args, kwargs))) if trace is not None]
-        if name == "where":  # what is taken goes before the condition
+        if name == "where":  # the selected values before the condition
             traces.sort(key=lambda trace: trace.selects)
         first = traces[0]
-        if name in CASTING and self.get(args[0] if args else None) is None:  # to the type of labels
+        if name in CASTING and self.get(args[0] if args else None) is None:  # a cast to the type of labels
             return
         data = [t for t in _tensors((args, kwargs)) if t.ndim and self.get(t) is None]
         # a confusion matrix counts ``classes * labels + predictions``
@@ -247,14 +246,14 @@ class Follower:
         self.compared |= name == "add" and any(
             t.numel() == first.places.numel() and not t.is_floating_point() for t in data
         )
-        if data and all(trace.selects for trace in traces) and name not in COMPARING:  # labels say where, others what
+        if data and all(trace.selects for trace in traces) and name not in COMPARING:  # labels only select values
             return
         in_place = any(output is t for t in _tensors(args))
         if not isinstance(output, Tensor) or (in_place and self.get(output) is None):
             return
         try:
             places = first.places.to(output.device).broadcast_to(output.shape)
-        except RuntimeError:  # a reduction, or labels that stand for fewer entries
+        except RuntimeError:  # a reduction, or labels with fewer entries
             return
 
         def other(k: int) -> Callable[[Tensor], Tensor]:
@@ -270,13 +269,13 @@ class Follower:
             self._record(output, Trace(first.label, places, others, selects, _kind(name, traces, data)))
 
     def _meets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a weight, or what the network computed, is among the arguments."""
+        """Return whether a weight or an output of the network is among the arguments."""
         return any(t.requires_grad for t in _tensors((args, kwargs)) if id(t) not in self._traces)
 
     def _strayed(
         self, name: str, used: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Remember where labels met the network's output; an embedding of them is an input, and no loss."""
+        """Record where labels are combined with the network's output. An embedding of labels is an input, not a loss."""
         traces = [trace for t in used if (trace := self.get(t)) is not None and not trace.selects]
         computed = any(t.grad_fn is not None for t in _tensors((args, kwargs)))
         if traces and computed and name != "embedding" and isinstance(output, Tensor) and output.grad_fn is not None:

@@ -1,9 +1,9 @@
-"""Labels that reach a step's loss otherwise than as targets: what a technique that changes targets cannot change.
+"""Detect labels that reach a step's loss in other ways than as targets, where changed targets have no effect.
 
-A mask made of labels, an index, a class weight or an embedding of them acts by the plain labels, whatever the targets
-have become. Two things tell. :class:`Leaks` marks every tensor into which labels go by an operation that is not followed.
-:func:`rolled` gives other labels to the same inputs while the targets stay: a loss that moves then comes of labels by
-another way, be it a number of Python or code that torch does not show.
+A mask made from labels, an index, a class weight or an embedding of them uses the plain labels, whatever the targets are.
+Two methods detect this. :class:`Leaks` marks every tensor that depends on labels through an operation that is not
+followed. :func:`rolled` gives other labels to the same inputs while the targets stay. If the loss then changes, it depends
+on labels in another way, such as a Python number or code that torch does not show.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ from lightning_eff._core._targets.operations import CASTING, name_of
 from lightning_eff._core.patches import hook_behind
 
 # fmt: off
-#: Ask a tensor for its form, not for its values.
+#: Operations that read a tensor's form, not its values.
 _FORM = frozenset((
     "data_ptr", "delete", "device", "dim", "dtype", "element_size", "empty_like", "format", "full_like", "get_device",
     "grad", "grad_fn", "has_names", "hash", "is_complex", "is_contiguous", "is_cpu", "is_cuda", "is_floating_point",
@@ -28,27 +28,27 @@ _FORM = frozenset((
     "new_zeros", "numel", "ones_like", "rand_like", "randint_like", "randn_like", "repr", "requires_grad", "result_type",
     "set", "shape", "size", "stride", "storage_offset", "version", "zeros_like",
 ))
-#: Take the form of their second argument alone.
+#: Operations that use only the form of their second argument.
 _LIKE = CASTING | frozenset(("expand_as", "reshape_as", "view_as"))
 # fmt: on
 
 
 class Level(IntEnum):
-    """How labels went into a tensor."""
+    """How a tensor depends on labels."""
 
     NOT = 0
-    MASK = 1  #: as a mask of labels that are ignored, or of one class: others may have the same mask
-    VALUE = 2  #: by their values
+    MASK = 1  #: through a mask of ignored labels or of one class, which other labels may share
+    VALUE = 2  #: through their values
 
 
 @dataclass(frozen=True)
 class Leak:
-    """How labels went into a tensor, and by which operation of torch first.
+    """How a tensor depends on labels, and through which torch operation first.
 
     Attributes:
         level: how.
-        name: of the operation.
-        entry: whether only as the ids of tokens that a network embeds, (B, T) -> (B, T, D).
+        name: the operation's name.
+        entry: whether only as token ids that a network embeds, (B, T) -> (B, T, D).
     """
 
     level: Level
@@ -57,7 +57,7 @@ class Leak:
 
     @property
     def rank(self) -> tuple[Level, bool]:
-        """How bad it is."""
+        """The severity."""
         return self.level, not self.entry
 
 
@@ -76,34 +76,34 @@ def _held(value: Any) -> Iterator[Tensor]:
 
 
 class Leaks:
-    """The tensors of one pass into which labels went by operations that are not followed.
+    """The tensors of one pass that depend on labels through operations that are not followed.
 
     Args:
-        through_inputs: labels that reach a loss call by its input or its weights count as well.
+        through_inputs: whether labels that reach a loss call through its input or its weights count too.
 
     Attributes:
-        escaped: whether numbers of Python were made of labels, whose ways cannot be seen.
-        entered: whether labels, as ids, went into a module that :meth:`entering` stands at.
-        fed: whether a loss call on labels has an input that is computed from the same labels' embeddings: they are tokens
-            that the network reads, as well as those that it is to predict.
+        escaped: whether Python numbers were computed from labels, whose use cannot be observed.
+        entered: whether labels, as ids, entered a module given to :meth:`entering`.
+        fed: whether a loss call on labels has an input computed from the same labels' embeddings. Then they are tokens that
+            the network both reads and predicts.
     """
 
     def __init__(self, *, through_inputs: bool) -> None:
         self.through_inputs = through_inputs
         self.escaped = self.entered = self.fed = False
-        self._found: dict[int, tuple[Tensor, Leak]] = {}  # tensors are kept, since an id is one only while they live
+        self._found: dict[int, tuple[Tensor, Leak]] = {}  # keeps the tensors, because ids of freed ones are reused
 
     def of(self, value: Any) -> Leak:
-        """The worst leak of the tensors in ``value``."""
+        """Return the worst leak of the tensors in ``value``."""
         found = [self._found[id(t)][1] for t in _held(value) if id(t) in self._found] if self._found else []
         return max(found, key=lambda leak: leak.rank, default=_NONE)
 
     def knows(self, args: Any, kwargs: Any) -> bool:
-        """Whether one of a call's tensors is marked."""
+        """Return whether one of a call's tensors is marked."""
         return bool(self._found) and any(id(t) in self._found for t in _held((args, kwargs)))
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, follower: Follower) -> None:
-        """Look at a call of torch, other than of a loss, that has been made and followed."""
+        """Update the marks after a torch call, other than a loss, that has been followed."""
         name = name_of(func)
         if name in _FORM:
             return
@@ -128,7 +128,7 @@ class Leaks:
                 self._mark(t, leak)
 
     def on_loss(self, arguments: Mapping[str, Any], target: Trace | None, output: Tensor, follower: Follower) -> None:
-        """Look at a loss call, whose target has this trace."""
+        """Update the marks after a loss call whose target has this trace."""
         leak = self.of(arguments["target"])
         rest = {key: value for key, value in arguments.items() if key != "target"}
         self.fed |= target is not None and self.of(rest).entry
@@ -144,7 +144,7 @@ class Leaks:
             self._mark(output, leak)
 
     def entering(self, modules: list[nn.Module]) -> list[Any]:
-        """Let what these modules return be free of leaks: labels that are ids are mixed there. Returns the handles."""
+        """Remove the marks from these modules' outputs, where labels that are ids are mixed; return the hooks' handles."""
 
         def clear(module: nn.Module, args: Any, output: Any) -> None:
             for t in _held(output):
@@ -165,7 +165,7 @@ def _level(trace: Trace) -> Level:
 
 
 def rolled(labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Each sample's labels in the place of another's, so that most samples have others; None if all have the same."""
+    """Give each sample another sample's labels, so that most samples' labels change; None if all have the same."""
     size = min(len(y) for y in labels.values())
 
     def moved(k: int) -> int:
@@ -179,21 +179,21 @@ def rolled(labels: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     return {path: y.roll(most, 0) for path, y in labels.items()} if most and moved(most) else None
 
 
-def moves(run: Callable[[bool], Tensor | None]) -> bool | None:
-    """Whether a loss moves as labels do, its targets apart; None where that cannot be told.
+def depends_on_labels(run: Callable[[bool], Tensor | None]) -> bool | None:
+    """Return whether a loss changes with labels while its targets stay; None if unknown.
 
     Args:
-        run: the loss of one pass from the same random state, with other labels if True.
+        run: returns the loss of one pass from the same random state, with other labels if True.
     """
     try:
         plain, other = run(False), run(True)
-    except (RuntimeError, IndexError, ValueError, TypeError, KeyError):  # other labels may have no meaning there
+    except (RuntimeError, IndexError, ValueError, TypeError, KeyError):  # other labels may be invalid here
         return None
     if plain is None or other is None:
         return None
     if not _differ(plain, other):
         return False
-    again = run(False)  # a step that draws otherwise each time
+    again = run(False)  # the step may draw other random numbers each time
     return None if again is None or _differ(plain, again) else True
 
 
@@ -204,10 +204,10 @@ def _differ(a: Tensor, b: Tensor) -> bool:
 
 
 def leaked(who: str, labels: str, by: str | None) -> str:
-    """What is said of labels that reach the loss by an operation, or by a way that cannot be seen."""
+    """Return the message for labels that reach the loss through the operation ``by``, or in a way that cannot be observed."""
     way = f"by torch's {by!r}, and not only" if by else "not only"
     return (
-        f"{who}: the labels {labels} come into the loss {way} as targets of loss calls, so that part of the loss would keep the"
-        f" plain labels. Compute the loss by F.cross_entropy, F.nll_loss or F.binary_cross_entropy on the labels alone, or"
+        f"{who}: the labels {labels} come into the loss {way} as targets of loss calls, so part of the loss would keep the"
+        f" plain labels. Compute the loss only by F.cross_entropy, F.nll_loss or F.binary_cross_entropy on the labels, or"
         f" remove {who}."
     )

@@ -1,9 +1,9 @@
-"""What operations of torch do with the entries of labels, by the name of the operation."""
+"""The effects of torch operations on the entries of labels, by the operation's name."""
 
 from typing import Any
 
 # fmt: off
-#: The first argument's entries, in other places; the other arguments say where.
+#: Operations that move the first argument's entries, as the other arguments say.
 MOVING = frozenset((
     "H", "T", "adjoint", "alias", "as_subclass", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_to",
     "chunk", "clone", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "flip", "fliplr",
@@ -13,20 +13,20 @@ MOVING = frozenset((
     "take_along_dim", "tensor_split", "tile", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
     "view_as", "vsplit",
 ))
-#: Lists of tensors, put together.
+#: Operations that join a list of tensors.
 JOINING = frozenset((
     "cat", "column_stack", "concat", "concatenate", "dstack", "hstack", "row_stack", "stack", "vstack",
 ))
-#: Masks that say which entries count, and not what they are.
+#: Operations that give masks, which select entries but do not hold their values.
 COMPARING = frozenset((
     "eq", "ge", "greater", "greater_equal", "gt", "isfinite", "isin", "isnan", "le", "less", "less_equal", "lt",
     "ne", "not_equal",
 ))
-#: The same values in another type, or elsewhere.
+#: Operations that change the type or the device.
 CASTING = frozenset((
     "bfloat16", "bool", "cpu", "cuda", "double", "float", "half", "int", "long", "short", "to", "type", "type_as",
 ))
-#: A value for each entry.
+#: Operations that compute one value per entry.
 POINTWISE = COMPARING | CASTING | frozenset((
     "abs", "absolute", "add", "and", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "clamp",
     "clamp_max", "clamp_min", "clip", "div", "divide", "exp", "expm1", "floor", "floor_divide", "floordiv",
@@ -40,7 +40,7 @@ POINTWISE = COMPARING | CASTING | frozenset((
 
 
 def name_of(func: Any) -> str:
-    """The name of a function of torch: ``masked_fill`` for ``Tensor.masked_fill_``, ``add`` for ``Tensor.__add__``."""
+    """Return the name of a torch function: ``masked_fill`` for ``Tensor.masked_fill_``, ``add`` for ``Tensor.__add__``."""
     name = getattr(func, "__name__", "")
     if name == "__get__":  # of a property, such as Tensor.T
         name = getattr(getattr(func, "__self__", None), "__name__", "")

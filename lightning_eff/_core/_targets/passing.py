@@ -1,4 +1,4 @@
-"""One pass of a ``training_step``, in which loss calls on followed labels are changed."""
+"""One pass of a ``training_step`` in which loss calls on followed labels are changed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,9 +22,9 @@ _LOOKED_AT = frozenset((*LOSSES, *_BACKWARD))
 
 
 class Window(TorchFunctionMode):
-    """Hands the loss calls on followed labels to ``change``, while it is entered."""
+    """Passes the loss calls on followed labels to ``change`` while it is entered."""
 
-    apart_from_compiled = True  # sees nothing in compiled code, which need not be compiled with it
+    apart_from_compiled = True  # observes nothing in compiled code, which therefore is not compiled with it
 
     def __init__(self, change: Change, shapes: Mapping[str, torch.Size], *, scored: bool = False) -> None:
         super().__init__()
@@ -32,15 +32,15 @@ class Window(TorchFunctionMode):
         self.change = change
         self.shapes = shapes
         self.follower = Follower()
-        self.made: list[tuple[TargetCall, Tensor]] = []  # calls that were changed, and what they returned
-        self.elsewhere: list[str] = []  # calls on targets that are not made of labels
-        self.still: list[str] = []  # calls without a gradient in a pass with one: metrics
+        self.made: list[tuple[TargetCall, Tensor]] = []  # changed calls and their results
+        self.elsewhere: list[str] = []  # calls whose targets do not come from labels
+        self.still: list[str] = []  # calls without a gradient in a training pass: metrics
         self.learning = torch.is_grad_enabled()
-        self.looks = looking()  # it is one of a pass that only looks
-        self.over = False  # another pass of the step has begun, with a window of its own
-        self.targeted = False  # whether calls were changed, once it has been left
-        self.factors: Callable[[], tuple[float, ...]] = tuple  # of the part of the batch that runs
-        self.leaks: Leaks | None = None  # where labels that are no targets are looked for
+        self.looks = looking()  # whether this is an observation pass
+        self.over = False  # whether another pass of the step has begun, with its own window
+        self.targeted = False  # whether calls were changed, set after the pass
+        self.factors: Callable[[], tuple[float, ...]] = tuple  # the factors of the current part of the batch
+        self.leaks: Leaks | None = None  # finds labels used in other ways than as targets
 
     @override
     def __torch_function__(
@@ -51,10 +51,10 @@ class Window(TorchFunctionMode):
             return func(*args, **kwargs)
         leaks = self.leaks
         known = func in _LOOKED_AT or self.follower.knows(args, kwargs)
-        if not known and (leaks is None or not leaks.knows(args, kwargs)):  # as almost all are
+        if not known and (leaks is None or not leaks.knows(args, kwargs)):  # true of almost all calls
             return func(*args, **kwargs)
         if func in _BACKWARD:
-            with self:  # torch has put the mode aside, and what checkpoints run again is to be seen, too
+            with self:  # torch has suspended the mode, which must also see recomputed calls
                 return backward_by_edges(*args, **kwargs)
         arguments = bind_loss(func, args, kwargs)
         if arguments is None:
@@ -87,19 +87,19 @@ class Window(TorchFunctionMode):
             raise ValueError(
                 f"The change of an F.{fn.__name__} with reduction={call.reduction!r} returned a tensor of shape"
                 f" {tuple(output.shape)}; expected {'the losses of its elements' if output.ndim == 0 else 'a scalar'},"
-                " as the call itself returns. Reduce by call.reduce(losses, counted)."
+                " like the call itself. Reduce by call.reduce(losses, counted)."
             )
         self.made.append((call, output))
         return output
 
     def _is_meant(self, fn: Callable[..., Tensor], arguments: dict[str, Any]) -> bool:
-        """Whether a loss call on labels is one that is changed: here alone stands of which passes they are.
+        """Return whether a loss call on labels is changed; this method alone decides for which passes.
 
-        Changed is what is trained on: in a training pass, calls with a gradient. Beside them there are metrics, and passes
-        that only look, :meth:`Step.forward_only`, which some technique runs within this one: what it reads there are scores
-        and losses of the plain step, for reasons of its own, and whoever changes calls would take them for its own batch's
-        (SAF would store them, and count one call too many). Who looks at samples' losses to choose among them is apart: where
-        samples are mixtures, their plain labels are not those of what would be trained on, so whoever mixes changes these too.
+        In a training pass, only calls with a gradient are changed. Calls without one are metrics. Calls in an observation pass
+        (:meth:`Step.forward_only`) that another technique runs within this one are not changed either. That technique reads
+        scores and losses of the plain step, and changed calls would be counted as this batch's own. Code that reads samples'
+        losses to choose among them is the exception. If samples are mixtures, it must see the losses that would be trained on,
+        so techniques that mix change these calls too.
         """
         if self.scored and observed():
             return True

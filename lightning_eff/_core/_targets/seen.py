@@ -1,4 +1,4 @@
-"""Whether a step's loss comes of the loss calls that were seen, and what is said where it does not."""
+"""Check that a step's loss comes from the observed loss calls, and word the error if it does not."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from lightning_eff._core.losses import LOSSES
 
 _NAMES = ", ".join(f"F.{fn.__name__}" for fn in LOSSES)
 _MEND = (
-    "Compute it by one of these functions on the labels of the batch, outside of compiled modules and autograd functions"
-    " of their own; or take the technique out."
+    "Compute it by one of these functions on the labels of the batch, outside of compiled modules and custom autograd"
+    " functions, or remove the technique."
 )
 
 
@@ -20,7 +20,7 @@ def none_seen(elsewhere: Sequence[str], still: Sequence[str], module: nn.Module,
     if closed is not None:
         return (
             f"the batch holds an object of class {type(closed).__name__}, whose tensors cannot be followed to the loss."
-            " Collate batches into tensors, dicts, lists or dataclasses, or take the technique out."
+            " Collate batches into tensors, dicts, lists or dataclasses, or remove the technique."
         )
     seen = "none was called"
     if elsewhere:
@@ -43,7 +43,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def not_of_them(window: Window, loss: Tensor) -> str | None:
-    """What is wrong if the step's loss does not come of the changed calls, or labels come into it beside them."""
+    """Return what is wrong if the step's loss does not come from the changed calls, or labels enter it elsewhere; or None."""
     ours = {output.grad_fn for _, output in window.made} - {None}
     reached = _graph(loss)
     if not ours & reached:
@@ -53,14 +53,14 @@ def not_of_them(window: Window, loss: Tensor) -> str | None:
         if stray.output.grad_fn in reached and not ours & _graph(stray.output):
             return (
                 f"in training_step the labels {stray.label or 'in the batch'} come into the loss by torch's"
-                f" {stray.name!r} with what the network computed, outside of a loss call that can be seen: expected"
-                f" them in calls of {_NAMES} alone. {_MEND}"
+                f" {stray.name!r} with the network's output, outside of an observed loss call; expected them only in"
+                f" calls of {_NAMES}. {_MEND}"
             )
     return None
 
 
 def _graph(tensor: Tensor) -> set[Any]:
-    """The nodes of the autograd graph that ``tensor`` comes of."""
+    """Return the nodes of the autograd graph of ``tensor``."""
     seen: set[Any] = set()
     todo = deque([tensor.grad_fn])
     while todo:

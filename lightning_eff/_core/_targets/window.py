@@ -1,9 +1,9 @@
-"""The way in: the loss calls of one pass of an unchanged ``training_step``, changed by a technique.
+"""The interface for techniques that change the loss calls in one pass of an unchanged ``training_step``.
 
-What is seen are calls of the loss functions of ``torch.nn.functional`` (:data:`~lightning_eff._core.losses.LOSSES`),
-by whatever name or module they are called, whose targets are made of the batch's labels. Not seen are losses inside a
-compiled module, in an autograd function of their own, or written by hand; where the step's loss comes of none that is
-seen, or labels are seen to meet the network's output in another operation on the way to it, that is an error.
+It observes calls of the loss functions of ``torch.nn.functional`` (:data:`~lightning_eff._core.losses.LOSSES`), under any
+name or from any module, whose targets come from the batch's labels. It cannot observe losses in a compiled module, in a custom
+autograd function, or written by hand. If the step's loss comes from no observed call, or labels are combined with the
+network's output in another operation, an error is raised.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,19 +13,19 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_eff._core._targets.calls import Change, TargetCall
-from lightning_eff._core._targets.leaks import Leaks, Level, leaked, moves, rolled
+from lightning_eff._core._targets.leaks import Leaks, Level, depends_on_labels, leaked, rolled
 from lightning_eff._core._targets.passing import Window
 from lightning_eff._core._targets.seen import none_seen, not_of_them
-from lightning_eff._core.batches import kept, lies_at, map_tensors, num_samples, tensors
+from lightning_eff._core.batches import first_opaque, lies_at, map_tensors, num_samples, tensors
 from lightning_eff._core.losses import LossNotVisible, loss_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 
 
 class Targets:
-    """The labels of a run's batches, and the loss calls that they are targets of.
+    """The labels of a run's batches, and the loss calls that use them as targets.
 
-    A technique makes one in ``attach`` and uses it in a link of stage ``TRANSFORM`` or ``REWEIGHT``::
+    A technique creates one in ``attach`` and uses it in a link of stage ``TRANSFORM`` or ``REWEIGHT``::
 
         def attach(self, session):
             self._targets = Targets(session, who=type(self).__name__, labels=self.labels)
@@ -36,24 +36,24 @@ class Targets:
             mirrored = {path: y.flip(0) for path, y in labels.items()}
             return self._targets.run(step, batch, proceed, mixed(0.7, 0.3), others=mirrored)
 
-    Nothing is patched outside of :meth:`run`, and validation never comes by it. The changed calls stay changed until the
-    step's backward pass is over, for what gradient checkpointing runs again.
+    Nothing is patched outside of :meth:`run`, and validation is not affected. The calls stay changed until the end of the
+    step's backward pass, for recomputation by gradient checkpointing.
 
     Args:
         session: the run.
         who: the technique's name, for messages.
-        labels: names or positions of the labels in the batch, where looking does not tell.
-        scored: change the loss calls of those who look at samples' losses within :meth:`run`, too, gradient or not: they are
-            to see what is trained on.
-        alone: refuse steps whose loss comes of the labels otherwise than as targets: ``"loss"`` if that is beside the loss
-            calls on them, as in a contrastive term; ``"step"`` if it is within their inputs, too, as in an embedding of
-            classes. ``"step"`` is for those who give samples other labels, and looks once more on real values.
-        entrances: the modules whose outputs are mixed, and with them labels that are the network's input as well.
+        labels: names or positions of the labels in the batch, if they cannot be found automatically.
+        scored: also change loss calls, with or without a gradient, of techniques that observe samples' losses within
+            :meth:`run`. They must see the losses that are trained on.
+        alone: refuse steps whose loss depends on the labels in other ways. ``"loss"`` refuses uses outside the loss calls, as
+            in a contrastive term. ``"step"`` also refuses uses in their inputs, as in an embedding of classes. It is for
+            techniques that give samples other labels, and checks again on a later batch.
+        entrances: returns the modules whose outputs are mixed, and with them labels that are also the network's input.
 
     Attributes:
-        compared: whether a training pass has compared labels with something else, outside of its loss: as a metric does.
-        changed: the functions of the loss calls that were changed, by name.
-        functions: by path, the functions of the loss calls that tensors of the batch were targets of.
+        compared: whether a training pass compared labels with other tensors outside of its loss, as a metric does.
+        changed: the names of the loss functions whose calls were changed.
+        functions: by path, the loss functions whose calls had tensors of the batch as targets.
     """
 
     def __init__(
@@ -69,35 +69,33 @@ class Targets:
         self.session = session
         self.alone = alone
         self.entrances = entrances
-        self._doubtful, self._looked_at = (
-            False,
-            -1,
-        )  # whether labels may act otherwise; in which step that was looked at
+        self._doubtful = False  # whether labels may affect the loss in another way
+        self._looked_at = -1  # the step in which that was checked
         self.scored = scored
         self.compared = False
         self.changed: set[str] = set()
         self.functions: dict[str, set[str]] = {}
         self.who = who
         self.named = labels
-        self._window: Window | None = None  # of the last pass
+        self._window: Window | None = None  # the last pass
         self._paths: list[str] | None = None
         self._checked = False
 
     @property
     def checked(self) -> bool:
-        """Whether all ranks have made a pass of which it is known that its loss comes of the calls on labels."""
+        """Whether all ranks have run a pass whose loss is known to come from the calls on labels."""
         return self._checked
 
     def labels(self, step: Step, batch: Any) -> dict[str, Tensor]:
-        """The batch's labels, by path: tensors that the step's loss calls have as targets, as they are or made over.
+        """Return the batch's labels by path: tensors that are targets of the step's loss calls, unchanged or converted.
 
-        The first call runs the step forward once, without a trace, to find them: those that the user names; else the
-        only tensor of the batch that becomes a target; else those that become targets of ``F.cross_entropy`` or
-        ``F.nll_loss`` alone. While the step has skipped every batch (it returned None), there are none.
+        The first call runs the step forward once, without a trace, to find them. They are those that the user names, or the
+        only tensor of the batch that becomes a target, or those that only become targets of ``F.cross_entropy`` or
+        ``F.nll_loss``. While the step has skipped every batch (it returned None), there are none.
 
         Raises:
-            LossNotVisible: on all ranks, if no loss call has a target made of the batch.
-            ValueError: on all ranks, if it cannot be told which tensors are the labels.
+            LossNotVisible: on all ranks, if no loss call has a target from the batch.
+            ValueError: on all ranks, if the labels are ambiguous.
         """
         if self._paths is None:
             paths, problem = None, None
@@ -117,15 +115,15 @@ class Targets:
         missing = [path for path in self._paths if path not in named]
         if missing:
             raise ValueError(
-                f"{self.who}: the batch {step.batch_idx} has no labels at {missing}, where the first one had them;"
-                f" it holds {', '.join(named) or 'no tensors'}. Let the loader make all batches alike."
+                f"{self.who}: batch {step.batch_idx} has no labels at {missing}, unlike the first batch;"
+                f" it holds {', '.join(named) or 'no tensors'}. Give all batches the same structure in the loader."
             )
         if self._doubtful and step.global_step > self._looked_at and step.global_step.bit_count() == 1:
             self._look_again(step, batch)
         return {path: named[path] for path in self._paths}
 
     def seen(self, step: Step, batch: Any) -> list[TargetCall]:
-        """The loss calls on the batch's labels in one forward pass, in their order: it has no graph and leaves no trace."""
+        """Return the loss calls on the batch's labels in one forward pass, in order, without a graph or a trace."""
         held = list(self.labels(step, batch).items())
         return [call for call, _ in self._forward_only(step, batch, held)[0].made] if held else []
 
@@ -137,20 +135,20 @@ class Targets:
         change: Change,
         others: Mapping[str, Tensor | Sequence[Tensor]] | None = None,
     ) -> Any:
-        """``proceed(batch)``, with each loss call on the batch's labels replaced by ``change(call)``.
+        """Run ``proceed(batch)`` with each loss call on the batch's labels replaced by ``change(call)``.
 
         Args:
-            step: the step of the link.
-            batch: what the rest of the chain gets, with labels where :meth:`labels` found them.
-            proceed: the link's own.
-            change: what a call returns instead; see :func:`~lightning_eff._core._targets.calls.mixed`, ``soft`` and
-                ``weighted``. It is called for each loss call, in each pass, and must not draw global random numbers.
-            others: by path, other labels of the same shape as the batch's: what becomes of them is in ``call.others``.
-                Labels without are followed too, where ``others`` is None.
+            step: the link's step.
+            batch: the batch for the rest of the chain, with labels where :meth:`labels` found them.
+            proceed: the link's ``proceed``.
+            change: returns the result of a call; see :func:`~lightning_eff._core._targets.calls.mixed`, ``soft`` and
+                ``weighted``. It is called for each loss call in each pass, and must not draw global random numbers.
+            others: by path, other labels in the shape of the batch's. The targets computed from them are in ``call.others``.
+                Labels without others are only followed if ``others`` is None.
 
         Raises:
-            LossNotVisible: if the step returned a loss, and none that was seen has its target from the labels; in the
-                first step, also if the loss does not come of those that were changed, or not of them alone.
+            LossNotVisible: if the step returned a loss, and no observed call has its target from the labels. In the first step,
+                also if the loss does not come from the changed calls, or not only from them.
         """
         named = self.labels(step, batch)
         if others is not None:
@@ -166,9 +164,7 @@ class Targets:
                         f" batch's, {tuple(tensor.shape)}."
                     )
             window.follower.begin(path, tensor, beside)
-        if (
-            self._window is not None
-        ):  # of SAM's first pass: it stays to the step's end, and would change this one's calls too
+        if self._window is not None:  # SAM's first pass stays to the step's end, and would change this pass's calls too
             self._window.over = True
         self._window = window
         wrong: list[str] = []
@@ -191,14 +187,14 @@ class Targets:
         except BaseException:
             _leave(window)
             raise
-        if window.learning:  # gradient checkpointing runs losses again in the backward pass
+        if window.learning:  # gradient checkpointing recomputes losses in the backward pass
             self.session.when_step_ends(lambda: _leave(window))
         else:
             _leave(window)
         return output
 
     def _factors(self, batch: Any, others: Mapping[str, Tensor | Sequence[Tensor]]) -> Callable[[], tuple[float, ...]]:
-        """What a pipeline's micro-batches count for, where other samples' labels leave others of them out of the loss."""
+        """Return the factors of a pipeline's micro-batches, if other samples' labels change which elements are ignored."""
         session, held = self.session, dict(tensors(batch))
         beside = {path: [found] if isinstance(found, Tensor) else list(found) for path, found in others.items()}
         every = [session.weights_of_parts(batch)]
@@ -214,7 +210,7 @@ class Targets:
     # -- the first batch
 
     def _look(self, step: Step, batch: Any) -> list[str] | None:
-        """The paths of the labels, or None where the step skips this batch."""
+        """Return the paths of the labels, or None if the step skips this batch."""
         held = [(path, tensor) for path, tensor in tensors(batch) if tensor.ndim > 0]
         window, output = self._forward_only(step, batch, held)
         found: dict[str, list[TargetCall]] = {}
@@ -229,12 +225,12 @@ class Targets:
             missing = [key for key in self.named if not any(lies_at(path, key) for path in found)]
             if missing:
                 raise ValueError(
-                    f"{self.who}(labels={list(self.named)}): {missing} became no target of a loss call; those that did:"
+                    f"{self.who}(labels={list(self.named)}): {missing} became no target of a loss call. Tensors that did:"
                     f" {_listed(found) or 'none'}. The batch holds {', '.join(path for path, _ in held) or 'no tensors'}."
                 )
             return chosen
         if not found:
-            raise LossNotVisible(f"{self.who}: {none_seen(elsewhere, [], step.module, kept(batch))}")
+            raise LossNotVisible(f"{self.who}: {none_seen(elsewhere, [], step.module, first_opaque(batch))}")
         if len(found) == 1:
             return list(found)
         classes = [path for path, calls in found.items() if all(call.of_classes for call in calls)]
@@ -246,9 +242,9 @@ class Targets:
         )
 
     def _look_alone(self, step: Step, batch: Any, paths: Sequence[str]) -> None:
-        """Look whether labels reach the loss as targets alone.
+        """Check that labels reach the loss only as targets.
 
-        Labels that pass through :attr:`entrances` are the network's input as well: other labels would be another input.
+        Labels that pass through :attr:`entrances` are also the network's input, so other labels would be another input.
 
         Raises:
             LossNotVisible: if they do not.
@@ -262,7 +258,8 @@ class Targets:
             for handle in handles:
                 handle.remove()
         leak, listed = leaks.of(loss_of(output)), ", ".join(path or "in the batch" for path in paths)
-        read = self.alone == "loss" and leak.entry and leaks.fed  # a term of the network's own, such as a router's
+        # a loss term of the network itself, such as a router's
+        read = self.alone == "loss" and leak.entry and leaks.fed
         if leak.level is Level.VALUE and not read:
             raise LossNotVisible(leaked(self.who, listed, leak.name))
         if self.alone == "step" and not leaks.entered:
@@ -272,9 +269,9 @@ class Targets:
             self._doubtful = moved is None or leaks.escaped or leak.level is Level.MASK
 
     def reaching(self, step: Step, batch: Any, paths: Sequence[str]) -> list[str]:
-        """Those of the tensors at ``paths`` that the step's loss comes of, by a forward pass for each that leaves no trace.
+        """Return those of ``paths`` on which the step's loss depends, by a forward pass for each that leaves no trace.
 
-        Tensors of which all samples have the same are none: nothing moves where one has another's.
+        Tensors that are the same for all samples are not included, because exchanging them between samples changes nothing.
         """
         named, found = dict(tensors(batch)), list[str]()
         for path in paths:
@@ -289,14 +286,14 @@ class Targets:
         return found
 
     def _look_again(self, step: Step, batch: Any) -> None:
-        """Look on the values of another batch: in the first, samples or what was computed for them may have been alike."""
+        """Check the values of another batch, because in the first one samples or outputs may have been equal."""
         paths, self._looked_at = self._paths or [], step.global_step
         moved = self._moves(step, batch, paths)
         listed = ", ".join(path or "in the batch" for path in paths)
         self._agree(LossNotVisible(leaked(self.who, listed, None)) if moved else None)
 
     def _moves(self, step: Step, batch: Any, paths: Sequence[str]) -> bool | None:
-        """Whether the loss moves as samples have other labels, its targets apart; None where that cannot be told."""
+        """Return whether the loss changes when samples get other labels while its targets stay; None if unknown."""
         named = dict(tensors(batch))
         labels = {path: named[path] for path in paths if path in named}
         others = rolled(labels)
@@ -311,7 +308,7 @@ class Targets:
             beside = {path: [y] for path, y in labels.items()} if moved else {}
             return loss_of(self._forward_only(step, other if moved else batch, held, beside=beside)[1])
 
-        return moves(run)
+        return depends_on_labels(run)
 
     def _forward_only(
         self,
@@ -322,9 +319,9 @@ class Targets:
         leaks: Leaks | None = None,
         beside: Mapping[str, Sequence[Tensor]] | None = None,
     ) -> tuple[Window, Any]:
-        """A pass of the user's step that changes nothing: what was seen of the tensors ``held``, and its output.
+        """Run the user's step unchanged, and return the observed uses of the tensors ``held``, and its output.
 
-        With labels ``beside`` those held, by path, loss calls have the targets that these would have made.
+        With labels ``beside`` those held, by path, loss calls get the targets that these give.
         """
         window = Window(_beside if beside else TargetCall.plain, {path: tensor.shape for path, tensor in held})
         window.leaks = leaks
@@ -342,7 +339,7 @@ class Targets:
         return window, output
 
     def _agree(self, problem: ValueError | None, *values: Any) -> list[tuple[Any, ...]]:
-        """Raise on all ranks what one of them has to say, so that none waits for another; the ``values`` of each rank."""
+        """Raise the error of any rank on all ranks, so that none waits for another; return the ``values`` of each rank."""
         told = None if problem is None else (isinstance(problem, LossNotVisible), str(problem))
         every = self.session.replicas.everyone((told, values))
         if problem is not None:

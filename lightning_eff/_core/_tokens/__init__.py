@@ -1,1 +1,1 @@
-"""A block, or a range of blocks, called on a subset or a merger of its tokens, and the rest put back."""
+"""Call a block, or a range of blocks, on a subset or a merger of its tokens, and put the other tokens back."""

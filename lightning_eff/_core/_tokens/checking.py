@@ -1,14 +1,14 @@
-"""Whether a block can be given fewer of its tokens, and which of its inputs go along.
+"""Check whether a block can run on fewer of its tokens, and which of its inputs must be shortened with them.
 
-A block computes a token from others by what it is handed: masks, positions, rotary tables. One that also looks at where
-tokens stand in what it was given (relative biases, convolutions, windows, tables of its own) computes something else on
-a subset. The two are told apart by doubling: if each token and all that belongs to it stands twice, an attention's mean
-over the tokens stays what it is, causal or not, and whatever goes by places does not. So for any tokens ``x``
+Many blocks compute a token from the others by the given masks, positions and rotary tables. A block that also uses token
+positions in its input (relative biases, convolutions, windows, its own tables) computes something else on a subset.
+Doubling distinguishes the two. If each token and all that belongs to it occurs twice, attention's mean over the tokens does
+not change, causal or not, but anything position-dependent does. So for any tokens ``x``
 
     block(x1, x1, x2, x2, ..)[1::2] = block(x1, x2, ..)
 
-is tried on a copy of the block in float64, with weights, inputs and masks moved at random, so that a bias that happens
-to be 0 at the start is seen, too.
+is tested on a copy of the block in float64. Weights, inputs and masks are perturbed at random, so that a bias that is 0 at
+the start is detected too.
 """
 
 import copy
@@ -31,7 +31,7 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 
 
 class CannotTake(ValueError):
-    """A block cannot be given fewer of its tokens."""
+    """A block cannot run on fewer of its tokens."""
 
 
 class TooFewTokens(CannotTake):
@@ -41,15 +41,15 @@ class TooFewTokens(CannotTake):
 def find_plan(
     block: nn.Module, call: Call, size: int, *, per_sample: bool, generator: Generator, tables: bool = False
 ) -> Plan:
-    """How fewer tokens are handed to ``block``, tried on a copy of it.
+    """Return how fewer tokens are passed to ``block``, tested on a copy of it.
 
     Args:
         block: the block.
         call: a real call of it.
         size: the number of samples in the batch.
-        per_sample: the samples' tokens will differ.
-        generator: of what is drawn.
-        tables: buffers of the block's own may go along, where the samples' tokens do not differ.
+        per_sample: whether the samples' tokens will differ.
+        generator: the source of random numbers.
+        tables: whether the block's own buffers may be shortened, if the samples' tokens do not differ.
 
     Raises:
         CannotTake: with the reason, and all inputs.
@@ -91,14 +91,14 @@ def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: 
             reasons.append(reason)
         return None, reasons
 
-    # scores of attention stand as a whole in float64, for which there may be no room: some samples tell as much as all
+    # full attention scores in float64 may not fit into memory, and a few samples are enough
     some = [_first_samples(call, size)] if dim == 1 and tokens != size > _SAMPLES else []
     tries = [*((one, torch.float64) for one in some), (call, torch.float64), (call, torch.float32)]
     reasons: list[str] = []
     for given, dtype in tries:
         try:
             plan, reasons = tried(given, dtype)
-        except Exception as error:  # a kernel without this dtype, or a block that cannot be copied
+        except Exception as error:  # a kernel does not support this dtype, or the block cannot be copied
             reasons = [f"a copy of it in {str(dtype)[6:]} does not run ({first_line(error)})"]
             continue
         if plan is not None:
@@ -112,7 +112,7 @@ def _find(block: nn.Module, call: Call, size: int, per_sample: bool, generator: 
 
 
 def _first_samples(call: Call, size: int) -> Call:
-    """The call on few samples; what has ``size`` in its first dimension by chance may not fit then."""
+    """Return the call on a few samples. Inputs whose first dimension is ``size`` by chance may not fit then."""
 
     def few(path: Path, value: Any) -> Any:
         by_sample = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == size
@@ -122,7 +122,7 @@ def _first_samples(call: Call, size: int) -> Call:
 
 
 def token_dim(hidden: Tensor, size: int) -> int:
-    """The dimension along the tokens of a hidden state of ``size`` samples, 1 or 0.
+    """Return the dimension along the tokens, 1 or 0, of a hidden state of ``size`` samples.
 
     Raises:
         CannotTake: if it is neither (B, T, D) nor (T, B, D).
@@ -137,7 +137,7 @@ def token_dim(hidden: Tensor, size: int) -> int:
 
 
 def candidates(call: Call, hidden: Path, tokens: int) -> Iterator[Mapping[Path, tuple[int, ...]]]:
-    """What may run along the tokens: dimensions of their number, in the likeliest order."""
+    """Yield which input dimensions may run along the tokens, by their size, most likely first."""
     named: list[list[tuple[Path, tuple[int, ...]]]] = []
     for path, value in leaves(call):
         if path == hidden or not isinstance(value, Tensor):
@@ -153,7 +153,7 @@ def candidates(call: Call, hidden: Path, tokens: int) -> Iterator[Mapping[Path, 
 
 
 def _own_tables(block: nn.Module, tokens: int) -> list[dict[str, tuple[int, ...]]]:
-    """Which buffers may have a row for each place: those of as many rows or more, in their first such dimension or in all."""
+    """Return which buffers may have a row per position: with enough rows, in their first such dimension or in all."""
     along = {
         name: tuple(d for d, n in enumerate(value.shape) if n >= tokens)
         for name, value in getattr(block, "_orig_mod", block).named_buffers()
@@ -165,7 +165,7 @@ def _own_tables(block: nn.Module, tokens: int) -> list[dict[str, tuple[int, ...]
 
 @contextmanager
 def as_in_training() -> Iterator[None]:
-    """Without torch's fused encoder layers of evaluation mode, which take whatever a mask adds for what it hides."""
+    """Disable torch's fused encoder layers of evaluation mode, which treat additive masks differently."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -175,7 +175,7 @@ def as_in_training() -> Iterator[None]:
 
 
 class Trial:
-    """A copy of a block with weights and inputs moved at random, run on all tokens, some, and some of them twice."""
+    """A copy of a block with weights and inputs perturbed at random, run on all tokens, some, and some of them twice."""
 
     def __init__(
         self, block: nn.Module, call: Call, dim: int, dtype: torch.dtype, per_sample: bool, generator: Generator
@@ -198,7 +198,7 @@ class Trial:
             return called(self.block, call)
 
     def _some(self, count: int) -> Tensor:
-        """Places of ``count`` tokens, ascending: (k,), or (B, k) other ones in each sample."""
+        """Return positions of ``count`` tokens, ascending: (k,), or (B, k) with different ones per sample."""
         rows = [
             torch.randperm(self.tokens, generator=self.generator)[:count].sort().values
             for _ in range(self.size if self.per_sample else 1)
@@ -206,7 +206,7 @@ class Trial:
         return (torch.stack(rows) if self.per_sample else rows[0]).to(self.hidden.device)
 
     def mixes_samples(self) -> bool:
-        """Whether one of what are taken for samples comes into another: with as many tokens as samples, they are tokens."""
+        """Return whether the assumed samples affect each other, in which case they are tokens (with T = B)."""
         turned, one = self.hidden.clone(), self.size // 2
         turned.select(1 - self.dim, one).neg_()
         call = mapped(self.call, lambda _, value: turned if value is self.hidden else value)
@@ -215,34 +215,32 @@ class Trial:
         return bool(others.abs().max() > TOLERANCE[self.dtype] * moved[one].abs().max()) if len(others) else False
 
     def refuted(self, plan: Plan) -> str | None:
-        """Why fewer tokens cannot be handed over in this way; None if they can."""
+        """Return why fewer tokens cannot be passed in this way; None if they can."""
         try:
             whole, half = self._some(self.tokens), self._some(self.tokens // 2)
             every = split_output(self.run(plan.fewer(self.call, whole), plan.tables, whole))[0]
             fewer = plan.fewer(self.call, half)
             some, rest = split_output(self.run(fewer, plan.tables, half))
             pairs = half.repeat_interleave(2, dim=-1)
-            with getattr(self.block, "twice", nullcontext)():  # tokens of its own stand twice, too
+            with getattr(self.block, "twice", nullcontext)():  # doubles the block's own tokens too
                 twice = split_output(self.run(_doubled(fewer, plan), plan.tables, pairs))[0]
         except Exception as error:
             caches = [told(path, value) for path, value in leaves(self.call) if is_cache(value)]
             without = f" and without {caches[0]}" if caches else ""
             return f"on some of its tokens{without} it fails ({first_line(error)})"
         if not self._close(every, self.plain, self.hidden):
-            return "on all tokens, handed over one by one and without caches, it computes something else than plainly"
+            return "on all tokens, selected by index and without caches, it computes something else than plainly"
         hidden = hidden_of(*fewer)
         if some.shape != hidden.shape:
-            return f"of {tuple(hidden.shape)} tokens it makes {tuple(some.shape)}"
+            return f"for an input of shape {tuple(hidden.shape)} it returns {tuple(some.shape)}"
         if not self._close(twice.narrow(self.dim, 1, twice.shape[self.dim] - 1)[_every_second(self.dim)], some, hidden):
             return (
-                "its output goes by where tokens stand, beyond the masks, positions and tables that it is handed (as"
-                " relative biases, convolutions, windows and position tables of its own do)"
+                "its output depends on token positions in other ways than the given masks, positions and tables (such as"
+                " relative biases, convolutions, windows and its own position tables)"
             )
         for full, part in zip(self.rest or (), rest or (), strict=True):
             if isinstance(part, Tensor) and part.shape != full.shape and not _is_bias(part, fewer):
-                return (
-                    f"it returns {tuple(full.shape)} beside the hidden state, which cannot be put back from some tokens"
-                )
+                return f"it also returns {tuple(full.shape)}, which cannot be restored from some tokens"
         return None
 
     def _close(self, got: Tensor, expected: Tensor, hidden: Tensor) -> bool:
@@ -253,7 +251,7 @@ class Trial:
 
 
 def _is_bias(part: Tensor, call: Call) -> bool:
-    """Whether an output has the shape and value of an input, as position biases that blocks hand on have."""
+    """Return whether an output has the shape and value of an input, as position biases that blocks pass on have."""
     return any(isinstance(v, Tensor) and v.shape == part.shape and torch.equal(v, part) for _, v in leaves(call))
 
 
@@ -271,7 +269,7 @@ def _doubled(call: Call, plan: Plan) -> Call:
 
 
 def moved_input(value: Any, hidden: bool, dtype: torch.dtype, generator: Generator) -> Any:
-    """An input of a trial: noise for the hidden state, other numbers moved a little unless they hide what they are added to."""
+    """Return an input of a trial: noise for the hidden state, other numbers perturbed a little unless they mask."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     value = value.detach()
@@ -284,16 +282,16 @@ def moved_input(value: Any, hidden: bool, dtype: torch.dtype, generator: Generat
 
 
 def called(block: nn.Module, call: Call) -> Any:
-    """What a block returns in a trial; what it changes of its inputs is of no concern to the next."""
+    """Return a block's output in a trial; changes to its inputs do not affect the next one."""
     args, kwargs = mapped(call, lambda _, v: v.clone() if isinstance(v, Tensor) else copy.deepcopy(v))
     with as_in_training():
         return block(*args, **kwargs)
 
 
 def moved(block: nn.Module, dtype: torch.dtype, generator: Generator) -> nn.Module:
-    """A copy of the block in ``dtype`` and evaluation mode, each parameter moved by about as much as it is large."""
+    """Return a copy of the block in ``dtype`` and evaluation mode, with each parameter perturbed by about its own size."""
     block = getattr(block, "_orig_mod", block)
-    # who handle the block's calls, watch it or record what its parts return have no part, and may hold what cannot be copied
+    # leave out hooks that observe the block, which may hold objects that cannot be copied
     memo: dict[int, Any] = {
         id(hook): None
         for m in block.modules()

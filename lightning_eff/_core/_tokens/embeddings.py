@@ -1,4 +1,4 @@
-"""Which of a module's embeddings is that of the tokens."""
+"""Find the token embedding among a module's embeddings."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-#: Last parts of the names of embeddings that are of something else than tokens.
+#: Last parts of the names of embeddings of other things than tokens.
 _OTHERS = re.compile(
     r"(\w*_)?(wpe|pos|position\w*|pos_\w+|type|types|segment\w*|token_type\w*|time\w*|label\w*|class\w*)"
 )
@@ -15,17 +15,17 @@ _RELATIVE = re.compile(r"(\w*_)?relative\w*")
 
 
 def token_embeddings(root: nn.Module, names: str | Sequence[str] | None, *, who: str) -> dict[str, nn.Embedding]:
-    """The token embeddings of ``root``, by their paths: all that look up one weight.
+    """Return the token embeddings of ``root`` by path: all that look up one weight.
 
     Args:
         root: the module tree.
-        names: paths, last parts of them or patterns; None finds it: what Hugging Face's ``get_input_embeddings`` returns, or
-            the only ``nn.Embedding`` whose name is not of positions, types and the like; of several, the only one whose
-            weight is a head's too.
-        who: begins messages.
+        names: paths, last parts of them or patterns. None uses the result of Hugging Face's ``get_input_embeddings``, or
+            the only ``nn.Embedding`` whose name does not suggest positions, types and the like. If there are several, it
+            uses the only one whose weight is also a head's.
+        who: the start of messages.
 
     Raises:
-        ValueError: if there is none or it cannot be told, or a name meets none, with what there is.
+        ValueError: if there is none, several are possible, or a name matches none; with the embeddings found.
     """
     every = {path: m for path, m in root.named_modules() if isinstance(m, nn.Embedding)}
     there = ", ".join(f"{path} ({m.num_embeddings} x {m.embedding_dim})" for path, m in every.items()) or "none"
@@ -36,13 +36,13 @@ def token_embeddings(root: nn.Module, names: str | Sequence[str] | None, *, who:
             if not any(_meets(path, pattern) for path in every):
                 raise ValueError(
                     f"{who}(embeddings={names!r}): no nn.Embedding is named {pattern!r}; expected a path, its last part or a"
-                    f" pattern of one. {mine}."
+                    f" pattern. {mine}."
                 )
         return {path: m for path, m in every.items() if any(_meets(path, pattern) for pattern in patterns)}
     if not every:
         raise ValueError(
             f"{who}: {type(root).__name__} has no token embedding (nn.Embedding); expected a language model."
-            " One that looks tokens up by other means, such as F.embedding, must do so by an nn.Embedding."
+            " If it looks tokens up by other means, such as F.embedding, use an nn.Embedding instead."
         )
     found = _of_hugging_face(root, every)
     if not found:
@@ -54,7 +54,7 @@ def token_embeddings(root: nn.Module, names: str | Sequence[str] | None, *, who:
         weights = next((some for some in (tied, trained) if len(some) == 1), weights)
     if len(weights) != 1:
         raise ValueError(
-            f"{who}: which nn.Embedding is the tokens' cannot be told: {mine}. Name one or more of them,"
+            f"{who}: the token embedding is ambiguous: {mine}. Name one or more of them,"
             f" {who}(embeddings=[{next(iter(found or every))!r}])."
         )
     return {path: m for path, m in every.items() if id(m.weight) in weights}
@@ -70,7 +70,7 @@ def _of_others(path: str) -> bool:
 
 
 def _of_hugging_face(root: nn.Module, every: dict[str, nn.Embedding]) -> dict[str, nn.Embedding]:
-    """What the outermost modules with ``get_input_embeddings`` say, where that is an ``nn.Embedding``."""
+    """Return the results of ``get_input_embeddings`` of the outermost modules that have it, if they are ``nn.Embedding``."""
     said: set[int] = set()
     inside: set[int] = set()
     for m in root.modules():
@@ -79,11 +79,7 @@ def _of_hugging_face(root: nn.Module, every: dict[str, nn.Embedding]) -> dict[st
             continue
         try:
             one = tell()
-        except (
-            NotImplementedError,
-            AttributeError,
-            TypeError,
-        ):  # it has none, or takes arguments: no convention of theirs
+        except (NotImplementedError, AttributeError, TypeError):  # a method of that name outside of the convention
             continue
         inside |= {id(part) for part in m.modules()}
         said.add(id(one))
@@ -91,5 +87,5 @@ def _of_hugging_face(root: nn.Module, every: dict[str, nn.Embedding]) -> dict[st
 
 
 def _with_head(root: nn.Module) -> set[int]:
-    """The ids of weights that a module registers which is no embedding."""
+    """Return the ids of weights that a module other than an embedding registers."""
     return {id(p) for m in root.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}

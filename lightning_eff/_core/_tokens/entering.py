@@ -1,7 +1,7 @@
-"""The way in for tokens that are left out once: the first block is called on those that are chosen, and none come back.
+"""The interface for tokens that are dropped once: the first block runs on the chosen tokens, and none come back.
 
-The other blocks, and what comes after them, get what the blocks before made of these; masks, positions and tables, which the
-module hands to every block for all tokens, are cut for each.
+The other blocks, and the code after them, get the output for these tokens. The module passes masks, positions and tables for
+all tokens to every block, so they are shortened for each.
 """
 
 from collections.abc import Callable
@@ -17,29 +17,28 @@ from lightning_eff._core.steps import Step
 
 
 class EnteringTokens(Tokens):
-    """Blocks of a stack, the first of which is called on the tokens that ``choose`` says, and all others on the same.
+    """Blocks of a stack that run on the tokens that ``choose`` selects at the first one.
 
-    It is used as :class:`~lightning_eff._core._tokens.window.Tokens` is. ``choose`` is asked at the first block that runs,
-    and must return ``Kept`` or None. What comes after the stack sees fewer tokens: whether it can is for the technique to
-    find out, in ``also``.
+    It is used like :class:`~lightning_eff._core._tokens.window.Tokens`. ``choose`` is called at the first block that runs, and
+    must return ``Kept`` or None. Code after the stack gets fewer tokens. The technique must check in ``also`` that it supports
+    this.
 
     Attributes:
-        on_left: where a technique sets it, called with what the last block that runs made of the tokens, (B, k, D) with its
-            graph, each time that it is called on fewer.
+        on_left: set by a technique. Called with the last running block's output, (B, k, D) with its graph, whenever it ran
+            on fewer tokens.
     """
 
     on_left: Callable[[Tensor], None] | None = None
 
-    _attribute = "_call_impl"  # with their hooks, to which input and output must be of as many tokens
-    _own_tables = False  # what runs a block again does so within them
+    _attribute = "_call_impl"  # includes hooks, which need as many tokens in the input as in the output
+    _own_tables = False  # recomputation of a block runs inside the patch
 
     @override
     def _put_on(self, step: Step) -> None:
         running = self._running()
         self._entered, self._last = min(running, default=-1), max(running, default=-1)
-        self._held: dict[
-            int, tuple[Tensor, int, int]
-        ] = {}  # by the samples: the places, of how many tokens, along which dim
+        # by number of samples: the kept places, the number of all tokens, and their dimension
+        self._held: dict[int, tuple[Tensor, int, int]] = {}
         super()._put_on(step)
 
     @override
@@ -64,7 +63,7 @@ class EnteringTokens(Tokens):
             if held is None:
                 return fewer.plain(*call[0], **call[1])
             place, tokens, dim = held
-            # the call as it would be on all tokens, of which a plan is; of the hidden state only its shape counts
+            # a plan refers to the call on all tokens; only the shape of the hidden state matters
             shape = [tokens if d == dim else n for d, n in enumerate(hidden.shape)]
             every = hidden.narrow(dim, 0, 1).expand(shape)
             call = mapped(call, lambda _, value: every if value is hidden else value)
@@ -77,6 +76,6 @@ class EnteringTokens(Tokens):
 
 
 def _fits(hidden: Tensor, size: int, held: tuple[Tensor, int, int]) -> bool:
-    """Whether a hidden state is of so many samples, and of the tokens that are held for them."""
+    """Return whether a hidden state has this many samples, and the tokens that are kept for them."""
     place, _, dim = held
     return hidden.ndim == 3 and hidden.shape[1 - dim] == size and hidden.shape[dim] == place.shape[-1]

@@ -1,4 +1,4 @@
-"""What a block is called with, and the same for fewer of its tokens."""
+"""The inputs of a block, and the same inputs for fewer of its tokens."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def leaves(call: Call) -> Iterator[tuple[Path, Any]]:
-    """What a call hands over, by position or name and place in tuples, lists and dicts."""
+    """Yield the inputs of a call with their paths: position or name, then the place in tuples, lists and dicts."""
     yield from _leaves((), list(call[0]))
     yield from _leaves((), call[1])
 
@@ -32,7 +32,7 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def mapped(call: Call, fn: Callable[[Path, Any], Any]) -> Call:
-    """The call with ``fn(path, value)`` in place of each of its leaves."""
+    """Return the call with ``fn(path, value)`` in place of each leaf."""
     args, kwargs = call
     return tuple(_mapped((), list(args), fn)), _mapped((), kwargs, fn)
 
@@ -47,23 +47,23 @@ def _mapped(path: Path, value: Any, fn: Callable[[Path, Any], Any]) -> Any:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether it is a cache of keys and values, as transformers has them; training needs none."""
+    """Return whether ``value`` is a cache of keys and values in transformers' form; training needs none."""
     return hasattr(value, "get_seq_length")
 
 
 def told(path: Path, value: Any) -> str:
-    """An input in words, such as ``position_embeddings.0 (1, 32, 16)``."""
+    """Describe an input, such as ``position_embeddings.0 (1, 32, 16)``."""
     name = ".".join(map(str, path)) if isinstance(path[0], str) else f"argument {'.'.join(map(str, path))}"
     return f"{name} {tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Tokens that a block is called on; the others bypass it as they are.
+    """Tokens on which a block runs; the others bypass it unchanged.
 
     Attributes:
-        index: their places, shape (k,) for all samples, or (B, k) for each; in any order, none twice. The block sees
-            them in the order of the sequence, so that what is causal stays so.
+        index: their positions, shape (k,) for all samples, or (B, k) for each; in any order, without duplicates. The block
+            sees them in the order of the sequence, so causality is kept.
     """
 
     index: Tensor
@@ -76,8 +76,8 @@ class Plan:
     Attributes:
         hidden: the path of the hidden state, (B, T, D) or (T, B, D).
         dim: its dimension along the tokens, 1 or 0.
-        dims: by path, those of the other inputs that have any.
-        tables: by dotted name, those of the block's own buffers that have a row for each place, such as rotary tables.
+        dims: the dimensions of the other inputs along the tokens, by path.
+        tables: the dimensions of the block's own buffers with a row per position, such as rotary tables, by dotted name.
     """
 
     hidden: Path
@@ -86,12 +86,12 @@ class Plan:
     tables: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def fewer(self, call: Call, index: Tensor, hidden: Tensor | None = None) -> Call:
-        """The call on the tokens at ``index``, ascending, of shape (k,) or (B, k); caches are left out.
+        """Return the call on the tokens at ``index``, ascending, of shape (k,) or (B, k), without caches.
 
         Args:
-            call: on all tokens.
-            index: which tokens.
-            hidden: what stands for the hidden state, if not its own tokens.
+            call: the call on all tokens.
+            index: positions of the tokens.
+            hidden: replaces the selected hidden state, if given.
         """
         size = hidden_of(*call).shape[1 - self.dim]
 
@@ -108,7 +108,7 @@ class Plan:
 
 @contextmanager
 def tables_at(block: nn.Module, tables: Mapping[str, tuple[int, ...]], index: Tensor) -> Iterator[None]:
-    """The block's own ``tables`` hold the rows of the places ``index``, (k,), alone."""
+    """Reduce the block's own ``tables`` to the rows at ``index``, (k,), until the context ends."""
     held: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for path, dims in tables.items():
@@ -124,14 +124,14 @@ def tables_at(block: nn.Module, tables: Mapping[str, tuple[int, ...]], index: Te
 
 
 def take_tokens(hidden: Tensor, index: Tensor, dim: int) -> Tensor:
-    """The tokens at ``index``, (k,) or (B, k), of a hidden state with the tokens in ``dim``."""
+    """Return the tokens at ``index``, (k,) or (B, k), of a hidden state with the tokens in ``dim``."""
     if index.ndim == 1:
         return hidden.index_select(dim, index)
     return hidden.gather(dim, _spread(index, hidden, dim))
 
 
 def put_tokens(hidden: Tensor, index: Tensor, new: Tensor, dim: int) -> Tensor:
-    """``hidden`` with ``new`` in place of the tokens at ``index``; the others are bit for bit as they were."""
+    """Return ``hidden`` with ``new`` in place of the tokens at ``index``; the others stay bit-for-bit the same."""
     dtype = torch.promote_types(hidden.dtype, new.dtype)
     if index.ndim == 1:
         return hidden.to(dtype).index_copy(dim, index, new.to(dtype))
@@ -139,13 +139,13 @@ def put_tokens(hidden: Tensor, index: Tensor, new: Tensor, dim: int) -> Tensor:
 
 
 def _spread(index: Tensor, hidden: Tensor, dim: int) -> Tensor:
-    """``index`` (B, k) for ``gather`` and ``scatter`` along the tokens of a hidden state."""
+    """Expand ``index`` (B, k) for ``gather`` and ``scatter`` along the tokens of a hidden state."""
     index = index if dim == 1 else index.t()
     return index.unsqueeze(-1).expand(*index.shape, hidden.shape[-1])
 
 
 def take_along(value: Tensor, dims: tuple[int, ...], index: Tensor, size: int) -> Tensor:
-    """An input at the tokens ``index`` along ``dims``; rows of masks that would see nothing more see themselves.
+    """Return an input at the tokens ``index`` along ``dims``. Mask rows that would see nothing more see themselves.
 
     Raises:
         ValueError: if ``index`` is (B, k) and the input has no dimension for the ``size`` samples.
@@ -170,7 +170,7 @@ def take_along(value: Tensor, dims: tuple[int, ...], index: Tensor, size: int) -
     hidden = _hides(value, dims)
     if hidden is None:
         return taken
-    # a query all of whose keys are gone would make attention NaN, or the mean of what it may not see
+    # a query without any key left would give NaN, or the mean of masked keys
     saw = take((~hidden).any(dim=-1, keepdim=True), dims[0])
     hides = _hides(taken, dims)
     assert hides is not None
@@ -180,12 +180,12 @@ def take_along(value: Tensor, dims: tuple[int, ...], index: Tensor, size: int) -
 
 
 def given_back(rest: tuple[Any, ...], less: Call, call: Call) -> tuple[Any, ...]:
-    """What a block returned beside the hidden state, with inputs that it handed on as they are in ``call``, of all tokens.
+    """Return a block's other outputs, with passed-on inputs replaced by those of ``call``, for all tokens.
 
     Args:
-        rest: what it returned.
-        less: what it was called with.
-        call: the same on all tokens.
+        rest: its outputs other than the hidden state.
+        less: the call on fewer tokens.
+        call: the call on all tokens.
     """
     handed = {id(value): path for path, value in leaves(less) if isinstance(value, Tensor)}
     given = dict(leaves(call))
@@ -193,7 +193,7 @@ def given_back(rest: tuple[Any, ...], less: Call, call: Call) -> tuple[Any, ...]
 
 
 def _hides(mask: Tensor, dims: tuple[int, ...]) -> Tensor | None:
-    """What a square mask hides; None for other inputs."""
+    """Return what a square mask hides; None for other inputs."""
     if len(dims) != 2 or dims[1] != mask.ndim - 1:
         return None
     if mask.dtype == torch.bool:
@@ -201,4 +201,4 @@ def _hides(mask: Tensor, dims: tuple[int, ...]) -> Tensor | None:
     return mask <= BLIND if mask.is_floating_point() else None
 
 
-BLIND = -1e4  #: what is added to scores at this or below hides
+BLIND = -1e4  #: mask values at or below this hide a key

@@ -1,4 +1,4 @@
-"""The way in for tokens that are merged from block to block, each counting in attention as many times as it stands for."""
+"""The interface for tokens that are merged from block to block; attention weights each by the number of tokens in it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from lightning_eff._core.steps import Step
 Merge = Callable[[Tensor], tuple[Tensor, int] | None]
 
 
-def merged(hidden: Tensor, sizes: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """``x_g = sum_j s_j x_j / sum_j s_j`` over the tokens j of each group g, and the groups' sizes ``sum_j s_j``.
+def merged_tokens(hidden: Tensor, sizes: Tensor, groups: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return ``x_g = sum_j s_j x_j / sum_j s_j`` over the tokens j of each group g, and the groups' sizes ``sum_j s_j``.
 
     Args:
         hidden: x, (B, n, D).
-        sizes: s, how many tokens each stands for, (B, n).
+        sizes: s, the number of original tokens in each token, (B, n).
         groups: the group of each token, (B, n), with entries 0 .. ``count`` - 1.
-        count: how many groups there are.
+        count: the number of groups.
 
     Returns:
-        (B, count, D) and (B, count). A token that is alone in its group is bit for bit as it was.
+        (B, count, D) and (B, count). A token that is alone in its group stays bit-for-bit the same.
     """
     totals = sizes.new_zeros(len(sizes), count).scatter_add(1, groups, sizes)
     share = (sizes / totals.gather(1, groups)).unsqueeze(-1).to(hidden.dtype)
@@ -38,15 +38,15 @@ def merged(hidden: Tensor, sizes: Tensor, groups: Tensor, count: int) -> tuple[T
 
 @dataclass(frozen=True)
 class Held:
-    """What stands for what at one block, in one pass over the blocks.
+    """The state of merged tokens at one block, in one pass over the blocks.
 
     Attributes:
-        entered: a mark of the hidden state that the module hands over: of each token one number, (B, m).
-        given: the same of the one that the block gets, (B, n).
-        sizes: how many of the module's tokens each that the block gets stands for, (B, n); None for one each.
-        places: for each of the module's tokens that of which it is part, (B, N).
-        groups: for each that is handed over that of which it becomes part, (B, m); None where none are merged here.
-        weights: how many of the module's tokens each that is handed over stands for, (B, m); None as ``groups``.
+        entered: a fingerprint of the hidden state that the module passes: one number per token, (B, m).
+        given: the same for the hidden state that the block gets, (B, n).
+        sizes: the number of the module's tokens in each token that the block gets, (B, n); None for one each.
+        places: for each of the module's tokens, the token that contains it, (B, N).
+        groups: for each passed token, the token into which it is merged, (B, m); None if none are merged here.
+        weights: the number of the module's tokens in each passed token, (B, m); None as for ``groups``.
     """
 
     entered: Tensor
@@ -57,50 +57,50 @@ class Held:
     weights: Tensor | None = None
 
     def of(self, hidden: Tensor) -> Tensor:
-        """What the block gets of a hidden state that is handed over."""
+        """Return the block's input for a hidden state that the module passes."""
         if self.groups is None or self.weights is None:
             return hidden
-        return merged(hidden, self.weights, self.groups, self.given.shape[1])[0]
+        return merged_tokens(hidden, self.weights, self.groups, self.given.shape[1])[0]
 
 
 class MergingTokens(Tokens):
-    """Blocks of a stack between which tokens are merged; after the last each token is what its group has become.
+    """Blocks of a stack between which tokens are merged; after the last block each token gets the value of its group.
 
-    Attention in a block counts a merged token as many times as it stands for tokens. What comes after the stack sees as many
-    tokens as without. A block that runs again in the backward pass does so with the tokens that it had.
-
-    Attributes:
-        full: tokens of a sample as the module made them, in the latest pass.
+    Attention in a block weights a merged token by the number of tokens in it. Code after the stack sees the full number of
+    tokens. A block that is recomputed in the backward pass gets the same tokens as before.
 
     Args:
         session: the run.
         who: the technique's name, for messages.
-        merge: of the keys of the block before, (B, n, d), the group of each token, (B, n), and how many groups there are; None
-            to merge none. Groups are told by 0 .. count - 1.
-        also: as of ``Tokens``.
+        merge: takes the keys of the block before, (B, n, d). Returns the group of each token, (B, n), numbered 0 .. count - 1,
+            and the number of groups; None to merge none.
+        also: as in ``Tokens``.
+
+    Attributes:
+        full: the number of tokens per sample in the module, in the latest pass.
     """
 
-    _own_tables = False  # merged tokens have no place
+    _own_tables = False  # merged tokens have no position
 
     def __init__(self, session: Session, who: str, merge: Merge, also: Callable[[Step, Any], None]) -> None:
         super().__init__(session, who, lambda at: None, per_sample=True, also=self._and_order)
         self.merge = merge
         self._then = also
-        self._order: list[int] = []  # of the blocks in this step
-        self._seen: list[int] = []  # as the first batch has called them
-        self._tried: list[Plan] = []  # of blocks to whose attention sizes come
-        self._passes: list[dict[int, Held]] = []  # of this step, each by its blocks
+        self._order: list[int] = []  # the blocks of this step, in order
+        self._seen: list[int] = []  # the blocks in the order in which the first batch called them
+        self._tried: list[Plan] = []  # plans of blocks whose attention was tested with sizes
+        self._passes: list[dict[int, Held]] = []  # the passes of this step, each by block
         self.full = 0
-        self._before: tuple[Held, Tensor | None] | None = None  # of the block before, and its keys
-        self._now: Held | None = None  # while its block is called
+        self._before: tuple[Held, Tensor | None] | None = None  # the state and keys of the block before
+        self._now: Held | None = None  # the state of the block that runs
 
     @override
     def find(self, layers: str | Sequence[str] | None) -> BlockStack:
         stack = super().find(layers)
         if len({id(block) for block in stack.blocks}) < len(stack):
             raise ValueError(
-                f"{self.who}: {stack} holds the same block several times; expected different ones, between which tokens are"
-                f" merged. {_OUT}"
+                f"{self.who}: {stack} holds the same block several times; expected different ones, because tokens are merged"
+                f" between them. {_OUT}"
             )
         return stack
 
@@ -123,14 +123,14 @@ class MergingTokens(Tokens):
         if rest or self._seen != self._order * max(passes, 1):
             raise ValueError(
                 f"{self.who}: training_step calls the blocks {self._seen} of {self.stack}, in this order; expected each of"
-                f" {self._order} once in a pass, by block(x), since tokens are merged from block to block. {_OUT}"
+                f" {self._order} once per pass, by block(x), because tokens are merged from block to block. {_OUT}"
             )
         self._then(step, batch)
 
-    # -- around a block's hooks, to which as many tokens come out as go in
+    # -- around a block's hooks, which see as many tokens in the input as in the output
 
     def enter(self, fewer: Fewer, call: Call) -> Any:
-        """The block on merged tokens; after the last each of the module's tokens is what it is part of."""
+        """Run the block on merged tokens; after the last block, return the module's full number of tokens."""
         if self._looking:
             self._seen.append(fewer.index)
             return fewer.plain(*call[0], **call[1])
@@ -154,7 +154,7 @@ class MergingTokens(Tokens):
         return new if rest is None else (new, *given_back(rest, given, call))
 
     def _on_all(self, index: int, call: Call) -> Call:
-        """The call as it would be on all tokens, of which a plan is; of the hidden state only its shape counts."""
+        """Return the call on all tokens, to which a plan refers; only the shape of the hidden state matters."""
         hidden = hidden_of(*call)
         if index == self._order[0] or hidden.ndim != 3:
             return call
@@ -162,7 +162,7 @@ class MergingTokens(Tokens):
         return mapped(call, lambda _, value: every if value is hidden else value)
 
     def _next(self, index: int, hidden: Tensor) -> tuple[Held, Tensor]:
-        """What becomes of the tokens that the forward pass hands to a block, and what the block gets."""
+        """Merge the tokens that the forward pass passes to a block, and return the state and the block's input."""
         size, tokens = hidden.shape[:2]
         mark = _mark(hidden)
         if index == self._order[0]:
@@ -183,13 +183,13 @@ class MergingTokens(Tokens):
             else:
                 groups, count = found
                 weights = torch.ones_like(mark) if before.sizes is None else before.sizes
-                less, sizes = merged(hidden, weights, groups, count)
+                less, sizes = merged_tokens(hidden, weights, groups, count)
                 held = Held(mark, _mark(less), sizes, groups.gather(1, before.places), groups, weights)
         self._passes[-1][index] = held
         self._before = held, None
         return held, less
 
-    # -- within them: the block's own code
+    # -- inside the hooks: the block's own code
 
     @override
     def call(self, fewer: Fewer, call: Call) -> Any:
@@ -205,14 +205,14 @@ class MergingTokens(Tokens):
                 raise self._refusal(
                     fewer,
                     "its own code checkpoints its attention (transformers' activation_checkpointing_enable does, or torch's"
-                    " checkpoint within forward), which would run again without the sizes of merged tokens. Leave that out, and"
-                    " use Rematerialization, which runs whole blocks again",
+                    " checkpoint within forward), which would be recomputed without the sizes of merged tokens. Use"
+                    " Rematerialization instead, which recomputes whole blocks",
                 )
             self._before = held, attention.keys
         return output
 
     def _found(self, index: int, hidden: Tensor, what: Literal["entered", "given"]) -> Held:
-        """What became of these tokens in the forward pass, now that the block runs again."""
+        """Return the state of these tokens in the forward pass, for a block that is recomputed."""
         every = [held[index] for held in self._passes if index in held]
         suits = [held for held in every if getattr(held, what).shape == hidden.shape[:2]]
         if not suits:
@@ -222,7 +222,7 @@ class MergingTokens(Tokens):
             )
         if len(suits) == 1:
             return suits[0]
-        mark = _mark(hidden)  # there were several passes before one backward pass, such as those of two views
+        mark = _mark(hidden)  # several passes precede one backward pass, such as those of two views
         return min(suits, key=lambda held: float((getattr(held, what) - mark).abs().sum()))
 
     def _check(self, fewer: Fewer, call: Call) -> None:
@@ -236,7 +236,7 @@ class MergingTokens(Tokens):
         elif plan.dim != 1:
             reason = f"its hidden state has the shape {tuple(hidden_of(*call).shape)}; expected (B, T, D)"
         elif beside:
-            reason = f"it is handed {', '.join(beside)}, and merged tokens have no place, mask or table of their own"
+            reason = f"its arguments include {', '.join(beside)}, and merged tokens have no position, mask or table"
         else:
             reason = refuted(fewer.block, call, self.session.generator(self.who, "sizes", fewer.index))
         if reason is not None:
@@ -248,7 +248,7 @@ class MergingTokens(Tokens):
 
 
 class Merging(Fewer):
-    """Stands in for a block's call, around its hooks."""
+    """Replaces a block's call, around its hooks."""
 
     tokens: MergingTokens
 
@@ -258,13 +258,13 @@ class Merging(Fewer):
 
 
 def _again() -> bool:
-    """Whether a backward pass is under way, which runs a block again."""
+    """Return whether a backward pass is running, which recomputes a block."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _mark(hidden: Tensor) -> Tensor:
-    """Of each token one number, by which a pass can be told from others, (B, n)."""
+    """Return one number per token, (B, n), by which passes are distinguished."""
     return hidden.detach()[..., 0].to(torch.float32, copy=True)
 
 
-_OUT = "Name another stack by layers=, or take the technique out."
+_OUT = "Name another stack by layers=, or remove the technique."

@@ -1,8 +1,8 @@
-"""Proportional attention: a token counts as many times as it stands for tokens (Bolya et al. 2022), in any attention.
+"""Proportional attention: weight each token by the number of tokens that it represents (Bolya et al. 2022), in any attention.
 
-``softmax(Q K^T / sqrt(d) + log s) V`` is attention as if each token were there ``s`` times. The logarithm is added where
-a block calls torch's ``scaled_dot_product_attention``, or the softmax of a product ``Q K^T`` of its own. Whether it arrives is
-tried: a block on tokens with sizes must return what it does with each token there as often.
+``softmax(Q K^T / sqrt(d) + log s) V`` is attention with each token present ``s`` times. The logarithm is added where a block
+calls torch's ``scaled_dot_product_attention``, or its own softmax of a product ``Q K^T``. A trial checks that this works: a
+block must return the same for tokens with sizes as for repeated tokens.
 """
 
 from typing import Any
@@ -24,17 +24,17 @@ _NAMES = ("attn_mask", "dropout_p", "is_causal")
 
 
 class Proportional(TorchFunctionMode):
-    """Adds ``log s`` to the scores of attention on all tokens, while it is entered.
+    """Adds ``log s`` to the scores of attention over all tokens, while it is entered.
 
     Args:
-        samples: how many samples the tokens are of.
-        tokens: n, of each; attention on other numbers of queries or keys is left alone.
-        sizes: s, (B, n); None for ones, which leaves attention as it is bit for bit.
+        samples: the number of samples.
+        tokens: n, per sample. Attention with other numbers of queries or keys is not changed.
+        sizes: s, (B, n); None for ones, which leaves attention bit-for-bit unchanged.
 
     Attributes:
-        keys: of the latest attention on all tokens, their mean over the heads, (B, n, d), without a graph.
-        causal: whether one was causal.
-        runs_again: whether one will run again by itself in the backward pass, by a checkpoint within the block, without this.
+        keys: the keys of the latest attention over all tokens, as a mean over heads, (B, n, d), without a graph.
+        causal: whether any attention was causal.
+        runs_again: whether a checkpoint within the block will recompute attention in the backward pass, without this mode.
     """
 
     def __init__(self, samples: int, tokens: int, sizes: Tensor | None) -> None:
@@ -45,7 +45,7 @@ class Proportional(TorchFunctionMode):
         self.runs_again = False
         self._around = _saving()
         self._log = None if sizes is None else sizes.log()
-        self._right: Tensor | None = None  # what the latest square product was with, perhaps K^T
+        self._right: Tensor | None = None  # the right factor of the latest square product, perhaps K^T
 
     @override
     def __torch_function__(
@@ -84,7 +84,7 @@ class Proportional(TorchFunctionMode):
         return func(scores, *args[1:], **{key: value for key, value in kwargs.items() if key != "input"})
 
     def _of_tokens(self, scores: Any) -> bool:
-        """Whether it may hold the scores of all tokens with all, (B, H, n, n) or (B H, n, n)."""
+        """Return whether ``scores`` may be the scores of all tokens with all, (B, H, n, n) or (B H, n, n)."""
         shape = tuple(scores.shape) if isinstance(scores, Tensor) else ()
         return len(shape) > 2 and shape[-2:] == (self.tokens, self.tokens) and shape[0] % self.samples == 0
 
@@ -96,8 +96,8 @@ class Proportional(TorchFunctionMode):
         self.keys = by_sample.mean(dim=1)
 
     def _added(self, like: Tensor, mask: Tensor | None) -> Tensor:
-        """``log s`` for scores of as many rows as ``like`` has, and the mask that they have besides."""
-        assert self._log is not None, "it is asked for where there are sizes"
+        """Return ``log s`` plus the mask, for scores with as many rows as ``like``."""
+        assert self._log is not None, "only called with sizes"
         rows = self._log.repeat_interleave(like.shape[0] // self.samples, dim=0)
         bias = rows.reshape(len(rows), *(1,) * (like.ndim - 2), self.tokens).to(like.dtype)
         if mask is None:
@@ -106,29 +106,28 @@ class Proportional(TorchFunctionMode):
 
 
 def _saving() -> tuple[bool, Any]:
-    """Whether autograd records, and who packs what it saves: checkpoints of either kind are told by one of them."""
+    """Return whether autograd records, and the hook that packs saved tensors. Checkpoints of either kind change one of them."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     return torch.is_grad_enabled(), None if hooks is None else hooks[0]
 
 
 def refuted(block: nn.Module, call: Call, generator: Generator) -> str | None:
-    """Why the tokens' sizes do not come into a block's attention; None if they do, as a trial on a copy of it shows.
+    """Return why the tokens' sizes do not affect a block's attention correctly; None if they do, in a trial on a copy.
 
-    With ``s_i`` copies of each token ``x_i`` a block must return, for the first of them, what it returns for ``x_i`` of size
-    ``s_i``. A block that lets a token see the earlier alone, in whatever way, does not, since the first copy does not see the
-    others.
+    With ``s_i`` copies of each token ``x_i``, a block must return for the first copy what it returns for ``x_i`` of size
+    ``s_i``. A block in which a token sees only earlier ones fails, because the first copy does not see the others.
 
     Args:
-        block: on (B, n, D), which takes nothing else that runs along its tokens.
+        block: a block on (B, n, D), without other inputs along its tokens.
         call: a real call of it.
-        generator: of what is drawn.
+        generator: the source of random numbers.
     """
     reason = None
     with torch.no_grad(), rng.fork(), torch.autocast(hidden_of(*call).device.type, enabled=False):
         for dtype in (torch.float64, torch.float32):
             try:
                 trial = Trial(block, call, 1, dtype, False, generator)
-            except Exception as error:  # a kernel without this dtype
+            except Exception as error:  # a kernel does not support this dtype
                 reason = f"a copy of it in {str(dtype)[6:]} does not run ({error})"
                 continue
             return _refuted(trial, dtype, generator)
@@ -144,22 +143,22 @@ def _refuted(trial: Trial, dtype: torch.dtype, generator: Generator) -> str | No
         got = split_output(trial.run(trial.call))[0]
     if attention.keys is None:
         return (
-            "its attention is neither torch's scaled_dot_product_attention nor the softmax of a product of its own, so the"
-            " sizes of merged tokens cannot come into it. Let it call scaled_dot_product_attention (of transformers:"
+            "its attention is neither torch's scaled_dot_product_attention nor its own softmax of a product, so it cannot use"
+            " the sizes of merged tokens. Let it call scaled_dot_product_attention (in transformers:"
             " attn_implementation='sdpa')"
         )
     if attention.causal:
-        return "its attention is causal, and a merged token would tell of later ones"
+        return "its attention is causal, and a merged token would reveal later ones"
     try:
         copies = trial.run(mapped(trial.call, lambda _, v: many if v is hidden else v))
-    except Exception as error:  # whatever a block raises that has a table or a mask of so many tokens
-        return f"it does not run on {many.shape[1]} tokens in the place of {tokens} ({error})"
+    except Exception as error:  # the block may have a table or a mask for a fixed number of tokens
+        return f"it does not run on {many.shape[1]} tokens instead of {tokens} ({error})"
     expected = split_output(copies)[0]
     expected = expected.index_select(1, sizes.cumsum(0) - sizes)
     scale = (expected - hidden).abs().max()
     if bool((got - expected).abs().max() <= TOLERANCE[dtype] * scale + 1e-12):
         return None
     return (
-        "with sizes it computes something else than with as many copies of its tokens: not all of its attention takes them, or"
-        " each of its tokens sees some alone"
+        "with sizes it computes something else than with as many copies of its tokens: not all of its attention uses them, or"
+        " each token sees only some of the others"
     )

@@ -1,4 +1,4 @@
-"""The sequences in batches of any make: finding them by shape, and making them shorter."""
+"""Sequences in batches of any structure: find them by shape, and shorten them."""
 
 import re
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from lightning_eff._core.batches import lies_at, map_tensors, num_samples, tenso
 
 
 def truncate(t: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
-    """The first ``length`` entries of ``t`` along each of ``dims``."""
+    """Return the first ``length`` entries of ``t`` along each of ``dims``."""
     for dim in dims:
         t = t.narrow(dim, 0, length)
     return t.contiguous()
 
 
 def split(t: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
-    """``t`` of shape (B, ..T..) as (B T / length, ..length..), the pieces of a sample side by side and in order.
+    """Return ``t`` of shape (B, ..T..) as (B T / length, ..length..), with the pieces of a sample in order.
 
-    Where the sequence takes two dimensions, as in a mask (B, T, T), the pieces are the blocks on the diagonal.
+    If the sequence has two dimensions, as in a mask (B, T, T), the pieces are the blocks on the diagonal.
     """
     starts = range(0, t.shape[dims[0]], length)
     if dims == (1,):
@@ -36,21 +36,21 @@ def split(t: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
 
 
 def split_overlapping(t: Tensor, length: int) -> Tensor:
-    """``t`` (B, T + 1) as (B T / length, length + 1): each piece ends with the token that the next begins with."""
+    """Return ``t`` (B, T + 1) as (B T / length, length + 1). Each piece ends with the token with which the next begins."""
     return t.unfold(1, length + 1, length).flatten(0, 1).contiguous()
 
 
 def restart_positions(pieces: Tensor) -> Tensor:
-    """Position ids (b, L) whose first run of consecutive numbers starts at 0; runs that start within a piece stay."""
+    """Return position ids (b, L) whose first run of consecutive numbers starts at 0; later runs within a piece stay."""
     breaks = (pieces.diff(dim=1) != 1).cumsum(dim=1)
     first_run = torch.cat([torch.ones_like(breaks[:, :1], dtype=torch.bool), breaks == 0], dim=1)
     return torch.where(first_run, pieces - pieces[:, :1], pieces)
 
 
 def unblind(mask: Tensor, dims: tuple[int, ...], *, hidden: float | bool, seen: float | bool) -> Tensor:
-    """``mask`` with ``seen`` in each row of the last of ``dims`` that is all ``hidden``: attention would make it NaN.
+    """Return ``mask`` with ``seen`` in each row of the last of ``dims`` that is all ``hidden``, which would give NaN.
 
-    Such a row sees all of its keys; in a square mask, only itself.
+    Such a row then sees all of its keys; in a square mask, only itself.
     """
     blind = (mask == hidden).all(dim=dims[-1], keepdim=True)
     if len(dims) > 1:
@@ -61,15 +61,15 @@ def unblind(mask: Tensor, dims: tuple[int, ...], *, hidden: float | bool, seen: 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where a batch holds its sequences.
+    """The sequences of a batch.
 
     Attributes:
         size: the number of samples, B.
         full: their length, T.
-        dims: by the tensor's id, the dimensions that run along the sequence.
-        names: by the tensor's id, its own key, field or position.
-        whole: the other tensors that have one entry for each sample, as text.
-        shifted: the batch is one tensor (B, T + 1) of which the module makes inputs and targets by itself.
+        dims: the dimensions along the sequence, by the tensor's id.
+        names: the tensor's own key, field or position, by its id.
+        whole: the other tensors with one entry per sample, as text.
+        shifted: whether the batch is one tensor (B, T + 1) from which the module makes inputs and targets.
     """
 
     size: int
@@ -81,7 +81,7 @@ class Sequences:
 
 
 def sequence_dims(shape: Sequence[int], full: int) -> tuple[int, ...]:
-    """The dimensions along the sequence in (B, T), (B, T, D), (B, T, T), (B, 1, 1, T), (B, 1, T, T); () in all else."""
+    """Return the dimensions along the sequence in (B, T), (B, T, D), (B, T, T), (B, 1, 1, T), (B, 1, T, T); otherwise ()."""
     first = next((dim for dim, size in enumerate(shape) if dim > 0 and size != 1), None)
     if first is None or shape[first] != full:
         return ()
@@ -89,33 +89,33 @@ def sequence_dims(shape: Sequence[int], full: int) -> tuple[int, ...]:
 
 
 def find_sequences(batch: Any, keys: Sequence[str | int] | None, multiple_of: int, *, who: str) -> Sequences:
-    """Find the sequences of a batch of any make.
+    """Find the sequences of a batch of any structure.
 
-    Without ``keys``, T is the length of the batch's integer tensors (B, T), and each tensor of B samples, or of one
-    that stands for all, is looked at for dimensions of that length.
+    Without ``keys``, T is the length of the batch's integer tensors (B, T). Each tensor with B rows, or with one row for all
+    samples, is searched for dimensions of that length.
 
     Args:
-        batch: tensors in a dict, tuple, list or dataclass, nested as they may be, or one tensor.
+        batch: tensors in a dict, tuple, list or dataclass, also nested, or one tensor.
         keys: names or positions of the tensors (B, T, ...) with the sequence in dimension 1, and of no others.
         multiple_of: a batch of one tensor (B, T + 1), T a multiple of this and this > 1, is ``shifted``.
-        who: the technique's name, for the message.
+        who: the technique's name, for messages.
 
     Raises:
-        ValueError: if there are none, if they have several lengths, or if ``keys`` name no tensor; with what was found.
+        ValueError: if there are none, if they have several lengths, or if ``keys`` name no tensor; with the tensors found.
     """
     named = tensors(batch)
     listed = (
         ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in named) or "no tensors"
     )
     mend = (
-        "Say by keys= which tensors have the sequence in dimension 1: by their names in a dict or dataclass, such as"
-        " keys=['input_ids', 'labels'], or by their positions in a tuple, such as keys=[0, 1]."
+        "Set keys= to the tensors with the sequence in dimension 1: their names in a dict or dataclass, such as"
+        " keys=['input_ids', 'labels'], or their positions in a tuple, such as keys=[0, 1]."
     )
     if keys is None:
         integers = [t for _, t in named if t.ndim == 2 and _is_integer(t)]
         if not integers:
             raise ValueError(f"{who}: found no integer tensor of shape (B, T) in the batch: {listed}. {mend}")
-        # positions (1, T) and masks (T, T) that all samples share do not tell the number of samples
+        # positions (1, T) and masks (T, T) that all samples share do not show the number of samples
         size = num_samples([t for t in integers if t.shape[0] not in (1, t.shape[1])] or integers)
         chosen = [t for t in integers if t.shape[0] == size]
     else:
@@ -155,16 +155,16 @@ def _is_integer(t: Tensor) -> bool:
 
 
 def shorten(batch: Any, found: Sequences, length: int, *, reshape: bool, who: str) -> Any:
-    """The batch, of the same make, with sequences of ``length`` tokens: split where ``reshape``, else truncated.
+    """Return the batch in the same structure with sequences of ``length`` tokens: split if ``reshape``, otherwise truncated.
 
     Raises:
-        ValueError: if ``reshape`` and a tensor that has one entry for each sample cannot be split.
+        ValueError: if ``reshape`` and a tensor with one entry per sample cannot be split.
     """
     if reshape and found.whole:
         raise ValueError(
             f"{who}(mode='reshape'): {', '.join(found.whole)} in the batch hold one entry for each of {found.size}"
             " samples and cannot be split with the sequences. Use mode='truncate', or, if they have the sequence in"
-            " dimension 1, name them in keys= with the others."
+            " dimension 1, add them to keys=."
         )
 
     def short(t: Tensor) -> Tensor:

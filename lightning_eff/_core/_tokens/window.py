@@ -1,8 +1,8 @@
-"""The way in: blocks of a stack that training steps call on fewer tokens.
+"""The interface for training steps that run blocks of a stack on fewer tokens.
 
-Each block is handed the chosen tokens with what belongs to them, and returns all: those that it was not given are bit
-for bit as they were. The module's own code between the blocks never sees fewer. A range of blocks on the same tokens is
-the same choice at each of them.
+Each block gets the chosen tokens with the masks and positions that belong to them, and returns all tokens. The other tokens
+stay bit-for-bit the same. The module's code between blocks always sees all tokens. To run a range of blocks on the same
+tokens, make the same choice at each of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,14 +36,14 @@ from lightning_eff._core.steps import Proceed, Step
 
 @dataclass(frozen=True)
 class At:
-    """Where a choice of tokens is asked for.
+    """The place at which tokens are chosen.
 
     Attributes:
         block: the index of the block in its stack.
-        hidden: the hidden state that it is called with, (B, T, D), with its graph.
-        step: the step of the run.
-        seed: of the run, this rank, this micro-batch and this block; the same when gradient checkpointing or a technique
-            of two passes runs the block again.
+        hidden: its input hidden state, (B, T, D), with its graph.
+        step: the current step.
+        seed: returns a generator for the run, this rank, this micro-batch and this block. It is the same when gradient
+            checkpointing or a two-pass technique runs the block again.
     """
 
     block: int
@@ -52,7 +52,7 @@ class At:
     seed: Callable[[], Generator]
 
     def generator(self) -> Generator:
-        """A generator, on the CPU, of what is drawn for this block in this micro-batch."""
+        """Return a CPU generator for random draws at this block in this micro-batch."""
         return self.seed()
 
 
@@ -61,9 +61,9 @@ _Key = tuple[Any, ...]
 
 
 class Tokens:
-    """Blocks of a stack that training steps call on the tokens that ``choose`` says.
+    """Blocks of a stack that training steps run on the tokens that ``choose`` selects.
 
-    A technique makes one in ``attach``, finds the blocks in ``on_model``, and uses it in a link of stage ``TRANSFORM``::
+    A technique creates one in ``attach``, finds the blocks in ``on_model``, and uses it in a link of stage ``TRANSFORM``::
 
         def attach(self, session):
             self._tokens = Tokens(session, type(self).__name__, self._choose, first=1, stop=-1)
@@ -76,26 +76,26 @@ class Tokens:
         def _choose(self, at):
             return Kept(torch.randperm(at.hidden.shape[1], generator=at.generator())[:32])
 
-    The first batch is looked at in a forward pass without a trace, in which each block is tried on a copy (see
-    :mod:`~lightning_eff._core._tokens.checking`): one that cannot be given fewer tokens is refused there. A later batch
-    that calls a block with other kinds of inputs (a mask that was not there), or with longer sequences, is looked at in
-    its turn, before the block runs. Validation, test and prediction never come by this way.
+    A forward pass of the first batch without a trace tests each block on a copy (see
+    :mod:`~lightning_eff._core._tokens.checking`). A block that cannot run on fewer tokens is refused there. A later batch that
+    calls a block with other kinds of inputs (a mask that was not there), or with longer sequences, is tested before the block
+    runs. Validation, test and prediction are not affected.
 
     Args:
         session: the run.
         who: the technique's name, for messages and random numbers.
-        choose: which tokens a block is given; None for all, which is the plain call. It must depend on what ``At`` has
-            alone, since blocks may run again in the backward pass.
+        choose: selects a block's tokens; None runs it plainly. It must depend only on ``At``, because blocks may be
+            recomputed in the backward pass.
         first: the first of the blocks, as in a slice: negative ones count from the end.
         stop: the block after the last; None for the end.
-        per_sample: the samples' tokens will differ: ``Kept.index`` is (B, k).
-        alike: how a user takes the same tokens of all samples instead, for the message where blocks could be given those.
-        also: what else is looked at with the first batch, once its blocks have been tried; a ``ValueError`` that it raises
-            on one rank is raised on all.
+        per_sample: whether the samples' tokens differ: ``Kept.index`` is (B, k).
+        alike: how a user can select the same tokens for all samples, for the message if blocks support only that.
+        also: a further check with the first batch, after its blocks were tested. A ``ValueError`` that it raises on one rank
+            is raised on all.
     """
 
-    _attribute = "forward"  # of a block, which is handed its calls, also of those that run it again
-    _own_tables = True  # whether buffers of a block may go along
+    _attribute = "forward"  # the patched attribute of a block, which recomputation calls too
+    _own_tables = True  # whether a block's buffers may be shortened
 
     def __init__(
         self,
@@ -117,9 +117,8 @@ class Tokens:
         self.alike = alike
         self.also = also
         self._stack: BlockStack | None = None
-        self._plans: dict[
-            tuple[int, _Key], tuple[int, Plan]
-        ] = {}  # by block and kinds of inputs; and how long they were
+        # the length and the plan by block and kinds of inputs
+        self._plans: dict[tuple[int, _Key], tuple[int, Plan]] = {}
         self._checked = False
         self._looking = False
         self._ran = False
@@ -127,49 +126,50 @@ class Tokens:
 
     @property
     def stack(self) -> BlockStack:
-        """The stack that :meth:`find` found."""
+        """The stack found by :meth:`find`."""
         assert self._stack is not None, "find has found the blocks"
         return self._stack
 
     @property
     def blocks(self) -> dict[int, nn.Module]:
-        """The blocks that are given fewer tokens, by their index in the stack."""
+        """The blocks that run on fewer tokens, by their index in the stack."""
         stack = self.stack
         return {i: stack.blocks[i] for i in range(len(stack.blocks))[self.first : self.stop]}
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sample that a block has been tried with."""
+        """The largest number of tokens per sample with which a block was tested."""
         return max((longest for longest, _ in self._plans.values()), default=0)
 
     def find(self, layers: str | Sequence[str] | None) -> BlockStack:
-        """Find the stack at the dotted path ``layers``, or the longest; in ``on_model``.
+        """Find the stack at the dotted path ``layers``, or the longest one. Call it in ``on_model``.
 
         Raises:
-            ValueError: if there is none, if the range holds no block, or if it is compiled as a whole with what is around.
+            ValueError: if there is none, if the range contains no block, or if the stack is compiled together with its
+                surroundings.
         """
         self._stack = self.session.stack(layers, who=self.who)
         refuse_compiled_around(self.session.module, self._stack.path, who=self.who)
         if not self.blocks:
             raise ValueError(
-                f"{self.who}: of {self._stack} the blocks [{self.first}:{'' if self.stop is None else self.stop}] are"
-                " none; expected a range that holds one or more."
+                f"{self.who}: the range [{self.first}:{'' if self.stop is None else self.stop}] contains no block of"
+                f" {self._stack}; expected at least one."
             )
         return self._stack
 
     def link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """A link that does :meth:`run` and nothing else."""
+        """Run :meth:`run` as a link."""
         return self.run(step, batch, proceed)
 
     def run(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        """``proceed(batch)`` with the blocks called on the chosen tokens, in its backward pass too.
+        """Run ``proceed(batch)`` with the blocks on the chosen tokens, including its backward pass.
 
         Raises:
-            ValueError: on all ranks, if a block cannot be given fewer tokens, with its inputs and the reason.
+            ValueError: on all ranks, if a block cannot run on fewer tokens, with its inputs and the reason.
         """
-        if not self._checked and self._running():  # other techniques may let none of them run in the first steps
+        if not self._checked and self._running():  # other techniques may skip all blocks in the first steps
             self._look(step, batch)
-        if self._patches is not None:  # within a pass of another technique, whose backward pass is to come
+        if self._patches is not None:  # within another technique's pass, before its backward pass
             return proceed(batch)
         self._put_on(step)
         try:
@@ -179,9 +179,9 @@ class Tokens:
             if self._ran or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ValueError(
-                f"{self.who}: training_step, which ran on all tokens, fails with fewer of them in the blocks"
-                f" {list(self.blocks)} of {self.stack}: {error}. Something outside of them takes what is inside of them"
-                " to be of all tokens, such as a router's loss: switch that off, or take the technique out."
+                f"{self.who}: training_step ran on all tokens, but fails with fewer of them in the blocks"
+                f" {list(self.blocks)} of {self.stack}: {error}. Code outside the blocks expects all tokens, such as a"
+                " router's loss. Disable it, or remove the technique."
             ) from error
         except BaseException:
             self._take_off()
@@ -195,7 +195,7 @@ class Tokens:
 
     def _look(self, step: Step, batch: Any) -> None:
         problem: ValueError | None = None
-        ready = True  # the step returns a loss, or calls the blocks at least
+        ready = True  # whether the step returns a loss or calls the blocks
 
         def around(run: Proceed, batch: Any) -> Any:
             self._put_on(step)
@@ -225,7 +225,7 @@ class Tokens:
                 raise ValueError(f"On rank {rank}: {text}")
         if problem is not None:
             raise problem
-        if not all(ready for _, ready in every):  # a step that is skipped tells nothing
+        if not all(ready for _, ready in every):  # a skipped step shows nothing
             return
         self._checked = True
         rank_zero_info(f"{self.who}: fewer tokens in the blocks {list(self.blocks)} of {self.stack}")
@@ -233,7 +233,7 @@ class Tokens:
     # -- the blocks of one step
 
     def _running(self) -> dict[int, nn.Module]:
-        """Those of the blocks that this step runs, each once: other techniques may pass over blocks, or grow them."""
+        """Return those of the blocks that this step runs, each once; other techniques may skip blocks, or grow the stack."""
         running, found = {id(block) for block in self.stack.running()}, {}
         for index, block in self.blocks.items():
             if id(block) in running:
@@ -244,15 +244,14 @@ class Tokens:
     def _put_on(self, step: Step) -> None:
         self._patches = Patches()
         for index, block in self._running().items():
-            name = (
-                self._attribute if block._compiled_call_impl is None else "_compiled_call_impl"
-            )  # around the compiled
+            # a compiled block is wrapped outside of its compiled call
+            name = self._attribute if block._compiled_call_impl is None else "_compiled_call_impl"
             plain = getattr(block, name)
             if isinstance(plain := unwrapped(plain), Fewer):
                 self._take_off()
                 raise ValueError(
                     f"{self.who} and {plain.tokens.who} both choose the tokens of block {index} of {self.stack}; expected"
-                    " one technique for each block. Give them other blocks, or take one of them out."
+                    " one technique per block. Give them different blocks, or remove one of them."
                 )
             self._patches.set(block, name, Fewer(self, step, index, block, plain))
 
@@ -262,7 +261,7 @@ class Tokens:
             self._patches = None
 
     def call(self, fewer: "Fewer", call: Call) -> Any:
-        """The block's output for ``call``, with the chosen tokens changed and the others as they were."""
+        """Return the block's output for ``call``, with only the chosen tokens changed."""
         if self._looking:
             self._plan(fewer, call)
             return fewer.plain(*call[0], **call[1])
@@ -278,7 +277,7 @@ class Tokens:
         return full if rest is None else (full, *given_back(rest, less, call))
 
     def _chosen(self, fewer: "Fewer", hidden: Tensor, plan: Plan) -> tuple[Kept | None, Tensor]:
-        """What is chosen for a block, and the places of the tokens that it gets, ascending, on its device."""
+        """Return the choice for a block, and the ascending positions of its tokens, on the block's device."""
         in_order = hidden if plan.dim == 1 else hidden.transpose(0, 1)
         index, step = fewer.index, fewer.step
 
@@ -299,18 +298,18 @@ class Tokens:
             raise ValueError(
                 f"{self.who}: got a choice of the shape {tuple(place.shape)} for {size} samples of {tokens} tokens; expected"
                 f" {f'({size}, k)' if self.per_sample else '(k,)'} with k in 1 .. {tokens}"
-                f"{'' if self.per_sample else ', since Tokens was made with per_sample=False'}."
+                f"{'' if self.per_sample else ', because Tokens has per_sample=False'}."
             )
 
     def _plan(self, fewer: "Fewer", call: Call) -> Plan:
-        """How the block is given fewer tokens: as found before for inputs of these kinds, or tried now."""
+        """Return how the block gets fewer tokens: the known plan for inputs of these kinds, or one tested now."""
         hidden = hidden_of(*call)
         tokens = max(hidden.shape[:2]) if hidden.ndim == 3 else 0
         key = (fewer.index, kinds(call, hidden))
         longest, plan = self._plans.get(key, (0, None))
         if plan is not None and hidden.shape[plan.dim] <= longest:
             return plan
-        size = num_samples(fewer.step.given)  # other links may make several samples of one
+        size = num_samples(fewer.step.given)  # other links may split samples
 
         def find(*, per_sample: bool) -> Plan:
             generator = self.session.generator(self.who, "trial", fewer.index)
@@ -326,18 +325,18 @@ class Tokens:
             if self.per_sample:
                 with suppress(CannotTake):
                     find(per_sample=False)
-                    alike = f" It can be given the same tokens of all samples: {self.alike}. Or"
+                    alike = f" It supports the same tokens for all samples: {self.alike}. Or"
             raise ValueError(
                 f"{self.who}: block {fewer.index} of {self.stack} cannot be given fewer of its tokens: {error}.{alike}"
-                f" {'take' if alike else 'Take'} other blocks (the range, or another stack by layers=), or take the technique"
-                " out."
+                f" {'take' if alike else 'Take'} other blocks (the range, or another stack by layers=), or remove the"
+                " technique."
             ) from None
         self._plans[key] = (max(longest, hidden.shape[found.dim], min(tokens, longest)), found)
         return found
 
 
 class Fewer:
-    """Stands in for a block's ``forward`` in a step."""
+    """Replaces a block's ``forward`` in a step."""
 
     def __init__(self, tokens: Tokens, step: Step, index: int, block: nn.Module, plain: Callable[..., Any]) -> None:
         self.tokens, self.step, self.index, self.block, self.plain = tokens, step, index, block, plain
@@ -345,12 +344,12 @@ class Fewer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.tokens.call(self, (args, kwargs))
-        except TooFewTokens:  # of a later batch
+        except TooFewTokens:  # in a later batch
             return self.plain(*args, **kwargs)
 
 
 def kinds(call: Call, hidden: Tensor) -> _Key:
-    """What inputs a call has, without their lengths."""
+    """Return the kinds of a call's inputs, without their lengths."""
     size, tokens = hidden.shape[0], hidden.shape[1] if hidden.ndim > 1 else 0
 
     def kind(value: Any) -> Any:

@@ -95,7 +95,7 @@ def test_images_and_what_lies_on_their_pixels_are_found_wherever_they_are() -> N
         ((torch.zeros(4, 32, 32, 3), torch.arange(4)), None, r"\[0\] \(4, 32, 32, 3\) has its channels last.*permute"),
         ((torch.zeros(4, 3, 32, 32), torch.zeros(8, 3, 16, 16)), None, r"differ in \(N, H, W\).*keys="),
         ({"x": torch.zeros(4, 3, 8, 8)}, ["y"], r"keys=\['y'\]\): \['y'\] are not in the batch"),
-        ({"x": torch.arange(4)}, ["x"], r"are no \(N, C, H, W\)"),
+        ({"x": torch.arange(4)}, ["x"], r"are not \(N, C, H, W\)"),
     ],
 )
 def test_what_is_no_image_is_refused(batch: Any, keys: Any, message: str) -> None:
@@ -107,7 +107,9 @@ def test_places_in_pixels_are_refused() -> None:
     check_coordinates(
         {"boxes": torch.rand(4, 4), "mailbox": torch.tensor(True), "keypoints": torch.zeros(0, 2)}, who=WHO
     )
-    with pytest.raises(ValueError, match=r"\['t'\]\['boxes'\] \(1, 4\) holds places in pixels, up to 30.*Normalise"):
+    with pytest.raises(
+        ValueError, match=r"\['t'\]\['boxes'\] \(1, 4\) holds coordinates in pixels, up to 30.*Normalise"
+    ):
         check_coordinates({"t": {"boxes": torch.tensor([[0.0, 0.0, 30.0, 12.0]])}}, who=WHO)
 
 
@@ -175,7 +177,7 @@ def test_what_may_be_a_table_of_something_else_is_told() -> None:
     assert find_table(plain, (8, 12), seen_by(plain), who=WHO) is None
     two = Tokens()
     two.rows, two.columns = (nn.Parameter(torch.randn(1, 25, 12)) for _ in range(2))
-    with pytest.raises(ValueError, match=r"rows \(for 4 x 6 patches\), columns .*expected one table.*take who out"):
+    with pytest.raises(ValueError, match=r"rows \(for 4 x 6 patches\), columns .*expected one table.*remove who"):
         find_table(two, (8, 12), seen_by(two), who=WHO)
     long = Tokens()
     long.positions = nn.Parameter(torch.randn(1, 100, 12))  # of which a module may take the first so many

@@ -223,7 +223,9 @@ def test_an_embedding_of_places_is_interpolated_where_ids_follow_the_patches() -
     technique = ProgressiveResizing(until=0.5)
     train(net, technique, data=batches(6))
     assert technique.summary().endswith("(positions interpolated in places.weight)")
-    with pytest.raises(ValueError, match=r"8 x 8 pixels, of 16 x 16.*places\.weight is asked for place 15 of 4"):
+    with pytest.raises(
+        ValueError, match=r"8 x 8 pixels instead of 16 x 16.*places\.weight was indexed at position 15 of 4"
+    ):
         train(Rows(fixed=True), ProgressiveResizing(), data=batches(4))
 
 
@@ -251,12 +253,16 @@ class Windowed(Net):
 @pytest.mark.parametrize(
     ("build", "data", "message"),
     [
-        (lambda: Net(pooled=False), batches(4), r"cannot do with images of 8 x 8 pixels, of 16 x 16.*global pooling"),
-        (Windowed, batches(4), r"12 x 12 pixels.*windows of 8 pixels do not fit.*Raise multiple_of"),
+        (
+            lambda: Net(pooled=False),
+            batches(4),
+            r"fails with images of 8 x 8 pixels instead of 16 x 16.*global pooling",
+        ),
+        (Windowed, batches(4), r"12 x 12 pixels.*windows of 8 pixels do not fit.*Increase multiple_of"),
         (Cut, batches(4), r"position \(1, 64, 12\) may hold the positions of patches"),
         (Net, batches(4, side=4), r"images of 4 x 4 pixels would never be smaller, in multiples of 4 x 4"),
         (Net, [(torch.zeros(3, 16, 16, 1), torch.arange(3))], "has its channels last"),
-        (Net, [{"image": torch.zeros(3, 1, 16, 16), "boxes": torch.full((3, 4), 9.0)}], "holds places in pixels"),
+        (Net, [{"image": torch.zeros(3, 1, 16, 16), "boxes": torch.full((3, 4), 9.0)}], "holds coordinates in pixels"),
     ],
     ids=["flattened", "in the middle", "cut", "too small", "channels last", "boxes"],
 )

@@ -238,7 +238,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"full_first": 2}, r"the blocks \[2:-1\] are none"),
+        ({"full_first": 2}, r"the range \[2:-1\] contains no block"),
         ({"keep": 0.99}, "16 patches per image and would keep all of them"),
         ({"reuse": 1}, r"reuse=1\): the samples of a batch are unknown, because the training loader"),
     ],

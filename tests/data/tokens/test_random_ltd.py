@@ -246,7 +246,7 @@ def test_arguments_out_of_their_range(kwargs: dict[str, Any], message: str) -> N
 def test_nothing_to_drop_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the blocks get 32 tokens per sample and would keep all of them"):
         fit("tiny_gpt", lambda: [RandomLTD(multiple_of=32)])
-    with pytest.raises(ValueError, match=r"the blocks \[2:-2\] are none"):
+    with pytest.raises(ValueError, match=r"the range \[2:-2\] contains no block"):
         fit("tiny_gpt", lambda: [RandomLTD(full_first=2, full_last=2)])
     net: Any = TinyGPT()
     net.blocks[2] = net.blocks[1]

@@ -31,7 +31,7 @@ CASES = {
         model="vit",
         refuses={
             "tiny_gpt": "block 0 of .* cannot merge tokens: its attention is causal",
-            **dict.fromkeys(("gpt2", "llama"), "block 0 of .* cannot merge tokens: it is handed .*position_"),
+            **dict.fromkeys(("gpt2", "llama"), "block 0 of .* cannot merge tokens: its arguments include .*position_"),
             "bert": "found no images in the batch",
         },
         lost=(classifier, "classifier", r"has the shape \(4, 8\); expected \(B, T, D\)"),
@@ -384,12 +384,15 @@ class Backwards(Net):
         (lambda: of(ByExponentials), "block 0 .* cannot merge tokens: its attention is neither .*attn_implementation"),
         (lambda: of(OwnMask), "block 0 .* cannot merge tokens: with sizes it computes something else"),
         (lambda: of(TwoHalves), "block 0 .* cannot merge tokens: with sizes it computes something else"),
-        (lambda: of(Convolution), "block 0 .* cannot be given fewer of its tokens: its output goes by where tokens"),
+        (
+            lambda: of(Convolution),
+            "block 0 .* cannot be given fewer of its tokens: its output depends on token positions",
+        ),
         (lambda: of(Checkpoints), "block 0 .* cannot merge tokens: its own code checkpoints its attention"),
         (lambda: of(ChecksReentrantly), "block 0 .* cannot merge tokens: its own code checkpoints its attention"),
         (shared, "holds the same block several times"),
         (compiled, "block 0 .* cannot merge tokens: it is compiled"),
-        (Backwards, r"calls the blocks \[2, 1, 0\] of .* in this order; expected each of \[0, 1, 2\] once in a pass"),
+        (Backwards, r"calls the blocks \[2, 1, 0\] of .* in this order; expected each of \[0, 1, 2\] once per pass"),
         (lambda: Net(1), "gets 17 tokens per image, 1 of them not patches, but merging needs two or more blocks"),
     ],
 )
@@ -408,7 +411,7 @@ def test_arguments_out_of_their_range(r: Any) -> None:
 
 
 def test_tables_and_checkpoints_of_transformers_are_refused_and_compiled_blocks_conflict() -> None:
-    with pytest.raises(ValueError, match=r"cannot merge tokens: it is handed .*position_embeddings\.0"):
+    with pytest.raises(ValueError, match=r"cannot merge tokens: its arguments include .*position_embeddings\.0"):
         gradients(module("llama"), TokenMerging(), batch=make_batch("llama"))
     net = hugging_face()
     for m in net.modules():

@@ -206,7 +206,7 @@ def test_a_checkpoint_is_kilobytes_and_loads_beside_the_base(tmp_path: Path) -> 
     assert not unexpected and not any(".adapter." in name for name in missing)
     x = make_batch("tiny_gpt")["input_ids"]
     assert torch.equal(other.eval()(x), net.eval()(x))
-    with pytest.raises(ValueError, match=f"HoulsbyAdapters exchanged Linear at blocks.0.mlp.2.*{STAYS}"):
+    with pytest.raises(ValueError, match=f"HoulsbyAdapters replaced Linear at blocks.0.mlp.2.*{STAYS}"):
         eff.export(net)
 
 
@@ -231,7 +231,7 @@ def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> N
 def test_what_cannot_be_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"bottleneck=64\): blocks.0.proj .* has only 16 outputs\. Give bottleneck=4"):
         eff.apply(TinyGPT(2), HoulsbyAdapters())
-    with pytest.raises(ValueError, match=r"no linear map of TinyGPT is named 'porj'; .*Nearest: .*proj"):
+    with pytest.raises(ValueError, match=r"no linear layer of TinyGPT is named 'porj'; .*Nearest: .*proj"):
         eff.apply(TinyGPT(2), HoulsbyAdapters(4, names=["porj"]))
     with pytest.raises(
         ValueError, match=r"no residual branch of HuggingFace ends in nn.Linear or Conv1D\. .*conv2.weight"

@@ -27,7 +27,7 @@ CASES = {
         neutral=lambda: LoRA(names=[]),
         architecture=True,
         partial=True,
-        lost=(no_map, "classifier", "has no linear map to act on"),
+        lost=(no_map, "classifier", "has no linear layer to act on"),
     )
 }
 # peft asks transformers' models for it by the name of before
@@ -364,7 +364,7 @@ def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> N
 
 
 def test_what_cannot_be_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match=r"no linear map of TinyGPT is named 'qvk'; .*Nearest: .*qkv"):
+    with pytest.raises(ValueError, match=r"no linear layer of TinyGPT is named 'qvk'; .*Nearest: .*qkv"):
         eff.apply(TinyGPT(2), LoRA(names=["qvk"]))
     with pytest.raises(ValueError, match=r"rank=17\): the full rank of blocks.0.qkv \(16 to 48\) is 16\. Give rank=16"):
         eff.apply(TinyGPT(2), LoRA(rank=17, names=["qkv"]))

@@ -112,7 +112,7 @@ def test_qlora_on_models_of_others(name: str) -> None:
         for p in net.parameters():
             if p.requires_grad:
                 p.add_(0.1 * torch.randn_like(p))
-    with pytest.raises(ValueError, match=r"QuantizedBase exchanged .* first call lightning_eff.dequantize"):
+    with pytest.raises(ValueError, match=r"QuantizedBase replaced .* first call lightning_eff.dequantize"):
         eff.export(net)
     whole = eff.export(eff.dequantize(net))
     assert whole.state_dict().keys() == plain.state_dict().keys()

@@ -23,7 +23,7 @@ CASES = {
         neutral=lambda: VeRA(names=[]),
         architecture=True,
         partial=True,
-        lost=(no_map, "classifier", "has no linear map to act on"),
+        lost=(no_map, "classifier", "has no linear layer to act on"),
     )
 }
 # peft asks transformers' models for it by the name of before, and finds by itself which maps are transposed
@@ -177,7 +177,7 @@ def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> N
 
 
 def test_what_cannot_be_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match=r"no linear map of TinyGPT is named 'qvk'; .*Nearest: .*qkv"):
+    with pytest.raises(ValueError, match=r"no linear layer of TinyGPT is named 'qvk'; .*Nearest: .*qkv"):
         eff.apply(TinyGPT(2), VeRA(names=["qvk"]))
     with pytest.raises(ValueError, match=r"VeRA\(rank=256\): found no linear layer in .* to adapt"):
         eff.apply(families.module("resnet"), VeRA())

@@ -125,7 +125,7 @@ def test_masks_that_say_more_are_refused() -> None:
         a_call(mask=torch.randn(1, 4, 13, 13, dtype=torch.float64)),
     )
     for call in bad:
-        with replaced(Seeded().attend), pytest.raises(ValueError, match="says more than which keys are padding"):
+        with replaced(Seeded().attend), pytest.raises(ValueError, match="contains more than padding and causality"):
             call.run()
     with pytest.raises(
         ValueError, match="Performer: a call of attention cannot be replaced: it drops 10% of its weights"

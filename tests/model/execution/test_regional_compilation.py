@@ -477,7 +477,7 @@ def test_what_is_compiled_already_is_refused() -> None:
     refused(net, "'blocks.1' is already compiled. Remove torch.compile from the module")
     net, _ = with_blocks()
     net.compile(backend="eager")
-    refused(net, "lie within 'the LightningModule', which is compiled as a whole")
+    refused(net, "are inside 'the LightningModule', which is compiled as a whole")
     net, blocks = with_blocks()
     wrapped: Any = torch.compile(blocks[0], backend="eager")
     blocks[0] = wrapped

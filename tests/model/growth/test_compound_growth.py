@@ -359,8 +359,8 @@ def test_sequences_are_short_and_then_whole() -> None:
 @pytest.mark.parametrize(
     ("build", "data", "arguments", "told"),
     [
-        (ResNet, features, {}, "no feed-forward network.*which is no plain map's"),
-        (mixtral, lambda: loader("llama", 24), {}, r"no feed-forward network.*(expert|no plain map|shape)"),
+        (ResNet, features, {}, "no feed-forward network.*so it is not a plain linear layer"),
+        (mixtral, lambda: loader("llama", 24), {}, r"no feed-forward network.*(expert|not a plain linear layer)"),
         (
             Encoder,
             features,
@@ -371,9 +371,9 @@ def test_sequences_are_short_and_then_whole() -> None:
             Encoder,
             features,
             {"ffn": [["layers.*.linear1", "layers.*.linear3"]]},
-            "are not all maps.*layers.0.linear2.weight",
+            "are not all linear layers.*layers.0.linear2.weight",
         ),
-        (Encoder, features, {"ffn": [["layers.*.linear2", "head"]]}, "are not all maps|do not follow upon each other"),
+        (Encoder, features, {"ffn": [["layers.*.linear2", "head"]]}, "are not all linear layers|do not fit together"),
         (Encoder, features, {"depth": [(0.0, 0.3), (0.5, 1.0)]}, "not whole numbers. Use fractions such as 1/2"),
         (lambda: of(lambda: Bypassed()), features, {}, "uses layers.0.fc1.bias.*without calling the modules"),
         (

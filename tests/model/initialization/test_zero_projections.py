@@ -360,7 +360,7 @@ class Plus(pl.LightningModule):
 
 @pytest.mark.parametrize(
     ("tied", "message"),
-    [(False, "a norm behind maps.0.weight"), (True, "maps.0.weight .* is used elsewhere too .Addmm")],
+    [(False, "a norm after maps.0.weight"), (True, "maps.0.weight .* is used elsewhere too .Addmm")],
 )
 def test_branches_that_cannot_be_made_zero_are_refused(tied: bool, message: str) -> None:
     m = Plus(tied)

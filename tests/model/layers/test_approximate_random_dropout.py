@@ -232,7 +232,7 @@ def test_networks_that_mix_their_units_are_refused() -> None:
     names = [["blocks.*.mlp.0", "blocks.*.mlp.2"]]
     with pytest.raises(ValueError, match="returns other values with half of the hidden units"):
         trainer(ApproximateRandomDropout(ffn=names), max_steps=1).fit(Summed(), loader("tiny_gpt"))
-    with pytest.raises(ValueError, match="Softmax stands before it"):
+    with pytest.raises(ValueError, match="Softmax precedes it"):
         trainer(ApproximateRandomDropout(), max_steps=1).fit(Summed(), loader("tiny_gpt"))
 
 

@@ -27,7 +27,7 @@ CASES = {
         neutral=lambda: ButterflyLinear(names=[]),
         architecture=True,
         on_classifier=lambda: ButterflyLinear(blocks=4, rank=1, names=["blocks.1.0"]),
-        lost=(no_map, "classifier", "has no linear map to act on"),
+        lost=(no_map, "classifier", "has no linear layer to act on"),
     )
 }
 

@@ -23,7 +23,7 @@ CASES = {
         active=lambda: LogitSoftcap(2.0),
         neutral=lambda: LogitSoftcap(math.inf),
         architecture=True,
-        stays="LogitSoftcap exchanged Linear at head: a plain head has no cap",
+        stays="LogitSoftcap replaced Linear at head: a plain head has no cap",
         outside_surveys=True,
         on_classifier=lambda: LogitSoftcap(2.0, names=["head.1"]),
         lost=(no_map, "classifier", "Scaled has no linear layer that could be a head"),
@@ -101,14 +101,16 @@ def test_what_cannot_be_told_must_be_named() -> None:
     ):
         eff.apply(copy.deepcopy(mlp), LogitSoftcap())
     assert isinstance(eff.apply(copy.deepcopy(mlp), LogitSoftcap(names=["2"]))[2], CappedLinear)
-    with pytest.raises(ValueError, match=r"it means none of the 17 linear layers of TinyGPT; .*Nearest: head"):
+    with pytest.raises(ValueError, match=r"it matches none of the 17 linear layers of TinyGPT; .*Nearest: head"):
         eff.apply(TinyGPT(), LogitSoftcap(names=["haed"]))
 
     class Own(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) + 1
 
-    with pytest.raises(ValueError, match=r"the head 0 \(4 to 3\) cannot be replaced: a subclass of nn.Linear with a"):
+    with pytest.raises(
+        ValueError, match=r"the head 0 \(4 to 3\) cannot be replaced: a subclass of nn.Linear with its own"
+    ):
         eff.apply(nn.Sequential(Own(4, 3)), LogitSoftcap(names=["0"]))
 
 

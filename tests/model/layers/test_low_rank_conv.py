@@ -128,7 +128,7 @@ def test_what_is_left_and_what_cannot_be() -> None:
         eff.apply(copy.deepcopy(grouped), LowRankConv(1.0))
     with pytest.raises(ValueError, match=r"fewer channels than min_channels=512.* Set min_channels=32 or lower, or"):
         eff.apply(copy.deepcopy(grouped), LowRankConv(min_channels=512))
-    with pytest.raises(ValueError, match=r"it means none of the 14 convolutions of HuggingFace.*Nearest: .*layer1"):
+    with pytest.raises(ValueError, match=r"it matches none of the 14 convolutions of HuggingFace.*Nearest: .*layer1"):
         eff.apply(families.module("resnet"), LowRankConv(names=["layr1*"]))
 
 

@@ -26,7 +26,7 @@ CASES = {
         neutral=lambda: LowRankLinear(names=[]),
         architecture=True,
         on_classifier=lambda: LowRankLinear(rank=0.4, min_features=4),
-        lost=(no_map, "classifier", "has no linear map to act on"),
+        lost=(no_map, "classifier", "has no linear layer to act on"),
     )
 }
 FAMILIES = ("gpt2", "qwen3", "modernbert", "vit", "resnet")
@@ -162,7 +162,7 @@ def test_layers_of_torch_that_read_weights_in_evaluation_are_right() -> None:
     x = torch.randn(2, 5, 16)
     with torch.no_grad():
         torch.testing.assert_close(net.eval()(x), plain.eval()(x), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"out_proj.*cannot be acted on: its weight is used by nn.MultiheadAttention"):
+    with pytest.raises(ValueError, match=r"out_proj.*cannot be replaced: its weight is used by nn.MultiheadAttention"):
         eff.apply(plain, LowRankLinear(names=["*out_proj"]))
 
 
@@ -290,7 +290,7 @@ def test_what_is_named_and_cannot_be_is_refused_in_words() -> None:
         ValueError, match=r"rank=17\): the full rank of blocks.0.qkv \(Linear\) is 16.*Give rank=16 or less, or leave"
     ):
         eff.apply(TinyGPT(2), LowRankLinear(rank=17, names=["qkv"]))
-    with pytest.raises(ValueError, match=r"no linear map of TinyGPT is named 'qvk'; .*Nearest: .*qkv"):
+    with pytest.raises(ValueError, match=r"no linear layer of TinyGPT is named 'qvk'; .*Nearest: .*qkv"):
         eff.apply(TinyGPT(2), LowRankLinear(rank=4, names=["qvk"]))
     reason = r"blocks.0.qkv \(16 to 48\), blocks.0.proj .* and 5 more: it has fewer features than min_features=512"
     with pytest.raises(
@@ -307,7 +307,7 @@ def test_what_is_named_and_cannot_be_is_refused_in_words() -> None:
             return super().forward(x) + 1
 
     with pytest.raises(
-        ValueError, match=r"0 .8 to 8. cannot be acted on: a subclass of nn.Linear with a forward of its own"
+        ValueError, match=r"0 .8 to 8. cannot be replaced: a subclass of nn.Linear with its own forward"
     ):
         eff.apply(nn.Sequential(Own(8, 8)), LowRankLinear(names=["0"]))
     mixture = families.module("qwen3_moe")

@@ -328,7 +328,8 @@ class TwoTables(nn.Module):
 
 def test_which_embedding_is_meant_is_found_or_asked() -> None:
     with pytest.raises(
-        ValueError, match=r"cannot be told: TwoTables has source \(50 x 8\), target \(60 x 8\), position"
+        ValueError,
+        match=r"the token embedding is ambiguous: TwoTables has source \(50 x 8\), target \(60 x 8\), position",
     ):
         eff.apply(TwoTables(), NgramEmbedding())
     with pytest.raises(ValueError, match=r"no nn.Embedding is named 'sauce'"):
@@ -450,7 +451,7 @@ def test_export_is_refused_in_words_but_for_one_token() -> None:
         assert type(plain.embed) is nn.Embedding and list(plain.state_dict()) == list(build("tiny_gpt").state_dict())
         torch.testing.assert_close(plain(ids), one(ids), rtol=0, atol=1e-6)
     with pytest.raises(
-        ValueError, match="What NgramEmbedding learnt at token folds into its weight, which head uses too"
+        ValueError, match="What NgramEmbedding learnt at token folds into its weight, but head uses this tensor too"
     ):
         eff.export(grown(build("gpt"), n=1))
 

@@ -26,7 +26,7 @@ CASES = {
         active=lambda: QKNorm(),
         neutral=lambda: QKNorm(names=[]),
         architecture=True,
-        stays="QKNorm exchanged Linear at .*: queries and keys are normalised",
+        stays="QKNorm replaced Linear at .*: queries and keys are normalised",
         outside_surveys=True,
         refuses={"classifier": "found no attention in TinyClassifier, because"},
         lost=(classifier, "classifier", "found no attention in TinyClassifier, because"),
@@ -168,7 +168,7 @@ def test_what_is_refused_says_why() -> None:
     with pytest.raises(ValueError, match="found no attention in HuggingFace"):
         eff.apply(families.module("resnet"), QKNorm())
     with pytest.raises(
-        ValueError, match=r"it means none of the 4 layers of queries or keys of TinyGPT; .*Nearest: .*qkv"
+        ValueError, match=r"it matches none of the 4 layers of queries or keys of TinyGPT; .*Nearest: .*qkv"
     ):
         eff.apply(TinyGPT(), QKNorm(names=["kqv"]))
     with pytest.raises(

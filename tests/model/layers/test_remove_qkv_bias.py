@@ -156,7 +156,7 @@ def test_what_is_refused_says_why() -> None:
         with pytest.raises(ValueError, match="expected a list of 'key' and 'value'"):
             RemoveQKVBias(wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(
-        ValueError, match=r"it means none of the 4 layers of keys or values of TinyGPT; .*Nearest: .*qkv"
+        ValueError, match=r"it matches none of the 4 layers of keys or values of TinyGPT; .*Nearest: .*qkv"
     ):
         eff.apply(TinyGPT(), RemoveQKVBias(names=["vkq"]))
     net = eff.apply(TinyGPT(3), RemoveQKVBias(names=["blocks.1.*"]))

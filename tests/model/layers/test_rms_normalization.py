@@ -22,7 +22,7 @@ CASES = {
         active=lambda: RMSNormalization(),
         neutral=lambda: RMSNormalization(names=[]),
         architecture=True,
-        stays="RMSNormalization exchanged LayerNorm at .*: a LayerNorm subtracts the mean",
+        stays="RMSNormalization replaced LayerNorm at .*: a LayerNorm subtracts the mean",
         refuses=dict.fromkeys(("llama", "classifier"), "has no LayerNorm to act on"),
         lost=(classifier, "classifier", r"TinyClassifier has no LayerNorm to act on; .*1 BatchNorm1d"),
     )
@@ -111,7 +111,7 @@ def test_what_cannot_be_replaced_says_why() -> None:
         eff.apply(copy.deepcopy(net), RMSNormalization(names=["norm1"]))
     with pytest.raises(ValueError, match=r"no LayerNorm of Sequential can be changed\. 0: it is a subclass"):
         eff.apply(nn.Sequential(Own(8)), RMSNormalization())
-    with pytest.raises(ValueError, match=r"it means none of the 9 LayerNorms of TinyGPT; .*Nearest: .*norm1"):
+    with pytest.raises(ValueError, match=r"it matches none of the 9 LayerNorms of TinyGPT; .*Nearest: .*norm1"):
         eff.apply(TinyGPT(), RMSNormalization(names=["nrm1"]))
     with pytest.raises(
         ValueError,

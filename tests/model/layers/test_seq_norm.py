@@ -24,7 +24,7 @@ CASES = {
         neutral=lambda: SeqNorm(names=[]),
         model="normed",
         architecture=True,
-        stays="SeqNorm exchanged BatchNorm1d at .*: samples are first normalised over groups of channels",
+        stays="SeqNorm replaced BatchNorm1d at .*: samples are first normalised over groups of channels",
         refuses=_NONE,
         lost=(TinyGPT, "tiny_gpt", r"TinyGPT has no BatchNorm to act on, but 9 LayerNorm"),
     )

@@ -25,7 +25,7 @@ CASES = {
         active=lambda: SwapActivation("relu2"),
         neutral=lambda: SwapActivation("relu2", names=[]),
         architecture=True,
-        stays="SwapActivation exchanged GELU at .*: it computes another function",
+        stays="SwapActivation replaced GELU at .*: it computes another function",
         on_classifier=lambda: SwapActivation("relu2", names=["blocks.*.1"]),
         lost=(no_map, "classifier", "Scaled has no activation module to act on"),
     )
@@ -276,7 +276,7 @@ def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> N
 
 
 def test_a_name_that_means_none_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"it means none of the 4 activations of HuggingFace; .*Nearest: .*mlp.act"):
+    with pytest.raises(ValueError, match=r"it matches none of the 4 activations of HuggingFace; .*Nearest: .*mlp.act"):
         eff.apply(families.module("gpt2"), SwapActivation("relu", names=["mlp.atc"]))
 
 

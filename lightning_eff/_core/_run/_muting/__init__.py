@@ -1,1 +1,1 @@
-"""What is not called: hooks that do nothing, and loggers in passes that leave no trace."""
+"""Hooks that do nothing are not called, and loggers are muted in passes that leave no trace."""

@@ -1,4 +1,4 @@
-"""Hooks that do nothing are not called: Lightning takes some ten Python calls for each, in every step."""
+"""Disable hooks that do nothing, because Lightning makes about ten Python calls for each in every step."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -10,7 +10,7 @@ from lightning_eff._core._lightning.names import both, is_a
 from lightning_eff._core._run.protocol import Member
 from lightning_eff._core.patches import Patches
 
-#: What Lightning calls on every callback for every batch.
+#: Hooks that Lightning calls on every callback for every batch.
 BATCH_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -27,7 +27,7 @@ _DRIVING: list[object] = []
 
 
 def driving(hook: F) -> F:
-    """Marks a hook that does something in the technique alone which drives the run."""
+    """Mark a hook that only does something in the technique that drives the run."""
     _DRIVING.append(hook)
     return hook
 
@@ -35,10 +35,10 @@ def driving(hook: F) -> F:
 def silence(
     trainer: Trainer, module: LightningModule, techniques: Sequence[Member], working: Sequence[Member], patches: Patches
 ) -> None:
-    """Let Lightning pass over the batch hooks of techniques that would do nothing in this fit; it calls what is callable.
+    """Set batch hooks of techniques that would do nothing in this fit to None, because Lightning skips these.
 
-    The first technique's hooks drive the run, unless nobody works in it; even then a checkpoint within an accumulation
-    window, or within a step that is optimized by hand, must know how far the step is.
+    The first technique's hooks drive the run, unless no technique works in it. A run with accumulation windows or manual
+    optimization is always driven, because its checkpoints must know how far the step is.
     """
     scheduled = any(is_a(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
     windows = scheduled or trainer.accumulate_grad_batches > 1 or not module.automatic_optimization

@@ -1,4 +1,4 @@
-"""Loggers that take nothing down, in the place of a trainer's own."""
+"""Loggers that replace a trainer's own and record nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from typing_extensions import override
 
 @contextmanager
 def unlogged(module: Any) -> Iterator[None]:
-    """What ``module`` writes by hand to the loggers of its trainer, if it has any, is dropped."""
+    """Discard what ``module`` writes directly to its trainer's loggers."""
     own: list[Logger] = getattr(getattr(module, "_trainer", None), "loggers", [])
     if not own:
         yield
@@ -24,11 +24,11 @@ def unlogged(module: Any) -> Iterator[None]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands in for a logger's methods."""
+    """Replace a logger's methods."""
 
 
 class _Deaf(DummyLogger):
-    """Passes for ``logger``, with its names and folders; its methods do nothing, and its experiment is Lightning's dummy."""
+    """Looks like ``logger``, with its names and folders. Its methods do nothing, and its experiment is Lightning's dummy."""
 
     def __init__(self, logger: Logger) -> None:
         super().__init__()

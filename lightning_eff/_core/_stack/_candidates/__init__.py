@@ -1,1 +1,1 @@
-"""Which stacks of blocks a module may hold: in lists, by names, and at the paths that the user gives."""
+"""The possible stacks of blocks in a module: in lists, by names, and at the paths that the user gives."""

@@ -1,4 +1,4 @@
-"""The blocks that ``layers=`` means: a dotted path, a pattern, or a list of paths and patterns."""
+"""The blocks that ``layers=`` selects: a dotted path, a pattern, or a list of paths and patterns."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,14 +18,14 @@ Known = Callable[[], Sequence[Candidate]]
 
 
 class AskedFor:
-    """What ``layers=`` names in a module.
+    """The modules that ``layers=`` names.
 
     Args:
         module: the root.
-        layers: what the user gave.
+        layers: the user's argument.
         who: the technique's name, for messages.
-        known: asked for the stacks that were found in the module.
-        others: asked for what a message may recommend.
+        known: returns the stacks found in the module.
+        others: returns the stacks that a message may recommend.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class AskedFor:
 
     @property
     def is_container(self) -> bool:
-        """Whether it is the path of one module, or of a run of blocks, and no more."""
+        """Whether it is exactly the path of one module or of a run of blocks."""
         (item, *others) = self.items
         listed = item in self._named and not self._is_block(item)
         return not others and not is_pattern(item) and (isinstance(self._layers, str) or listed)
 
     def paths(self, item: str) -> list[str]:
-        """The submodules that one path or pattern means."""
+        """Return the submodules that one path or pattern selects."""
         found = matching(item, (path for path in self._named if path)) if is_pattern(item) else [item]
         if not found:
             raise self._error(f"the pattern {item!r} matches no submodule of {type(self._module).__name__}")
@@ -54,7 +54,7 @@ class AskedFor:
         return found
 
     def containers(self, item: str) -> list[str]:
-        """The paths that ``item`` means, if each is that of a list of blocks, or may be that of a run of them; else none."""
+        """Return the paths that ``item`` selects if each is a list of blocks, or may be a run of them; otherwise none."""
         if not is_pattern(item):
             return [item] if self.is_container or is_run(item) or not self._is_block(self.paths(item)[0]) else []
         paths = self.paths(item)
@@ -64,7 +64,7 @@ class AskedFor:
         return paths if lists or stages else []
 
     def _is_block(self, item: str) -> bool:
-        """Whether a path of several is that of a block: of no list, and of no ``nn.Sequential`` of blocks."""
+        """Return whether one path among several is a block, and not a list or an ``nn.Sequential`` of blocks."""
         m = self._named[item]
         if isinstance(m, nn.Sequential):
             classes = {class_of(child) for child in m.children()}
@@ -72,7 +72,7 @@ class AskedFor:
         return not isinstance(m, nn.ModuleList | nn.ModuleDict)
 
     def stack(self, items: Sequence[str]) -> Candidate:
-        """The blocks at ``items``, one after the other; the blocks of a list or a dict stand for it."""
+        """Return the blocks at ``items``, in order; a list or a dict is replaced by its blocks."""
         blocks: dict[str, nn.Module] = {}
         for path in (path for item in items for path in self.paths(item)):
             m = self._named[path]
@@ -96,7 +96,7 @@ class AskedFor:
         )
 
     def _same(self, blocks: dict[str, nn.Module]) -> Candidate | None:
-        """The stack that has these very blocks in this order, so that all techniques speak of one."""
+        """Return the known stack with exactly these blocks in this order, so that all techniques share one."""
         home = next(iter(blocks)).rpartition(".")[0]
         parent = self._module.get_submodule(home)
         if home and isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict):
@@ -116,7 +116,7 @@ class AskedFor:
 
 
 def as_items(layers: str | Sequence[str]) -> list[str]:
-    """The paths and patterns in what the user gave; those in a text have commas between them."""
+    """Return the paths and patterns in the user's argument; in a string they are separated by commas."""
     if isinstance(layers, str):
         return [item.strip() for item in layers.split(",")]
     return [*layers] if isinstance(layers, Sequence) else []

@@ -1,6 +1,7 @@
 """Stacks whose blocks a module registers as attributes (``block_0`` ... ``block_7``), or in an ``nn.ModuleDict``.
 
-Only names say that such blocks belong together. Whoever uses one of these stacks must look whether its blocks feed each other.
+Only names suggest that such blocks belong together. Code that uses one of these stacks must check that its blocks feed each
+other.
 """
 
 import re
@@ -26,11 +27,11 @@ _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
 def by_name(module: nn.Module, lists: Sequence[Candidate]) -> list[Candidate]:
-    """Blocks of one class and one width in ``nn.ModuleDict``, or with names of one beginning and a number; outermost only.
+    """Return the outermost blocks of one class and width in ``nn.ModuleDict``, or named by a common prefix and a number.
 
     Args:
         module: the root.
-        lists: the stacks in lists. None of their blocks is looked into. Blocks that hold one must all be alike.
+        lists: the stacks in lists. Their blocks are not searched. Blocks that contain one must all have the same tensors.
     """
     found: list[Candidate] = []
     around = tuple(f"{c.path}." for c in lists if c.composite)
@@ -79,11 +80,11 @@ def _are_blocks(blocks: list[nn.Module]) -> bool:
 
 
 def _are_alike(found: Candidate, lists: Sequence[Candidate]) -> bool:
-    """Whether the blocks are alike, or hold no stack of their own: of unequal towers, the longest stack is meant."""
+    """Return whether the blocks have the same tensors, or contain no stack; unequal towers are not one stack."""
     return not any(c.composite and c.path.startswith(found.prefixes) for c in lists) or alike(found.blocks)
 
 
 def outermost(found: Sequence[Candidate]) -> list[Candidate]:
-    """Those that do not lie in the blocks of another one."""
+    """Return the candidates that are not inside the blocks of another one."""
     around = tuple(prefix for c in found if c.by_name for prefix in c.prefixes)
     return [c for c in found if not around or not f"{c.home}.".startswith(around)]

@@ -1,4 +1,4 @@
-"""A stack of repeated blocks that a module may hold, and where its blocks are registered."""
+"""A possible stack of repeated blocks, and where its blocks are registered."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,13 +18,13 @@ class Candidate:
     """Blocks of one class that a module registers in a list, in a dict, as attributes, or at any paths.
 
     Attributes:
-        path: what finds the blocks again as ``layers=``: of a container its path, of a run of blocks in it ``net[1:5]``, of
-            attributes a pattern (``model.block_*``), of anything else the blocks' paths with commas between them.
-        container: the module that the blocks lie in.
+        path: selects the blocks as ``layers=``: the path of a container, ``net[1:5]`` for a run of blocks in it, a pattern
+            for attributes (``model.block_*``), or the blocks' paths separated by commas.
+        container: the module that contains the blocks.
         block: the blocks' class.
-        length: how many there are.
-        composite: they are made of several modules.
-        start: where in an ``nn.Sequential`` a run begins, None where there is no run.
+        length: the number of blocks.
+        composite: whether each block consists of several modules.
+        start: where a run begins in an ``nn.Sequential``; None if it is not a run.
         keys: the blocks' dotted paths in ``container``; None for all its children, or the run.
         home: the container's path.
     """
@@ -45,17 +45,17 @@ class Candidate:
 
     @property
     def in_list(self) -> bool:
-        """Whether the blocks are all that a list or an ``nn.Sequential`` holds, so that it can be shown without some."""
+        """Whether a list or an ``nn.Sequential`` contains only the blocks, so that it can be shown without some."""
         return self.start is None and self.keys is None and isinstance(self.container, nn.ModuleList | nn.Sequential)
 
     @property
     def by_name(self) -> bool:
-        """Whether only names say that these blocks belong together, and in which order."""
+        """Whether only names suggest that these blocks belong together, and in which order."""
         return self.start is None and not self.in_list
 
     @cached_property
     def slots(self) -> list[tuple[nn.Module, str]]:
-        """Where each block is registered: the module that holds it, and its name there."""
+        """Where each block is registered: its parent module, and its name there."""
         if self.keys is None:
             names = [name for name, m in self.container._modules.items() if m is not None]
             names = names if self.start is None else names[self.start : self.start + self.length]
@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def parents(self) -> list[nn.Module]:
-        """The modules that hold the blocks, each once."""
+        """The blocks' parent modules, each once."""
         return list({id(parent): parent for parent, _ in self.slots}.values())
 
     @property
@@ -81,23 +81,23 @@ class Candidate:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """What the names of everything in the blocks begin with."""
+        """The prefixes of the names of everything in the blocks."""
         return tuple(f"{path}." for path in self.named_blocks)
 
 
 def join(home: str, key: str) -> str:
-    """The path of what is registered as ``key`` in the module at ``home``."""
+    """Return the path of the child ``key`` of the module at ``home``."""
     return f"{home}.{key}" if home else key
 
 
 def of_container(path: str, container: nn.Module) -> Candidate:
-    """All that ``container`` holds."""
+    """Return the candidate with all children of ``container``."""
     blocks = [child for child in container._modules.values() if child is not None]
     return Candidate(path, container, class_of(blocks[0]).__name__, len(blocks), is_composite(blocks[0]), home=path)
 
 
 def signature(block: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a block's parameters and buffers: two blocks with the same can be copied onto one another."""
+    """Return names and shapes of a block's parameters and buffers. Blocks with equal signatures can be copied."""
     return [(name, tuple(tensor.shape)) for name, tensor in _named_tensors(block)]
 
 
@@ -106,25 +106,26 @@ def _named_tensors(block: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def of_one_width(blocks: Sequence[nn.Module]) -> bool:
-    """Whether tensors of the same name have the same shape in all blocks: stages of several widths are no stack."""
+    """Return whether tensors of the same name have the same shape in all blocks; stages of several widths are not a stack."""
     shapes: dict[str, tuple[int, ...]] = {}
     return all(shapes.setdefault(name, shape) == shape for block in blocks for name, shape in signature(block))
 
 
 def class_of(block: nn.Module) -> type[nn.Module]:
-    """The class that a block was written as: FSDP2 mixes its own into those that it divides, torch.compile wraps them.
+    """Return the class as which a block was written, without the mixins of FSDP2 or the wrapper of torch.compile.
 
-    Of a block that was swapped for one of a class derived from its own, it is its own: not all blocks need be swapped.
+    For a block that was replaced by an instance of a derived class, it is the original class, because only some blocks may have
+    been replaced.
     """
     block = getattr(block, "_orig_mod", block)
     swap = swap_of(block)
     cls = type(swap.was) if swap is not None and isinstance(block, type(swap.was)) else type(block)
-    index = getattr(cls, "_orig_cls_mro_index", None)  # FSDP2's word for where the block's own is
+    index = getattr(cls, "_orig_cls_mro_index", None)  # set by FSDP2: the position of the block's own class
     return cls if index is None else cls.__mro__[index]
 
 
 def is_composite(block: nn.Module) -> bool:
-    """Whether a block is made of several modules."""
+    """Return whether a block consists of several modules."""
     return any(True for _ in block.children())
 
 
@@ -133,7 +134,7 @@ def has_parameters(block: nn.Module) -> bool:
 
 
 def is_repeated(blocks: Sequence[nn.Module]) -> bool:
-    """Whether blocks are of one class and one width."""
+    """Return whether blocks have one class and one width."""
     cls = class_of(blocks[0])
     if any(class_of(block) is not cls for block in blocks):
         return False
@@ -143,18 +144,18 @@ def is_repeated(blocks: Sequence[nn.Module]) -> bool:
 
 
 def alike(blocks: Sequence[nn.Module]) -> bool:
-    """Whether blocks have tensors of the same names and shapes."""
+    """Return whether blocks have tensors of the same names and shapes."""
     return all(signature(block) == signature(blocks[0]) for block in blocks)
 
 
 def in_order(paths: Iterable[str]) -> list[str]:
-    """Paths by the numbers in them, ``block_2`` before ``block_10``, and where these are equal as they come."""
+    """Sort paths by the numbers in them, ``block_2`` before ``block_10``; the order of equal ones is kept."""
     parts = {path: re.split(r"(\d+)", path) for path in paths}
     words = {word: place for place, word in enumerate(dict.fromkeys(w for each in parts.values() for w in each[::2]))}
     return sorted(parts, key=lambda path: [int(p) if i % 2 else words[p] for i, p in enumerate(parts[path])])
 
 
 def listed(found: Sequence[Candidate]) -> str:
-    """At most five candidates, in words."""
+    """Return at most five candidates as text."""
     more = f" and {len(found) - 5} more" if len(found) > 5 else ""
     return (", ".join(map(str, found[:5])) or "none") + more

@@ -1,4 +1,4 @@
-"""Paths of submodules by patterns: ``*`` stands for anything within one name, as in ``block_*`` and ``model.layers.*``."""
+"""Patterns of submodule paths: ``*`` matches anything within one name, as in ``block_*`` and ``model.layers.*``."""
 
 import re
 from collections.abc import Iterable
@@ -10,17 +10,17 @@ _RUN = re.compile(r".*\[\d+:\d+\]")
 
 
 def is_run(layers: str) -> bool:
-    """Whether ``layers`` names a run of blocks (``net[1:5]``)."""
+    """Return whether ``layers`` names a run of blocks (``net[1:5]``)."""
     return _RUN.fullmatch(layers) is not None
 
 
 def is_pattern(layers: str) -> bool:
-    """Whether ``layers`` is a pattern, rather than a path or a run of blocks."""
+    """Return whether ``layers`` is a pattern, rather than a path or a run of blocks."""
     return any(sign in layers for sign in "*?[") and not is_run(layers)
 
 
 def matching(pattern: str, paths: Iterable[str]) -> list[str]:
-    """Those of ``paths`` that ``pattern`` means: by the numbers in them, and else as they were registered."""
+    """Return those of ``paths`` that match ``pattern``, sorted by the numbers in them, otherwise in order of registration."""
     parts = pattern.split(".")
     found = []
     for path in paths:

@@ -256,7 +256,7 @@ class Asks(Own):
         (ResNet, "saw no attention in training_step"),
         (Mean, "is to 16 tokens, which are no grid of square patches of images of 8 x 8 pixels"),
         (Windows, "is of 12 sequences for 6 images, as in windows"),
-        (Asks, "attention weights are asked for"),
+        (Asks, "it returns attention weights"),
     ],
     ids=["none", "mean", "windows", "weights"],
 )
