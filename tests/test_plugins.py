@@ -248,3 +248,14 @@ def test_every_method_of_a_plugin_is_handed_on() -> None:
 def test_two_plugins_are_refused_by_lightning() -> None:
     with pytest.raises(Exception, match="multiple values for Precision flags"):
         trainer(max_steps=1, plugins=[WrappingPrecision(), WrappingPrecision()])
+
+
+@every
+@pytest.mark.parametrize("of", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_plugin_among_the_callbacks_is_told_where_it_belongs(name: str, of: str) -> None:
+    package = pytest.importorskip(of)
+    plugin = PLUGINS[name].build(PLUGINS[name].precisions[0])
+    with pytest.raises(
+        TypeError, match=rf"^Trainer\(callbacks=\[{name}\(\.\.\.\)\]\): .* Use Trainer\(plugins=\[{name}\("
+    ):
+        package.Trainer(callbacks=[plugin], accelerator="cpu", logger=False, enable_checkpointing=False)

@@ -209,6 +209,26 @@ def needs_blocks(profile: RunProfile) -> str | None:
     return None if profile.num_blocks >= 2 else "no stack of at least two repeated blocks was found"
 
 
+def needs_images(profile: RunProfile) -> str | None:
+    """Why a technique for images would be tried in vain."""
+    return None if profile.image_side is not None else "samples are not images"
+
+
+def needs_sequences(profile: RunProfile) -> str | None:
+    """Why a technique for sequences would be tried in vain."""
+    return None if profile.sequence_length is not None else "samples are not sequences"
+
+
+def needs_attention(profile: RunProfile) -> str | None:
+    """Why a technique for attention would be tried in vain."""
+    return None if profile.image_side is not None else needs_sequences(profile)
+
+
+def needs_matrices(profile: RunProfile) -> str | None:
+    """Why a technique for hidden linear layers would be tried in vain."""
+    return None if profile.num_matrices else "the module has no hidden linear layer"
+
+
 def needs_samples(profile: RunProfile) -> str | None:
     """Return why a technique that chooses samples of a batch by their loss cannot help, or None."""
     if not profile.visible_loss:

@@ -142,6 +142,7 @@ class Session(Stacks, Parts):
 
     def _attach(self) -> None:
         for technique in self.working:
+            technique._reset()
             technique.attach(self)
 
     def _patch(self) -> None:

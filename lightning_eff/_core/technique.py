@@ -1,13 +1,15 @@
 """The base classes of techniques that are callbacks, and of those that evaluate other weights than they train."""
 
+import functools
 import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
@@ -18,13 +20,30 @@ from lightning_eff._core._needs.needs import Need, Reasons
 from lightning_eff._core._run._muting.idle_hooks import BATCH_HOOKS, driving
 from lightning_eff._core.search_space import SearchSpace, Survey
 from lightning_eff._core.session import Session
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from lightning_eff._core.steps import Proceed, Stage, Step
 
 
 def _no_arms(technique: Any) -> Mapping[str, Callback]:
     return {}
+
+
+def _then_reset(init: Callable[..., None]) -> Callable[..., None]:
+    """``init``, which resets a technique in the end, unless it is called by the ``__init__`` of a subclass."""
+
+    @functools.wraps(init)
+    def initialized(self: "Technique", *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if type(self).__init__ is initialized:
+            self._reset()
+
+    return initialized
+
+
+def _for_checkpoint(value: Any) -> Any:
+    """``value`` with its container copied, or a number on a device as a plain number."""
+    if isinstance(value, dict | list):
+        return value.copy()
+    return value.item() if isinstance(value, torch.Tensor) and value.ndim == 0 else value
 
 
 @dataclass(frozen=True)
@@ -58,6 +77,11 @@ class Technique(Callback):
         control: the control of an honest comparison; required of every exported technique.
         survey: its row in the surveys; None if it is in neither.
         search_space: the settings that a search tries, and when that is pointless; None for control techniques.
+        neutral_at: by attribute, a value that alone makes it plain training, in addition to those of its base classes.
+        checkpointed: the attributes that checkpoints hold, such as ``_steps`` or ``_scorer.checked``, in addition to those of
+            its base classes. A checkpoint holds them under the last part of the name, without its underscore.
+        stage: the stage of ``_link`` in the chain of a step; None for a technique that adds no link, or adds links itself.
+        order: its place among the links of that stage, whatever the order of the callbacks.
         conflicts: names of techniques and precision plugins that it cannot train with, and why.
         needs_automatic_optimization: refuses modules with ``automatic_optimization = False``.
         needs_budget: refuses runs without any of ``max_steps``, ``max_epochs`` and ``max_time``.
@@ -78,6 +102,10 @@ class Technique(Callback):
     constraints: ClassVar[str] = ""
     survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = None
+    neutral_at: ClassVar[Mapping[str, Any]] = {}
+    checkpointed: ClassVar[tuple[str, ...]] = ()
+    stage: ClassVar[Stage | None] = None
+    order: ClassVar[int] = 0
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = False
@@ -96,7 +124,7 @@ class Technique(Callback):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = declared(cls.__init__)
+            cls.__init__ = _then_reset(declared(cls.__init__))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         technique = super().__new__(cls)
@@ -129,7 +157,8 @@ class Technique(Callback):
     @property
     def neutral(self) -> bool:
         """Whether the settings make this plain training. Then nothing is attached, and nothing conflicts with it."""
-        return False
+        declared = (pair for cls in type(self).__mro__ for pair in vars(cls).get("neutral_at", {}).items())
+        return any(getattr(self, name) == value for name, value in declared)
 
     @property
     def changes_shapes(self) -> bool:
@@ -141,6 +170,9 @@ class Technique(Callback):
         """Whether a training step with these settings may skip all blocks of a stack."""
         return False
 
+    def _reset(self) -> None:
+        """Set what a fit finds and counts to its first values; called after construction and before :meth:`attach`."""
+
     def on_budget(self, session: Session) -> None:
         """Give ``session.progress`` a limit that the Trainer does not have. Called before any technique's checks."""
 
@@ -151,7 +183,13 @@ class Technique(Callback):
         """Called when the run begins, in evaluation too, unless neutral. None of the module's own code has run."""
 
     def attach(self, session: Session) -> None:
-        """Initialize the state and request links. Called in ``Callback.setup`` of a fit, unless neutral."""
+        """Request links. Called in ``Callback.setup`` of a fit, after :meth:`_reset`, unless neutral."""
+        if self.stage is not None:
+            session.chain.add(self.stage, self._link, self.order)
+
+    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        """Run the step, as the link at :attr:`stage` of the chain."""
+        raise NotImplementedError
 
     def on_model(self, session: Session) -> None:
         """Called when the module is complete with its checkpoint (if any) loaded, before the strategy wraps it."""
@@ -177,7 +215,7 @@ class Technique(Callback):
     def detach(self, session: Session) -> None:
         """Called when the run ends, also after an error. ``_core`` undoes its own changes."""
 
-    def report(self) -> "dict[str, float | int | Tensor]":
+    def report(self) -> dict[str, float | int | torch.Tensor]:
         """Return quantities for the logger, by the last part of their name ``eff/<technique>/<quantity>``."""
         return {}
 
@@ -186,6 +224,21 @@ class Technique(Callback):
         return "nothing to tell"
 
     # -- Lightning's hooks
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {key: _for_checkpoint(getattr(owner, name)) for key, owner, name in self._checkpointed()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for key, owner, name in self._checkpointed():
+            setattr(owner, name, _for_checkpoint(state_dict[key]))
+
+    def _checkpointed(self) -> Iterator[tuple[str, Any, str]]:
+        """The attributes that checkpoints hold: the key, the object that has it, and its name there."""
+        for path in (path for cls in type(self).__mro__ for path in vars(cls).get("checkpointed", ())):
+            owner, _, name = path.rpartition(".")
+            yield name.lstrip("_"), getattr(self, owner) if owner else self, name
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

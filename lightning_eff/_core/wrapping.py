@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core import rng
-from lightning_eff._core._lightning.names import adapt, is_a, of_both
+from lightning_eff._core._lightning.names import NoCallback, adapt, is_a, of_both
 from lightning_eff._core.search_space import SearchSpace, Survey
 
 NAMES: dict[str, Callable[[], Precision]] = {
@@ -47,7 +47,7 @@ def is_unrounded() -> bool:
 
 
 @of_both
-class WrappingPrecision(Precision):
+class WrappingPrecision(NoCallback, Precision):
     """Delegates every call to an inner plugin. Subclasses override what they add, and call ``super()``.
 
     A checkpoint saved with only the inner plugin can be resumed with this one around it. The plugin counts the Trainer's
@@ -70,6 +70,7 @@ class WrappingPrecision(Precision):
         TypeError: if ``inner`` is neither a string nor a plugin, or is a plugin of the same class.
     """
 
+    given_as: ClassVar[str] = "plugins=[{}]"
     kind: ClassVar[str] = "precision"
     saves: ClassVar[str] = ""
     paper: ClassVar[str] = ""

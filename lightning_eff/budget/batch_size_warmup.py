@@ -132,20 +132,21 @@ class BatchSizeWarmup(Technique):
         Goyal et al. 2017, arXiv:1706.02677 (linear scaling). Malladi et al. 2022, arXiv:2205.10287 (square root, for Adam).
     """
 
-    saves: ClassVar[str] = "samples early in training, where small batches learn as much per step"
-    paper: ClassVar[str] = "Smith et al. 2017, arXiv:1711.00489"
-    constraints: ClassVar[str] = "needs more batches per epoch than the first steps take"
+    saves = "samples early in training, where small batches learn as much per step"
+    paper = "Smith et al. 2017, arXiv:1711.00489"
+    constraints = "needs more batches per epoch than the first steps take"
     needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("large batches", shen="5.2")
+    search_space = SearchSpace(
         {"full": Choice((2, 3, 4)), "until": Uniform(0.2, 0.8), "power": Choice((0.0, 0.5, 1.0))}
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "a constant batch size, with the learning rate divided along the same path of learning rate / batch size",
         _decayed_rate,
     )
     needs_budget: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"full": 1}
 
     def __init__(
         self,
@@ -173,18 +174,12 @@ class BatchSizeWarmup(Technique):
         self.by: Literal["accumulation", "batch", "rate"] = by
         self.settings = {"start": start, "until": until, "steps": steps, "full": full, "growth": growth, "power": power}
         self._scaled: ScaledSteps | None = None
-        self._reset()
 
     def _reset(self) -> None:
         self._own = 0  # the trainer's accumulate_grad_batches
         self._m = self.start
         self._joining: dict[int, Any] = {}  # by="batch": the loader's batches that wait, by index in the epoch
         self._saved: dict[int, Any] = {}  # the same from a checkpoint, in plain containers
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.full == 1
 
     @property
     @override
@@ -204,7 +199,6 @@ class BatchSizeWarmup(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         trainer = session.trainer
         self._own = trainer.accumulate_grad_batches
         if self.by == "rate":

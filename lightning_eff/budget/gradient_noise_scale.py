@@ -1,5 +1,6 @@
 """Measure the gradient noise scale: the batch size beyond which larger ones gain little (arXiv:1812.06162)."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -79,19 +80,19 @@ class GradientNoiseScale(Technique):
         McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", arXiv:1812.06162, appendix A.
     """
 
-    saves: ClassVar[str] = "nothing by itself: it shows which batch size pays off"
-    paper: ClassVar[str] = "McCandlish et al. 2018, arXiv:1812.06162"
+    saves = "nothing by itself: it shows which batch size pays off"
+    paper = "McCandlish et al. 2018, arXiv:1812.06162"
     needs: ClassVar[Need] = Need.PIECES
     refuses: ClassVar[Reasons] = {Part.COMPRESSED: "it compares gradients with their exact mean over processes"}
-    survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_gains_nothing)
-    control: ClassVar[Control] = Control("the baseline, which trains identically")
+    survey = Survey("large batches", shen="5.2")
+    search_space = SearchSpace(pointless=_gains_nothing)
+    control = Control("the baseline, which trains identically")
+    neutral_at: ClassVar[Mapping[str, Any]] = {"every": 0}
 
     def __init__(
         self, half_life: Annotated[float, Number(above=0)] = 50.0, *, every: Annotated[int, Count(at_least=0)] = 1
     ) -> None:
         self.half_life, self.every = half_life, every
-        self._reset()
 
     def _reset(self) -> None:
         self._signal = self._noise = self._weight = 0.0
@@ -107,16 +108,10 @@ class GradientNoiseScale(Technique):
         self._size = 0
         self._before: tuple[int, int, Tensor, list[Tensor | None]] | None = None
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.every == 0
-
     # -- the run
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._pieces = not is_plain(session.trainer.strategy)
         session.chain.add(Stage.SAVE, self._link)
         backward = session.trainer.strategy.backward

@@ -77,19 +77,19 @@ class LearningRateSchedule(Technique):
         Izsak et al. 2021, arXiv:2104.07705 (a budget in seconds).
     """
 
-    saves: ClassVar[str] = "steps: full decay over the true budget gains more than most techniques"
-    paper: ClassVar[str] = "Li et al. 2019, arXiv:1905.04753; Bergsma et al. 2025, arXiv:2502.15938"
-    constraints: ClassVar[str] = "needs a run with an end and automatic optimization"
+    saves = "steps: full decay over the true budget gains more than most techniques"
+    paper = "Li et al. 2019, arXiv:1905.04753; Bergsma et al. 2025, arXiv:2502.15938"
+    constraints = "needs a run with an end and automatic optimization"
     needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("learning rate schedules", zhuang="2.1", shen="5.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("learning rate schedules", zhuang="2.1", shen="5.1")
+    search_space = SearchSpace(
         {
             "shape": Choice(("linear", "cosine", "rex", "wsd")),
             "warmup": Choice((0.0, 0.02, 0.1)),
             "final": Choice((0.0, 0.1)),
         }
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "a linear decay to zero over the same budget; for linear decay, the baseline with a tuned learning rate",
         _linear,
     )
@@ -129,7 +129,6 @@ class LearningRateSchedule(Technique):
         self.shape = Shape(shape, warmup, start, final, peak, ramp, decay, cycles, cycle_growth)
         self.momentum = momentum if shape == "one_cycle" else None
         self.max_tokens = max_tokens
-        self._reset()
 
     def _reset(self) -> None:
         self._rates = Rates("LearningRateSchedule")
@@ -162,7 +161,6 @@ class LearningRateSchedule(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._rates.take_over(session, f"LearningRateSchedule: {self.shape.name}")
 
     @override

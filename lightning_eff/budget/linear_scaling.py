@@ -98,15 +98,15 @@ class LinearScaling(Technique):
         Malladi et al. 2022, arXiv:2205.10287 (the square root).
     """
 
-    saves: ClassVar[str] = "time on many devices: large batches with a suitable learning rate, without a new search"
-    paper: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677"
-    constraints: ClassVar[str] = "needs a loader with a batch size, or batch_size="
+    saves = "time on many devices: large batches with a suitable learning rate, without a new search"
+    paper = "Goyal et al. 2017, arXiv:1706.02677"
+    constraints = "needs a loader with a batch size, or batch_size="
     needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("large batches", shen="5.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("large batches", shen="5.2")
+    search_space = SearchSpace(
         {"times": Choice((0.5, 2.0, 4.0)), "warmup": Uniform(0.0, 0.2), "power": Choice((0.5, 1.0))}, make=_search
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "the baseline with its learning rate tuned for the same batch; and the full learning rate from the first step",
         _all_at_once,
     )
@@ -115,6 +115,7 @@ class LinearScaling(Technique):
         "BatchSizeWarmup": "both scale the learning rate with the batch. BatchSizeWarmup alone scales it from its first batch",
         "TokenBudgetBatches": "its batches differ from the loader's batch size. Give their mean as batch_size= to use both",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"power": 0.0}
 
     def __init__(
         self,
@@ -130,11 +131,6 @@ class LinearScaling(Technique):
             self.conflicts = others  # pyright: ignore[reportAttributeAccessIssue] -- only of this instance
         self._scaled: ScaledSteps | None = None
         self._batch, self._factor = 0.0, 1.0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.power == 0.0
 
     # -- the run
 

@@ -64,10 +64,10 @@ class ExactResume(Technique):
     paper = "common practice; Liang et al. 2024, arXiv:2410.06511"
     constraints = "needs as many data-parallel ranks as the checkpoint"
     needs: ClassVar[Need] = Need.BATCH
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_gains_nothing)
+    search_space = SearchSpace(pointless=_gains_nothing)
     control = Control("the baseline, because it changes nothing in an uninterrupted run")
-    needs_automatic_optimization = False
-    sparse_gradients = True
+    needs_automatic_optimization: ClassVar[bool] = False
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._batches = 0

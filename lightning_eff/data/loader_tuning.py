@@ -7,6 +7,7 @@ arXiv:2101.12127).
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
@@ -19,7 +20,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.loaders import ResumableLoader
-from lightning_eff._core.search_space import SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data._loader.moving import Freedom, cores_of_a_rank, freedom_of
@@ -82,19 +83,18 @@ class LoaderTuning(Technique):
         "tf.data: A Machine Learning Data Processing Framework", arXiv:2101.12127.
     """
 
-    saves: ClassVar[str] = "the time that the device waits for batches"
-    paper: ClassVar[str] = "Mohan et al. 2021, arXiv:2007.06775; Murray et al. 2021, arXiv:2101.12127"
-    constraints: ClassVar[str] = (
-        "changing the number of workers needs a map-style data set that draws no random numbers"
-    )
+    saves = "the time that the device waits for batches"
+    paper = "Mohan et al. 2021, arXiv:2007.06775; Murray et al. 2021, arXiv:2101.12127"
+    constraints = "changing the number of workers needs a map-style data set that draws no random numbers"
     needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace()
-    control: ClassVar[Control] = Control(
+    survey = None
+    search_space = SearchSpace()
+    control = Control(
         "the baseline for as many seconds with a well-chosen num_workers, because the weights are the same bit for bit"
     )
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"num_batches": None}
 
     def __init__(
         self,
@@ -107,7 +107,6 @@ class LoaderTuning(Technique):
     ) -> None:
         self.num_batches, self.waiting, self.least_gain = num_batches, waiting, least_gain
         self.max_workers, self.max_prefetch = max_workers, max_prefetch
-        self._reset()
 
     def _reset(self) -> None:
         self._tuners: list[LoaderTuner] = []
@@ -127,16 +126,10 @@ class LoaderTuning(Technique):
         self._said: list[str] = []
         self._active = Setting()
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.num_batches is None
-
     # -- the run
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.loaders.tune = self._take
 
     def _take(self, loader: ResumableLoader) -> None:

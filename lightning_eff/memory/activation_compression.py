@@ -123,6 +123,8 @@ class ActivationCompression(Technique):
         "ActivationOffload": "both handle saved tensors, and autograd asks only the inner one",
     }
     needs_automatic_optimization: ClassVar[bool] = False
+    neutral_at: ClassVar[Mapping[str, Any]] = {"bits": EXACT_BITS}
+    stage: ClassVar[Stage | None] = Stage.SAVE
 
     def __init__(
         self,
@@ -152,7 +154,6 @@ class ActivationCompression(Technique):
         self.convolutions_only = convolutions_only
         self.offload = offload
         self.interval = interval
-        self._reset()
 
     @classmethod
     def level(cls, level: Level) -> "ActivationCompression":
@@ -182,11 +183,6 @@ class ActivationCompression(Technique):
         self._measured = 0
         self._last: dict[str, float | int] = report_of(None, offload=self.offload)
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.bits == EXACT_BITS
-
     @override
     def check(self, session: Session) -> None:
         if self.bits == "auto" and not session.module.automatic_optimization:
@@ -199,11 +195,6 @@ class ActivationCompression(Technique):
                 "ActivationCompression(offload=True): the module is on the CPU, so there is no device to offload from."
                 " Remove offload=True."
             )
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.SAVE, self._link)
 
     @override
     def on_model(self, session: Session) -> None:

@@ -132,6 +132,8 @@ class ActivationOffload(Technique):
     }
     needs_automatic_optimization: ClassVar[bool] = False
     needs: ClassVar[Need] = Need.SAVED
+    neutral_at: ClassVar[Mapping[str, Any]] = {"min_bytes": math.inf}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_steps", "_total")
 
     def __init__(
         self,
@@ -145,7 +147,6 @@ class ActivationOffload(Technique):
         self.layers = layers
         self.prefetch = prefetch
         self.pin_memory = pin_memory
-        self._reset()
 
     def _reset(self) -> None:
         self._offloading: Offloading | None = None
@@ -155,14 +156,8 @@ class ActivationOffload(Technique):
         self._last: dict[str, float] = {**self._total, "bytes_held": 0}
         self._before: dict[str, float] = dict(self._total)
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return math.isinf(self.min_bytes)
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._offloading = Offloading(HostStore(depth=self.prefetch, pin_memory=self.pin_memory), self.min_bytes)
         session.chain.add(Stage.SAVE, self._link)
 
@@ -239,15 +234,6 @@ class ActivationOffload(Technique):
         if self._offloading is not None:
             self._offloading.store.release()
             self._offloading = None
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "total": dict(self._total)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._steps = state_dict["steps"]
-        self._total = dict(state_dict["total"])
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

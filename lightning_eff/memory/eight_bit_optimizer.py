@@ -102,6 +102,7 @@ class EightBitOptimizer(Technique):
         "OptimizerOffload": "it needs a single optimizer of torch.optim, but here two optimizers step as one",
         "StochasticRoundingBF16": "it needs a single optimizer of torch.optim, but here two optimizers step as one",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"bits": 32}
 
     def __init__(
         self, bits: Literal[8, 4, 32] = 8, *, min_size: Annotated[int, Count(), Alias("min_8bit_size")] = 4096
@@ -112,17 +113,11 @@ class EightBitOptimizer(Technique):
             )
         self.bits: Literal[8, 4, 32] = bits
         self.min_size = min_size
-        self._reset()
 
     def _reset(self) -> None:
         self._small: list[Optimizer] = []  # the optimizers with quantized states
         self._last: dict[str, int] = {}
         self._names: list[str] = []
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.bits == 32
 
     @override
     def check(self, session: Session) -> None:
@@ -139,7 +134,6 @@ class EightBitOptimizer(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         configure = session.module.configure_optimizers
 
         def configure_optimizers() -> Any:

@@ -88,15 +88,10 @@ class OptimizerOffload(Technique):
 
     def __init__(self, *, pin_memory: bool = True) -> None:
         self.pin_memory = pin_memory
-        self._reset()
 
     def _reset(self) -> None:
         self._updates: list[HostUpdate] = []
         self._last: dict[str, float] = {}
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_optimizers(self, session: Session) -> None:

@@ -124,6 +124,7 @@ class Rematerialization(Technique):
     )
     needs_automatic_optimization: ClassVar[bool] = False
     needs: ClassVar[Need] = Need.SAVED
+    stage: ClassVar[Stage | None] = Stage.SAVE
 
     def __init__(
         self,
@@ -154,7 +155,6 @@ class Rematerialization(Technique):
             vars(self)["conflicts"] = {**dict.fromkeys(COMPRESSING, MEASURED), **dict.fromkeys(FREEZING, OF_ALL)}
         self.memory_budget = None if memory_budget is None else parse_budget(memory_budget)
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self.plan: Plan | None = None
@@ -200,11 +200,6 @@ class Rematerialization(Technique):
                 f"Rematerialization(policy='optimal'): {type(session.module).__name__} has automatic_optimization=False,"
                 " so measuring the blocks would step its optimizers. Use policy='full', 'sqrt' or 'selective'."
             )
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.SAVE, self._link)
 
     @override
     def on_model(self, session: Session) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -108,6 +109,7 @@ class DropSlowest(Technique):
         "LocalSGD": "its gradients stay on their rank, so no step waits for other ranks",
         "EfficientSAM": "it compares the losses of two passes, and a skipped micro-batch has none",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"slowest": 0, "grace": math.inf}
 
     def __init__(
         self,
@@ -116,7 +118,6 @@ class DropSlowest(Technique):
         grace: Annotated[float, Either(Number(at_least=0), OneOf(math.inf), hint=_HINT)] = 0.1,
     ) -> None:
         self.slowest, self.grace = slowest, grace
-        self._reset()
 
     def _reset(self) -> None:
         self._window = self._done = 0  # micro-batches of the running window, and those that this rank did
@@ -126,11 +127,6 @@ class DropSlowest(Technique):
         self._key = ""
         self._totals = {"done": 0, "dropped": 0}
         self._share = 1.0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.slowest == 0 or self.grace == math.inf
 
     @override
     def check(self, session: Session) -> None:
@@ -148,7 +144,6 @@ class DropSlowest(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         if session.trainer.world_size == 1:
             return
         store, name = _store(), "lightning_eff/drop_slowest"

@@ -179,6 +179,8 @@ class JointSpar(Technique):
         **dict.fromkeys(_APART, "ranks with local steps would draw layers by their own gradients"),
     }
     needs_optimizer: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"share": 1.0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_p", "_largest")
 
     def __init__(
         self,
@@ -194,7 +196,6 @@ class JointSpar(Technique):
             )
         self.share, self.rate = float(share), float(rate)
         self.floor = share / 2 if floor is None else float(floor)
-        self._reset()
 
     def _reset(self) -> None:
         self._layers: list[dict[str, Parameter]] = []  # by name, of each layer
@@ -203,11 +204,6 @@ class JointSpar(Technique):
         self._largest = self._numbers = 0.0
         self._off: list[Parameter] = []  # that take no gradient in the pass that is under way
         self._sent = _Sent()
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.share == 1.0
 
     # -- the run
 
@@ -226,7 +222,6 @@ class JointSpar(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.JOIN, self._link, order=-1)  # of all passes of a step
         strategy = session.trainer.strategy
         if not is_a(strategy, DDPStrategy):
@@ -368,14 +363,6 @@ class JointSpar(Technique):
             f"drew {self.share:.0%} of {len(p)} layers per step on average, with final probabilities from"
             f" {float(p.min()):.2f} to {float(p.max()):.2f}"
         )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"p": self._p, "largest": self._largest}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._p, self._largest = state_dict["p"], state_dict["largest"]
 
 
 def _layers_of(module: torch.nn.Module) -> list[dict[str, Parameter]]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
-from lightning_eff._core._targets.calls import Change, TargetCall, by_label, mixed, soft, weighted
+from lightning_eff._core._targets.calls import Change, TargetCall, mixed, soft, weighted
 from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.losses import LossNotVisible
 from lightning_eff._core.steps import Stage
@@ -350,7 +350,7 @@ def test_all_calls_on_labels_are_meant() -> None:
     assert technique.found == ["['other']"] and technique.calls == 1
     check_same(got, [(LAMBDA, one_step(step, batch)), (1 - LAMBDA, one_step(step, {**batch, "other": other.flip(0)}))])
     hard = {f"['{key}']": F.one_hot(batch[key].flip(0), C).float() for key in ("y", "other")}
-    got = one_step(step, batch, OtherTargets(by_label({k: soft(v) for k, v in hard.items()}), others=None))
+    got = one_step(step, batch, OtherTargets(lambda call: soft(hard[call.label])(call), others=None))
     check_same(got, [(1.0, one_step(step, flipped))])
 
 

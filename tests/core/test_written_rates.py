@@ -1,6 +1,7 @@
 """Learning rates that a module or a callback writes by hand, against the same run with parameter groups made by hand."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from lightning_eff import (
     ScheduleFree,
     StochasticWeightAveraging,
 )
-from lightning_eff._core._optim.external_rates import Share, interpret
+from lightning_eff._core._optim.external_rates import Known, Share, after_closure, interpret
+from lightning_eff._core._optim.pinned_rates import HeldRates
 from tests.models import flat, trainer
 
 LR, HEAD, STEPS = 0.1, 0.5, 8
@@ -245,8 +247,84 @@ def test_what_a_written_value_means() -> None:
     assert meant([1e-3, 2e-2], {0: 2e-4}) == {0: pytest.approx(2e-4)}  # the module knows one group alone
     assert meant([1e-3, 2e-2], {1: 3e-2}) == {}  # who writes the second knows both
     assert interpret(shares, [1e-3, 2e-2], {1: 3e-2}).left == (1,)
+    assert interpret([Share(0, 20.0)], [0.0], {0: 1e-4}).rates == {0: 1e-4}  # nothing is a multiple of zero
+    assert interpret([Share(0, 1.0), Share(0, 0.0)], [1e-3, 0.0], {0: 5e-4}).rates == {0: 5e-4}
     # a group that follows nothing tells nothing
     assert interpret([None, *shares], [1.0, 1e-3, 2e-2], {0: 0.5, 1: 5e-4, 2: 5e-4}).rates == {0: 5e-4}
+
+
+def test_a_tensor_that_is_changed_in_place_is_another_rate() -> None:
+    rate = torch.tensor(0.1)
+    known = Known([{"lr": rate}, {"lr": None}])
+    assert known.changed([{"lr": rate}, {"lr": 1.0}]) == {}
+    rate.mul_(1.0)
+    assert known.changed([{"lr": rate}]) == {}
+    rate.mul_(0.5)
+    assert known.changed([{"lr": rate}]) == {0: pytest.approx(0.05)}
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_something_is_done_as_a_closure_ends(positional: bool) -> None:
+    events: list[str] = []
+
+    def closure() -> str:
+        events.append("closure")
+        return "loss"
+
+    args, keywords = ((0, closure), {}) if positional else ((0,), {"closure": closure})
+    found = after_closure(args, keywords, lambda: events.append("after"))
+    assert found is not None and events == []
+    assert (found[0][1] if positional else found[1]["closure"])() == "loss" and events == ["closure", "after"]
+    assert after_closure((0, None), {}, lambda: events.append("never")) is None
+
+
+def one_weight(lr: Any = 1.0) -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+
+
+def test_held_rates_override_schedulers_in_silence_and_hands_aloud() -> None:
+    optimizer, ours = one_weight(), HeldRates("Ours")
+    group = optimizer.param_groups[0]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    ours.set(optimizer, [1.0], 0.9, [scheduler])
+    optimizer.step()
+    scheduler.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.set(optimizer, [1.0], 0.8, [scheduler])
+    assert group["lr"] == 0.8
+    group["lr"] = 0.3
+    with pytest.warns(UserWarning, match=r"wrote a learning rate of 0\.3 .* overrides it with 0\.7"):
+        ours.set(optimizer, [1.0], 0.7, [scheduler])
+    assert group["lr"] == 0.7
+    group["lr"] = 0.3
+    optimizer.step()
+    assert group["lr"] == 0.7
+
+
+def test_held_rates_take_new_groups_and_leave_those_without_a_rate() -> None:
+    optimizer, ours, bases = one_weight(), HeldRates("Ours"), [1.0]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 2.0})
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    del optimizer.param_groups[2]["lr"]
+    ours.set(optimizer, bases, 0.5)
+    assert bases == [1.0, 2.0, None]
+    assert [group.get("lr") for group in optimizer.param_groups] == [0.5, 1.0, None]
+
+
+def test_held_rates_are_let_go_and_warn_anew_in_the_next_run() -> None:
+    optimizer, ours = one_weight(), HeldRates("Ours")
+    group = optimizer.param_groups[0]
+    for _ in range(2):
+        ours.set(optimizer, [1.0], 0.5)
+        group["lr"] = 3.0
+        with pytest.warns(UserWarning, match="overrides it with 0.5"):
+            optimizer.step()
+        assert group["lr"] == 0.5
+        ours.release()
+        group["lr"] = 4.0
+        optimizer.step()
+        assert group["lr"] == 4.0
 
 
 @pytest.mark.parametrize("ratio", [20.0, 3.0, 0.3, 0.03])

@@ -25,6 +25,7 @@ from lightning_eff.strategies._hybrid.arguments import check_optimizers, check_r
 from lightning_eff.strategies._hybrid.gradients import by_lists, steps_pieces
 from lightning_eff.strategies._hybrid.layout import Layout, resolve
 from lightning_eff.strategies._hybrid.sharding import Root, groups, shard, sharded_parameters
+from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
 from tests.models import TinyClassifier, loader, trainer
 from tests.processes import free_port
@@ -89,6 +90,14 @@ def batch_size(part: Any) -> float:
 def test_flags_are_booleans() -> None:
     with pytest.raises(ValueError, match=r"shard='yes'\): expected True or False or an integer >= 2"):
         HybridParallelStrategy(shard="yes")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("kind", [HybridParallelStrategy, CompressedDDPStrategy])
+def test_a_strategy_among_the_callbacks_is_told_where_it_belongs(kind: Any) -> None:
+    name = kind.__name__
+    run = trainer(callbacks=[kind()])
+    with pytest.raises(TypeError, match=rf"^Trainer\(callbacks=\[{name}\(.* Use Trainer\(strategy={name}\("):
+        run.fit(TinyClassifier(), loader("classifier"))
 
 
 def test_sizes_multiply_to_the_processes() -> None:

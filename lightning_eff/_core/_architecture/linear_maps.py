@@ -1,7 +1,8 @@
 """The linear layers of a module, and which of them a technique may replace."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -50,6 +51,21 @@ def is_conv1d(m: nn.Module) -> bool:
     """Return whether ``m`` is transformers' ``Conv1D``, a linear layer with a weight of shape (in, out), or a copy of it."""
     named = any(c.__name__ == "Conv1D" for c in type(m).__mro__)
     return named and isinstance(getattr(m, "nf", None), int) and hasattr(m, "nx")
+
+
+def forward_with(m: nn.Module, plain: type[nn.Module], values: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+    """Call ``plain.forward`` of ``m`` with ``values``, by name, in place of its parameters."""
+    held: dict[str, Any] = m._parameters
+    before, nf = {name: held[name] for name in values}, m.__dict__.get("nf")
+    held.update(values)
+    if is_conv1d(m):
+        m.__dict__["nf"] = held["weight"].shape[1]
+    try:
+        return plain.forward(m, *args, **kwargs)
+    finally:
+        held.update(before)
+        if is_conv1d(m):
+            m.__dict__["nf"] = nf
 
 
 def unfit(m: LinearMap) -> str | None:

@@ -145,6 +145,13 @@ def _mask(mask: Tensor, front: tuple[int, ...]) -> Tensor:
     return mask.expand(*front, *mask.shape[-3:]).flatten(0, -4)
 
 
+def as_term(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A mask of ``nn.MultiheadAttention``, where True hides, as a term to add to the scores, in the dtype of ``like``."""
+    if mask is None or mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)
+
+
 def restored(output: Tensor, call: Call, front: tuple[int, ...], dims: int) -> Tensor:
     """Convert an output (B, H, L, E') to the form for queries of ``dims`` dimensions."""
     if dims < 4:

@@ -26,26 +26,6 @@ _SAMPLES = 2  # samples in the trial; with one, BatchNorm would get a single val
 _FAILS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, NotImplementedError)
 
 
-def check_multiple(multiple_of: int, *, who: str) -> None:
-    """Raise ``ValueError`` unless ``multiple_of`` is a number of pixels."""
-    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
-        raise ValueError(f"{who}({multiple_of=}): expected an integer >= 1, a number of pixels.")
-
-
-def check_keys(keys: Sequence[str | int] | None, *, who: str) -> None:
-    """Raise ``ValueError`` unless ``keys`` are names or positions."""
-    if keys is not None and (
-        isinstance(keys, str)
-        or not isinstance(keys, Sequence)
-        or not keys
-        or any(isinstance(key, bool) or not isinstance(key, str | int) for key in keys)
-    ):
-        raise ValueError(
-            f"{who}({keys=}): expected a list of names or positions, such as ['pixel_values'] or [0], or None to find the"
-            " images automatically."
-        )
-
-
 class Resizing:
     """Shrinks the images of a run, and lets its module accept them.
 

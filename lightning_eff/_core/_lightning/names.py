@@ -10,7 +10,7 @@ import importlib
 import sys
 from abc import ABCMeta
 from types import ModuleType
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 from typing_extensions import TypeIs, override
 
@@ -196,9 +196,31 @@ def _join() -> None:
             cls.__bases__ = (*cls.__bases__, *new)
 
 
-class Connected:
+class NoCallback:
+    """Mixin of plugins and strategies that says where they belong, if they are given as callbacks.
+
+    Lightning takes any object among the callbacks, and asks each of them for its ``state_key`` before it calls a hook.
+    """
+
+    #: the argument of ``Trainer`` that takes them, with a blank for the object
+    given_as: ClassVar[str]
+
+    @property
+    def state_key(self) -> str:
+        """What a callback would be saved under.
+
+        Raises:
+            TypeError: always.
+        """
+        name = getattr(type(self), "_adapted", type(self)).__name__
+        right = self.given_as.format(f"{name}(...)")
+        raise TypeError(f"Trainer(callbacks=[{name}(...)]): {name} is not a callback. Use Trainer({right}) instead.")
+
+
+class Connected(NoCallback):
     """Mixin, first among a strategy's bases: the strategy inherits from the package whose Trainer takes it."""
 
+    given_as: ClassVar[str] = "strategy={}"
     _accelerator: Any
 
     @property

@@ -252,8 +252,6 @@ def _is_multiple(value: float, before: float, ratio: float) -> bool:
     module = before / ratio
     if ratio == 1.0 or before <= 0:
         return False
-    if value > max(before, module):
-        return abs(math.log(value / before)) < abs(math.log(value / module))
     if ratio > 1:
         return value > module * (1 + 1e-6)
     return 0.45 * before <= value <= before

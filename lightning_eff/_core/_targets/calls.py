@@ -1,7 +1,7 @@
 """One loss call of a ``training_step`` on the batch's labels, and the changes that a technique can make to it."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,15 +274,5 @@ def weighted(weigh: Callable[[Tensor, TargetCall], Tensor]) -> Change:
             )
         weights = weights.to(losses.device, losses.dtype)
         return call.reduce(weights * losses, weights * call.counted())
-
-    return change
-
-
-def by_label(changes: Mapping[str, Change]) -> Change:
-    """Return the change that applies to each call the change of its labels' path; other calls stay plain."""
-
-    def change(call: TargetCall) -> Tensor:
-        found = changes.get(call.label)
-        return call.plain() if found is None else found(call)
 
     return change

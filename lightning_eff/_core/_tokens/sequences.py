@@ -88,22 +88,6 @@ def sequence_dims(shape: Sequence[int], full: int) -> tuple[int, ...]:
     return tuple(dim for dim, size in enumerate(shape) if dim >= first and size == full)
 
 
-def check_shortening(mode: str, keys: Sequence[str | int] | None, *, who: str) -> None:
-    """Raise ``ValueError`` if ``mode`` is unknown, or ``keys`` are not names or positions."""
-    if mode not in ("reshape", "truncate"):
-        raise ValueError(f"{who}({mode=}): expected 'reshape', which keeps every token, or 'truncate'.")
-    if keys is not None and (
-        isinstance(keys, str)
-        or not isinstance(keys, Sequence)
-        or not keys
-        or any(isinstance(key, bool) or not isinstance(key, str | int) for key in keys)
-    ):
-        raise ValueError(
-            f"{who}({keys=}): expected a list of names or positions, such as ['input_ids', 'labels'] or [0, 1], or"
-            " None to find the sequences automatically."
-        )
-
-
 def find_sequences(batch: Any, keys: Sequence[str | int] | None, multiple_of: int, *, who: str) -> Sequences:
     """Find the sequences of a batch of any structure.
 

@@ -1,7 +1,7 @@
 """The engine of all augmentations: when they act, their random draws, and their log."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -67,9 +67,6 @@ class Augmentation(Technique):
     uninterrupted one, and each rank draws differently. Batches of validation, test and prediction are not changed.
 
     Class attributes, in addition to those of :class:`Technique`:
-        stage: the stage of its link in the step chain.
-        order: its place among the augmentations of that stage, whatever the order of the callbacks.
-        saved: the names of the attributes that checkpoints hold, without the leading underscore.
         logged: the names of further figures that are logged. They are 0 at the start of each micro-batch.
 
     Attributes:
@@ -78,18 +75,17 @@ class Augmentation(Technique):
         keys: names or positions of the tensors that are changed. None looks for them.
     """
 
-    saves: ClassVar[str] = "no time per step: it regularises, for a better model after many epochs"
-    stage: ClassVar[Stage] = Stage.AUGMENT
+    saves = "no time per step: it regularises, for a better model after many epochs"
+    stage = Stage.AUGMENT
     needs: ClassVar[Need] = Need.BATCH
-    order: ClassVar[int] = 0
-    saved: ClassVar[tuple[str, ...]] = ("share", "milliseconds", "batches", "changed", "shares", "total")
-    logged: ClassVar[tuple[str, ...]] = ()
+    checkpointed = ("_share", "_milliseconds", "_batches", "_changed", "_shares", "_total")
+    logged = ()
+    neutral_at: ClassVar[Mapping[str, Any]] = {"prob": 0.0, "until": 0.0}
 
     def __init__(self, *, prob: float, until: float, keys: Sequence[str | int] | None) -> None:
         self.prob = prob
         self.until = until
         self.keys = keys
-        self._reset()
 
     def _reset(self) -> None:
         self._looked = False
@@ -110,19 +106,9 @@ class Augmentation(Technique):
 
     # -- the run
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.prob == 0.0 or self.until == 0.0
-
     @override
     def check(self, session: Session) -> None:
         check_until(session, who=type(self).__name__, until=self.until)
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(self.stage, self._link, self.order)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         self._look_once(lambda: self.look(step, batch))
@@ -181,21 +167,12 @@ class Augmentation(Technique):
             f" {self._total / self._batches:.2f} ms per batch"
         )
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        found = {name: getattr(self, f"_{name}") for name in self.saved}
-        return {name: float(value) if isinstance(value, Tensor) else value for name, value in found.items()}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in self.saved:
-            setattr(self, f"_{name}", state_dict[name])
-
 
 class ImageAugmentation(Augmentation):
     """Erases pixels of each image independently, with probability ``prob``. Labels are unchanged."""
 
-    constraints: ClassVar[str] = "needs automatic optimization and normalised floating-point images (B, C, H, W)"
+    constraints = "needs automatic optimization and normalised floating-point images (B, C, H, W)"
+    control = BASELINE
 
     @override
     def look(self, step: Step, batch: Any) -> None:

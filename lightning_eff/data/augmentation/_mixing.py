@@ -107,16 +107,16 @@ class Mixing(Augmentation):
         labels: names or positions of the labels in the batch. None looks for them.
     """
 
-    constraints: ClassVar[str] = (
+    constraints = (
         "needs automatic optimization, floating-point images (B, C, H, W), one class label per image and a loss of"
         " torch.nn.functional"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         "SAF": "it would compare a mixture with a different mixture of earlier epochs"
     }
-    stage: ClassVar[Stage] = Stage.MIX
+    stage = Stage.MIX
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    order: ClassVar[int] = 1
+    order = 1
     by_sample: ClassVar[bool] = True
     larger_first: ClassVar[bool] = True
 

@@ -1,6 +1,7 @@
 """Cutout: set a square of each image to zero (DeVries & Taylor 2017)."""
 
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -8,10 +9,9 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
 from lightning_eff.data.augmentation._boxes import inside
-from lightning_eff.data.augmentation._engine import BASELINE, ImageAugmentation
+from lightning_eff.data.augmentation._engine import ImageAugmentation
 
 
 def squares(count: int, length: int, side: tuple[int, int], generator: Generator, device: torch.device) -> Tensor:
@@ -64,13 +64,10 @@ class Cutout(ImageAugmentation):
         DeVries & Taylor 2017, "Improved Regularization of Convolutional Neural Networks with Cutout", arXiv:1708.04552.
     """
 
-    paper: ClassVar[str] = "DeVries & Taylor 2017, arXiv:1708.04552"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (Cutout)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"length": Choice((0.25, 0.5)), "until": Choice((0.8, 1.0))}, no_images
-    )
-    control: ClassVar[Control] = BASELINE
-    order: ClassVar[int] = 0
+    paper = "DeVries & Taylor 2017, arXiv:1708.04552"
+    survey = Survey("data augmentation (Cutout)", shen="3.1")
+    search_space = SearchSpace({"length": Choice((0.25, 0.5)), "until": Choice((0.8, 1.0))}, no_images)
+    neutral_at: ClassVar[Mapping[str, Any]] = {"length": 0.0}
 
     def __init__(
         self,
@@ -82,11 +79,6 @@ class Cutout(ImageAugmentation):
     ) -> None:
         super().__init__(prob=prob, until=until, keys=keys)
         self.length = length
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return super().neutral or self.length == 0.0
 
     @override
     def mask(self, images: Tensor, generator: Generator) -> Tensor:

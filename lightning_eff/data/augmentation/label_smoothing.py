@@ -1,5 +1,6 @@
 """Label smoothing: give a fraction of each target to all classes equally (Szegedy et al. 2015)."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -86,14 +87,14 @@ class LabelSmoothing(Technique):
         Szegedy et al. 2015, "Rethinking the Inception Architecture for Computer Vision", arXiv:1512.00567.
     """
 
-    saves: ClassVar[str] = "no time per step: it regularises, at no measurable cost"
-    paper: ClassVar[str] = "Szegedy et al. 2015, arXiv:1512.00567"
-    constraints: ClassVar[str] = (
-        "needs automatic optimization, labels that are classes and a loss of torch.nn.functional"
-    )
+    saves = "no time per step: it regularises, at no measurable cost"
+    paper = "Szegedy et al. 2015, arXiv:1512.00567"
+    constraints = "needs automatic optimization, labels that are classes and a loss of torch.nn.functional"
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"epsilon": Uniform(0.05, 0.2)}, _pointless)
-    control: ClassVar[Control] = Control("the baseline with hard labels, trained for the same time")
+    search_space = SearchSpace({"epsilon": Uniform(0.05, 0.2)}, _pointless)
+    control = Control("the baseline with hard labels, trained for the same time")
+    neutral_at: ClassVar[Mapping[str, Any]] = {"epsilon": 0.0}
+    checkpointed = ("_calls", "_batches")
 
     def __init__(
         self, epsilon: Annotated[float, Fraction(below=1), Alias("label_smoothing")] = 0.1, *, labels: Keys = None
@@ -106,14 +107,8 @@ class LabelSmoothing(Technique):
         self._looked = False
         self._calls = self._batches = 0
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.epsilon == 0.0
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._targets = Targets(session, WHO, self.labels, alone="loss")
         session.told_by_loss(self, "_calls")
         session.chain.add(Stage.REWEIGHT, self._link, order=-1)  # after labels are mixed, outside of other links
@@ -144,11 +139,3 @@ class LabelSmoothing(Technique):
     @override
     def summary(self) -> str:
         return f"smoothed the targets of {self._batches:,} batches by {self.epsilon:g}"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self._calls, "batches": self._batches}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._calls, self._batches = state_dict["calls"], state_dict["batches"]

@@ -1,7 +1,7 @@
 """Random erasing: fill a random rectangle of an image with noise (Zhong et al. 2017)."""
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Generator, Tensor
@@ -10,10 +10,9 @@ from typing_extensions import override
 from lightning_eff._core._arguments.declared import refusal
 from lightning_eff._core._arguments.kinds import Alias, Each, Fraction, Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
 from lightning_eff.data.augmentation._boxes import inside
-from lightning_eff.data.augmentation._engine import BASELINE, ImageAugmentation
+from lightning_eff.data.augmentation._engine import ImageAugmentation
 
 Range = tuple[float, float]
 _TRIES = 64  # drawn at once; the distribution of rectangles does not depend on it
@@ -97,13 +96,10 @@ class RandomErasing(ImageAugmentation):
         Zhong et al. 2017, "Random Erasing Data Augmentation", arXiv:1708.04896.
     """
 
-    paper: ClassVar[str] = "Zhong et al. 2017, arXiv:1708.04896"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (random erasing)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"prob": Uniform(0.1, 0.5), "until": Choice((0.8, 1.0))}, no_images
-    )
-    control: ClassVar[Control] = BASELINE
-    order: ClassVar[int] = 1
+    paper = "Zhong et al. 2017, arXiv:1708.04896"
+    survey = Survey("data augmentation (random erasing)", shen="3.1")
+    search_space = SearchSpace({"prob": Uniform(0.1, 0.5), "until": Choice((0.8, 1.0))}, no_images)
+    order = 1
 
     def __init__(
         self,

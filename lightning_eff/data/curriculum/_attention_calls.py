@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_eff._core._attention.calls import as_term
 from lightning_eff._core._targets.edges import backward_by_edges, grad_by_edges
 from lightning_eff.data.curriculum._window import band, windowed_attention, within
 
@@ -109,7 +110,7 @@ class WindowedAttention(TorchFunctionMode):
         length, heads = query.shape[0], given["num_heads"]
         size = query.shape[1] if query.ndim == 3 else 1
         seen = band(length, window, query.device)
-        mask, padding = (_added(given.get(name), query) for name in ("attn_mask", "key_padding_mask"))
+        mask, padding = (as_term(given.get(name), query) for name in ("attn_mask", "key_padding_mask"))
         if mask is None:
             whole = torch.zeros(1, 1, length, length, dtype=query.dtype, device=query.device)
             whole = whole.masked_fill(~seen.tril(), -torch.inf) if given.get("is_causal") else whole
@@ -120,10 +121,3 @@ class WindowedAttention(TorchFunctionMode):
         whole = within(whole, seen).expand(size, heads, length, length).flatten(0, 1)
         new = {"attn_mask": whole, "key_padding_mask": None, "is_causal": False}
         return F.multi_head_attention_forward(**{**given, **new})
-
-
-def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """Convert a mask of torch's module (True hides) to one that is added to the scores."""
-    if mask is None or mask.is_floating_point():
-        return mask
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)

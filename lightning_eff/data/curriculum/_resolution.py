@@ -42,16 +42,17 @@ class SmallerImages(Technique):
         keys: the tensors (N, C, H, W) that are images, by name or position. None finds them.
     """
 
-    constraints: ClassVar[str] = (
+    constraints = (
         "needs automatic optimization, batches with images (N, C, H, W), and a module for images of any size, such as a CNN"
         " with global pooling or a ViT whose positions can be interpolated; every new size recompiles a compiled module"
     )
     needs: ClassVar[Need] = Need.CALLS
+    needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
 
     def __init__(self, *, multiple_of: int, keys: Sequence[str | int] | None) -> None:
         self.multiple_of = multiple_of
         self.keys = keys
-        self._reset()
 
     def _reset(self) -> None:
         self._resizing: Resizing | None = None
@@ -74,7 +75,6 @@ class SmallerImages(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.TRANSFORM, self._link)
         session.chain.add(Stage.SAVE, self._renew)
 
@@ -147,10 +147,12 @@ class SmallerImages(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"full": list(self._full), "side": list(self._side), **self._used.state_dict()}
+        own = {"full": list(self._full), "side": list(self._side)}
+        return {**super().state_dict(), **own, **self._used.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self._full, self._side = tuple(state_dict["full"]), tuple(state_dict["side"])
         self._used.load_state_dict(state_dict)
 

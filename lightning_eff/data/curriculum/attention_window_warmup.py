@@ -15,7 +15,7 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -98,18 +98,18 @@ class AttentionWindowWarmup(Technique):
         window grows by 64 or 128 tokens to the end of the run.
     """
 
-    saves: ClassVar[str] = "attention outside the window, while the window is small"
-    paper: ClassVar[str] = "Jordan et al. 2024, github.com/KellerJordan/modded-nanogpt"
-    constraints: ClassVar[str] = (
+    saves = "attention outside the window, while the window is small"
+    paper = "Jordan et al. 2024, github.com/KellerJordan/modded-nanogpt"
+    constraints = (
         "needs automatic optimization and self-attention by scaled_dot_product_attention, nn.MultiheadAttention or a softmax"
         " over its scores, not compiled; pays only for long sequences"
     )
     needs: ClassVar[Need] = Need.CALLS
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = None
+    search_space = SearchSpace(
         {"start": Choice((0.0625, 0.125, 0.25)), "until": Uniform(0.3, 1.0)}, _pointless, _from_shares
     )
-    control: ClassVar[Control] = Control("the first window throughout, validated as the recipe is", _narrow_throughout)
+    control = Control("the first window throughout, validated as the recipe is", _narrow_throughout)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("RandomLTD", "TokenDropping", "PatchDropout", "TokenMerging"),
@@ -125,6 +125,9 @@ class AttentionWindowWarmup(Technique):
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
     _must_narrow: ClassVar[bool] = True  # refuse a first window that covers the whole sequence
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
+    checkpointed = ("_seen", "_window", "_length", "_steps", "_u")
+    stage = Stage.TRANSFORM
 
     def __init__(
         self,
@@ -136,18 +139,12 @@ class AttentionWindowWarmup(Technique):
     ) -> None:
         self.start, self.until, self.multiple_of = start, until, multiple_of
         self.evaluate: Literal["full", "present"] = evaluate
-        self._reset()
 
     def _reset(self) -> None:
         self._seen = False
         self._window = self._length = 0  # of the last step with attention
         self._steps = 0  # batches with a window below the length
         self._u = 0.0  # of the last batch, for validation, also if that comes first in a resumed run
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.until == 0.0
 
     def window_of(self, length: int, u: float) -> int:
         """The window of sequences of ``length`` tokens at the used fraction ``u`` of the budget."""
@@ -158,11 +155,6 @@ class AttentionWindowWarmup(Technique):
         if self.evaluate == "present":  # also after a fit and from a checkpoint
             module = session.module
             session.patches.set(module, "validation_step", self._windowed(module.validation_step))
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.TRANSFORM, self._link)
 
     @override
     def on_model(self, session: Session) -> None:
@@ -263,15 +255,6 @@ class AttentionWindowWarmup(Technique):
         end = f"{self._window:,} of {self._length:,} tokens at the end"
         return f"window of {end}, smaller than the sequence in {self._steps:,} batches"
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self._seen, "window": self._window, "length": self._length, "steps": self._steps, "u": self._u}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seen, self._window = state_dict["seen"], state_dict["window"]
-        self._length, self._steps, self._u = state_dict["length"], state_dict["steps"], state_dict["u"]
-
 
 class NarrowAttention(AttentionWindowWarmup):
     """Train with the first window of :class:`AttentionWindowWarmup` throughout, as its control. It is not exported.
@@ -285,9 +268,9 @@ class NarrowAttention(AttentionWindowWarmup):
         ValueError: as the warm-up does, except for a window that covers the whole sequence.
     """
 
-    saves: ClassVar[str] = "attention outside the window, throughout"
-    search_space: ClassVar[SearchSpace | None] = None
-    control: ClassVar[Control] = Control("itself the control of AttentionWindowWarmup")
+    saves = "attention outside the window, throughout"
+    search_space = None
+    control = Control("itself the control of AttentionWindowWarmup")
     needs_budget: ClassVar[bool] = False
     _must_narrow: ClassVar[bool] = False
 

@@ -122,14 +122,12 @@ class DifficultyPacing(SampleChooser):
         Machine Translation", arXiv:1903.09848 (the pacing). Wu et al. 2021, "When Do Curricula Work?", arXiv:2012.03107.
     """
 
-    saves: ClassVar[str] = "steps, in short or noisy training (Wu et al. find none in ordinary training)"
-    paper: ClassVar[str] = "Wu et al. 2021, arXiv:2012.03107; Platanios et al. 2019, arXiv:1903.09848"
-    constraints: ClassVar[str] = (
-        "needs one DataLoader over a map-style data set, and a visible loss per sample for score='loss'"
-    )
+    saves = "steps, in short or noisy training (Wu et al. find none in ordinary training)"
+    paper = "Wu et al. 2021, arXiv:2012.03107; Platanios et al. 2019, arXiv:1903.09848"
+    constraints = "needs one DataLoader over a map-style data set, and a visible loss per sample for score='loss'"
     needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("curriculum learning", shen="3.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("curriculum learning", shen="3.3")
+    search_space = SearchSpace(
         {
             "score": Choice(("loss",)),
             "c0": Uniform(0.1, 0.6),
@@ -138,10 +136,12 @@ class DifficultyPacing(SampleChooser):
         },
         _pointless,
     )
-    control: ClassVar[Control] = Control("as many samples at a time, whether easy or hard", _random_order)
+    control = Control("as many samples at a time, whether easy or hard", _random_order)
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"c0": 1.0, "until": 0.0}
+    checkpointed = ("_share", "_scores", "_plain", "_samples", "_whole_from")
 
     def __init__(
         self,
@@ -176,7 +176,6 @@ class DifficultyPacing(SampleChooser):
             )
         self.c0, self.until, self.p, self.granularity = c0, until, p, granularity
         self.reference, self.sample_loss = reference, sample_loss
-        self._reset()
 
     def _reset(self) -> None:
         self._share = self.c0
@@ -186,11 +185,6 @@ class DifficultyPacing(SampleChooser):
         self._samples = 0
         self._whole_from: int | None = None  # the step from which on all samples are used
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.c0 == 1.0 or self.until == 0.0
-
     @override
     def check(self, session: Session) -> None:
         own_step = self.score == "loss" and self.reference is None and self.sample_loss is None
@@ -199,10 +193,6 @@ class DifficultyPacing(SampleChooser):
                 f"{WHO}(score='loss'): {type(session.module).__name__} has automatic_optimization=False, so its training_step"
                 " changes weights and cannot be run for losses. Give reference=, sample_loss= or other scores."
             )
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     def share_at(self, u: float) -> float:
         """Compute ``c(u)``, rounded down to ``c0`` plus a multiple of ``granularity``, or 1 once that is reached."""
@@ -304,20 +294,9 @@ class DifficultyPacing(SampleChooser):
         return f"trained on the easiest {self._samples:,} samples ({self._share:.0%}) at the end"
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "share": self._share,
-            "scores": self._scores,
-            "plain": self._plain,
-            "samples": self._samples,
-            "whole_from": self._whole_from,
-        }
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._share, self._samples = state_dict["share"], state_dict["samples"]
-        self._scores, self._plain = state_dict["scores"], state_dict["plain"]
-        self._whole_from, self._places = state_dict["whole_from"], None
+        super().load_state_dict(state_dict)
+        self._places = None
 
 
 def _checked(score: Sequence[float] | Tensor) -> Tensor:

@@ -101,18 +101,14 @@ class EfficientTrain(SmallerImages):
         arXiv:2211.09703. Wang et al. 2024, "EfficientTrain++", arXiv:2405.08768.
     """
 
-    saves: ClassVar[str] = "compute and activations early in training: about half of a step at 160 of 224 pixels"
-    paper: ClassVar[str] = "Wang et al. 2022, arXiv:2211.09703"
-    survey: ClassVar[Survey | None] = Survey("EfficientTrain (low frequencies first)", shen="3.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"first": Choice((0.5, 160 / 224)), "until": Uniform(0.4, 0.9)}, no_images, _from_shares
-    )
-    control: ClassVar[Control] = Control("small images throughout, validated at full size", _small_throughout)
+    saves = "compute and activations early in training: about half of a step at 160 of 224 pixels"
+    paper = "Wang et al. 2022, arXiv:2211.09703"
+    survey = Survey("EfficientTrain (low frequencies first)", shen="3.3")
+    search_space = SearchSpace({"first": Choice((0.5, 160 / 224)), "until": Uniform(0.4, 0.9)}, no_images, _from_shares)
+    control = Control("small images throughout, validated at full size", _small_throughout)
     conflicts: ClassVar[Mapping[str, str]] = {
         "ProgressiveResizing": "both set the size of each step's images",
     }
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,

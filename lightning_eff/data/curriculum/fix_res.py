@@ -88,27 +88,24 @@ class FixRes(SmallerImages):
         Touvron et al. 2019, "Fixing the train-test resolution discrepancy", arXiv:1906.06423.
     """
 
-    saves: ClassVar[str] = (
-        "compute and activations: small images for most of the run, and short backward passes at the end"
-    )
-    paper: ClassVar[str] = "Touvron et al. 2019, arXiv:1906.06423"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations: small images for most of the run, and short backward passes at the end"
+    paper = "Touvron et al. 2019, arXiv:1906.06423"
+    constraints = (
         "needs automatic optimization, batches with images (N, C, H, W), a module for images of any size whose classifier is"
         " called last or named by classifier=, and a learning rate above zero at until"
     )
-    survey: ClassVar[Survey | None] = Survey("train-test resolution (FixRes)", shen="3.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("train-test resolution (FixRes)", shen="3.3")
+    search_space = SearchSpace(
         {"scale": Uniform(0.5, 0.85), "until": Uniform(0.7, 0.95), "norms": Choice(("all", "last"))}, no_images
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "small images throughout, validated at full size; and all parameters tuned on full images for as long", _arms
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         "ProgressiveResizing": "both set the size of each step's images",
         "EfficientTrain": "both set the size of each step's images",
     }
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
+    checkpointed = ("_tuned", "_adapting", "_tuning")
 
     def __init__(
         self,
@@ -266,14 +263,3 @@ class FixRes(SmallerImages):
         of = "" if self.tune_all else " of classifier and norms"
         tuned = f"; tuned {len(self._tuned)} parameter tensors{of}" if self._tuning else ""
         return super().summary() + tuned
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        own = {"tuned": list(self._tuned), "adapting": list(self._adapting), "tuning": self._tuning}
-        return {**super().state_dict(), **own}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._tuned, self._adapting = list(state_dict["tuned"]), list(state_dict["adapting"])
-        self._tuning = state_dict["tuning"]

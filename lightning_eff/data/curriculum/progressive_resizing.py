@@ -1,7 +1,7 @@
 """Progressive resizing: train on small images first (Howard 2018; Tan & Le 2021, EfficientNetV2; Composer's schedule)."""
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch import Callback
 from typing_extensions import override
@@ -82,16 +82,15 @@ class ProgressiveResizing(SmallerImages):
         arXiv:2104.00298. The schedule is that of MosaicML's Composer.
     """
 
-    saves: ClassVar[str] = "compute and activations early in training: at half the side a CNN's step costs a quarter"
-    paper: ClassVar[str] = "Howard 2018; Tan & Le 2021, arXiv:2104.00298"
-    survey: ClassVar[Survey | None] = Survey("progressive resizing", zhuang="2.1", shen="3.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "compute and activations early in training: at half the side a CNN's step costs a quarter"
+    paper = "Howard 2018; Tan & Le 2021, arXiv:2104.00298"
+    survey = Survey("progressive resizing", zhuang="2.1", shen="3.3")
+    search_space = SearchSpace(
         {"scale": Choice((0.5, 0.625, 0.75)), "until": Uniform(0.3, 0.9), "hold": Choice((0.0, 0.625))},
         no_images,
     )
-    control: ClassVar[Control] = Control("small images throughout, validated at full size", _small_throughout)
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
+    control = Control("small images throughout, validated at full size", _small_throughout)
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0, "scale": 1.0}
 
     def __init__(
         self,
@@ -106,11 +105,6 @@ class ProgressiveResizing(SmallerImages):
         self.scale = scale
         self.until = until
         self.hold = hold
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.until == 0.0 or self.scale == 1.0
 
     @property
     def constant(self) -> bool:

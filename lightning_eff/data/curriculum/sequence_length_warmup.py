@@ -15,7 +15,6 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._tokens.sequences import Sequences, find_sequences, shorten
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
-from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.curriculum._sizes import SizesUsed
@@ -116,15 +115,15 @@ class SequenceLengthWarmup(Technique):
         (linear growth).
     """
 
-    saves: ClassVar[str] = "time and activation memory early in training; stability at large batches and learning rates"
-    paper: ClassVar[str] = "Press et al. 2020, arXiv:2012.15832; Li et al. 2021, arXiv:2108.06084"
-    constraints: ClassVar[str] = (
+    saves = "time and activation memory early in training; stability at large batches and learning rates"
+    paper = "Press et al. 2020, arXiv:2012.15832; Li et al. 2021, arXiv:2108.06084"
+    constraints = (
         "needs batches of sequences, found by shape or named by keys=; reshape needs a T with divisors and no per-sample"
         " tensors; every new length recompiles a compiled module"
     )
     needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("sequence length warm-up", shen="3.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("sequence length warm-up", shen="3.3")
+    search_space = SearchSpace(
         {
             "start": Choice((0.125, 0.25, 0.5)),  # of the full length
             "until": Uniform(0.1, 0.8),
@@ -133,10 +132,12 @@ class SequenceLengthWarmup(Technique):
         _pointless,
         _from_shares,
     )
-    control: ClassVar[Control] = Control("the first length throughout, validated at the full one", _short_throughout)
+    control = Control("the first length throughout, validated at the full one", _short_throughout)
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
+    stage = Stage.TRANSFORM
 
     def __init__(
         self,
@@ -161,7 +162,6 @@ class SequenceLengthWarmup(Technique):
         self.multiple_of = multiple_of
         self.mode: Literal["reshape", "truncate"] = mode
         self.keys = keys
-        self._reset()
 
     def _reset(self) -> None:
         self._full = 0  # the longest T seen, 0 before the first batch
@@ -170,18 +170,8 @@ class SequenceLengthWarmup(Technique):
 
     @property
     @override
-    def neutral(self) -> bool:
-        return self.until == 0.0
-
-    @property
-    @override
     def changes_shapes(self) -> bool:
         return not self.neutral
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.TRANSFORM, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if self._full and self.session.progress.u >= self.until:
@@ -274,10 +264,10 @@ class ShortSequences(SequenceLengthWarmup):
         ValueError: as the warm-up does.
     """
 
-    saves: ClassVar[str] = "time and activation memory throughout"
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = None
-    control: ClassVar[Control] = Control("itself the control of SequenceLengthWarmup")
+    saves = "time and activation memory throughout"
+    survey = None
+    search_space = None
+    control = Control("itself the control of SequenceLengthWarmup")
     needs_budget: ClassVar[bool] = False
 
     def __init__(

@@ -12,7 +12,7 @@ from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.by_index import of_each_sample
 from lightning_eff._core._samples.technique import Choice, Epoch, SampleChooser
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Uniform, needs_sequences
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.data.curriculum._difficulty import sample_length
@@ -94,10 +94,6 @@ def budgeted(
     return found
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return "samples are not sequences" if profile.sequence_length is None else None
-
-
 def _search(cls: Callable[..., Any], values: Mapping[str, Any], profile: RunProfile) -> Any:
     """Set the budget to ``share`` of the positions in the run's batches, but at least to one sample."""
     assert profile.sequence_length is not None, "else it is pointless"
@@ -142,17 +138,14 @@ class TokenBudgetBatches(SampleChooser):
         Vaswani et al. 2017, "Attention Is All You Need", arXiv:1706.03762, section 5.1 (batches of about 25,000 tokens).
     """
 
-    saves: ClassVar[str] = "padding, and the memory of the longest batch"
-    paper: ClassVar[str] = "Vaswani et al. 2017, arXiv:1706.03762"
-    constraints: ClassVar[str] = (
+    saves = "padding, and the memory of the longest batch"
+    paper = "Vaswani et al. 2017, arXiv:1706.03762"
+    constraints = (
         "needs one DataLoader over a map-style data set, whose collate function pads a batch to its longest sample"
     )
     needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"share": Uniform(0.25, 1.0, log=True)}, pointless=_pointless, make=_search
-    )
-    control: ClassVar[Control] = Control(
+    search_space = SearchSpace({"share": Uniform(0.25, 1.0, log=True)}, pointless=needs_sequences, make=_search)
+    control = Control(
         "the baseline for as many seconds, with as many tokens per batch on average, because the batch size alone changes"
         " training"
     )
@@ -163,6 +156,7 @@ class TokenBudgetBatches(SampleChooser):
     }
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"max_tokens": 0}
 
     def __init__(
         self,
@@ -176,21 +170,11 @@ class TokenBudgetBatches(SampleChooser):
         self.padded = padded
         self.window = window
         self.given = None if lengths is None else _checked(lengths)
-        self._reset()
 
     def _reset(self) -> None:
         self._found: list[int] | None = None
         self._samples = self._tokens = 0
         self._totals = {"batches": 0, "tokens": 0}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.max_tokens == 0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def choose(self, epoch: Epoch) -> Choice | None:

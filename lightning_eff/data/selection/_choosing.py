@@ -11,7 +11,6 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff.data.selection._counting import CountsSamples
 from lightning_eff.data.selection._random_subset import RandomSubset
@@ -64,10 +63,10 @@ class Choosing(CountsSamples):
         sample_loss: the user's function for a loss that is not visible per sample, or None.
     """
 
-    constraints: ClassVar[str] = (
-        "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
-    )
+    constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     needs: ClassVar[Need] = Need.STEP
+    checkpointed = ("_scorer.checked",)
+    stage = Stage.CHOOSE
     sample_loss: SampleLoss | None
 
     @override
@@ -99,11 +98,6 @@ class Choosing(CountsSamples):
 
     # -- the step
 
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.CHOOSE, self._link)
-
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         size = trained = num_samples(batch)
         share = self.share(step)
@@ -122,12 +116,3 @@ class Choosing(CountsSamples):
             output = self.train(step, batch, proceed, scores, size, trained)
         self.count(size, trained)
         return output
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "checked": self._scorer.checked}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._scorer.checked = state_dict["checked"]

@@ -1,6 +1,6 @@
 """Shared by all techniques that choose among a batch's samples: the argument ``keep``, budget checks, and counts."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -40,6 +40,7 @@ class CountsSamples(Technique):
     """
 
     did: ClassVar[str] = "chose"
+    checkpointed = ("_active", "_fraction", "_steps", "_samples")
 
     def _reset(self) -> None:
         self._active, self._fraction = False, 1.0
@@ -52,20 +53,6 @@ class CountsSamples(Technique):
         self._steps["on" if self._active else "off"] += 1
         self._samples["seen"] += size
         self._samples["trained"] += trained
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "active": self._active,
-            "fraction": self._fraction,
-            "steps": dict(self._steps),
-            "samples": dict(self._samples),
-        }
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._active, self._fraction = state_dict["active"], state_dict["fraction"]
-        self._steps, self._samples = dict(state_dict["steps"]), dict(state_dict["samples"])
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -35,16 +35,19 @@ class RandomSubset(CountsSamples):
             step that acts, on all ranks, if a batch has one sample.
     """
 
-    saves: ClassVar[str] = "forward and backward passes: only a part of each batch is trained on"
-    paper: ClassVar[str] = "none: a control"
-    constraints: ClassVar[str] = "needs batches of several samples"
+    saves = "forward and backward passes: only a part of each batch is trained on"
+    paper = "none: a control"
+    constraints = "needs batches of several samples"
     did: ClassVar[str] = "drew"
-    control: ClassVar[Control] = Control("itself the control of techniques that choose samples by a score")
+    control = Control("itself the control of techniques that choose samples by a score")
     conflicts: ClassVar[Mapping[str, str]] = {
         "ImportanceSampling": "both choose the samples",
         "SelectiveBackprop": "both choose the samples",
     }
     needs_automatic_optimization: ClassVar[bool] = False
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
+    checkpointed = ("_checked",)
+    stage = Stage.CHOOSE
 
     def __init__(
         self,
@@ -60,28 +63,17 @@ class RandomSubset(CountsSamples):
         self.start = start
         self.end = end
         self.interval = interval
-        self._reset()
 
     @override
     def _reset(self) -> None:
         super()._reset()
         self._checked = False
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1.0
-
     @override
     def check(self, session: Session) -> None:
         if self.start > 0 or self.end < 1:
             setting = f"RandomSubset(start={self.start}, end={self.end})"
             check_budget(session, setting, "use start=0 and end=1")
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.CHOOSE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         session, size = self.session, num_samples(batch)
@@ -107,12 +99,3 @@ class RandomSubset(CountsSamples):
             )
         agree(session, problem)
         self._checked = True
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "checked": self._checked}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._checked = state_dict["checked"]

@@ -110,22 +110,31 @@ class DataPruning(SampleChooser):
         2023, "Does 'Deep Learning on a Data Diet' reproduce?", arXiv:2303.14753.
     """
 
-    saves: ClassVar[str] = "steps on samples that a score removes, after the cost of scoring"
-    paper: ClassVar[str] = "Paul et al. 2021, arXiv:2107.07075; Sorscher et al. 2022, arXiv:2206.14486"
-    constraints: ClassVar[str] = (
-        "needs one DataLoader over a map-style data set; 'el2n' also needs a visible loss per sample"
-    )
+    saves = "steps on samples that a score removes, after the cost of scoring"
+    paper = "Paul et al. 2021, arXiv:2107.07075; Sorscher et al. 2022, arXiv:2206.14486"
+    constraints = "needs one DataLoader over a map-style data set; 'el2n' also needs a visible loss per sample"
     needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("data pruning (GraNd, EL2N, prototypes)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("data pruning (GraNd, EL2N, prototypes)", zhuang="2.2")
+    search_space = SearchSpace(
         {"score": Choice(("el2n",)), "keep": Uniform(0.4, 0.9), "easy": Choice((False, True))}, _pointless
     )
-    control: ClassVar[Control] = Control("as many samples at random, from the same epoch on", _at_random)
+    control = Control("as many samples at random, from the same epoch on", _at_random)
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("DifficultyPacing", "SampleSubset", "TokenBudgetBatches"), "both choose the samples of an epoch"
     )
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
+    checkpointed = (
+        "_sum",
+        "_labels",
+        "_kept",
+        "_passes",
+        "_rounds",
+        "_looked",
+        "_size",
+        "_samples",
+    )
 
     def __init__(
         self,
@@ -160,7 +169,6 @@ class DataPruning(SampleChooser):
         self.score, self.keep, self.epochs, self.passes = score, keep, epochs, passes
         self.easy, self.balance, self.gradients = easy, balance, gradients
         self.clusters, self.head, self.save_as = clusters, head, save_as
-        self._reset()
 
     def _reset(self) -> None:
         self._sum: Tensor | None = None  # sum of the scores of all passes
@@ -168,11 +176,6 @@ class DataPruning(SampleChooser):
         self._kept: Tensor | None = None
         self._passes = self._rounds = self._size = self._samples = 0
         self._looked = False  # whether it is known that samples can be scored
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1.0
 
     @property
     def _passes_over_data(self) -> bool:
@@ -194,10 +197,6 @@ class DataPruning(SampleChooser):
             )
         if self.score == "prototypes" and importlib.util.find_spec("sklearn") is None:
             raise ImportError(missing(f"{WHO}(score='prototypes')", "scikit-learn", "select"))
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     # -- an epoch's samples
 
@@ -317,23 +316,3 @@ class DataPruning(SampleChooser):
         return (
             f"kept {len(self._kept):,} of {self._size:,} samples, {which}, after {self._passes} pass(es) over the data"
         )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "sum": self._sum,
-            "labels": self._labels,
-            "kept": self._kept,
-            "passes": self._passes,
-            "rounds": self._rounds,
-            "looked": self._looked,
-            "size": self._size,
-            "samples": self._samples,
-        }
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._sum, self._labels, self._kept = state_dict["sum"], state_dict["labels"], state_dict["kept"]
-        self._passes, self._rounds = state_dict["passes"], state_dict["rounds"]
-        self._size, self._samples = state_dict["size"], state_dict["samples"]
-        self._looked = state_dict["looked"]

@@ -15,7 +15,6 @@ from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
-from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.selection._counting import CountsSamples
@@ -110,8 +109,8 @@ class ImportanceSampling(CountsSamples):
     constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     did = "drew"
     needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("importance sampling", zhuang="2.2", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("importance sampling", zhuang="2.2", shen="3.2")
+    search_space = SearchSpace(
         {
             "presample": Uniform(1.5, 5.0),
             "score": Choice(("gradient_bound", "loss")),
@@ -121,6 +120,9 @@ class ImportanceSampling(CountsSamples):
     )
     control = Control("as many samples drawn at random from the first step on, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"SelectiveBackprop": "both choose the samples"}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"threshold": math.inf}
+    checkpointed = ("_tau", "_on", "_scorer.checked")
+    stage = Stage.CHOOSE
 
     def __init__(
         self,
@@ -136,7 +138,6 @@ class ImportanceSampling(CountsSamples):
         self.threshold = threshold
         self.smoothing = smoothing
         self.sample_loss = sample_loss
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -144,16 +145,6 @@ class ImportanceSampling(CountsSamples):
         self._scorer = Scorer("ImportanceSampling", self.sample_loss, bounds=self.score == "gradient_bound")
         self._tau = 0.0
         self._on = self.threshold is not None and self.threshold < 1
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.threshold == math.inf
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.CHOOSE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         size = num_samples(batch)
@@ -203,16 +194,6 @@ class ImportanceSampling(CountsSamples):
             threshold = max(threshold for _, threshold in ranks) if self.threshold is None else self.threshold
             self._on = self._tau > threshold or threshold < 1
         return p
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "tau": self._tau, "on": self._on, "checked": self._scorer.checked}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._tau, self._on = state_dict["tau"], state_dict["on"]
-        self._scorer.checked = state_dict["checked"]
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

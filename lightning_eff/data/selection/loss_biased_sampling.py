@@ -84,17 +84,16 @@ class LossBiasedSampling(Choosing):
         losses come from the model itself. The paper's LSTM that predicts them is not implemented.
     """
 
-    saves: ClassVar[str] = "backward passes: a third of each batch is trained on, drawn by loss"
-    paper: ClassVar[str] = "Katharopoulos & Fleuret 2017, arXiv:1706.00043"
-    constraints: ClassVar[str] = (
-        "needs a mean loss >= 0 of torch.nn.functional, or sample_loss=, and batches of several samples"
-    )
-    survey: ClassVar[Survey | None] = Survey("loss-biased importance sampling", zhuang="2.2", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "backward passes: a third of each batch is trained on, drawn by loss"
+    paper = "Katharopoulos & Fleuret 2017, arXiv:1706.00043"
+    constraints = "needs a mean loss >= 0 of torch.nn.functional, or sample_loss=, and batches of several samples"
+    survey = Survey("loss-biased importance sampling", zhuang="2.2", shen="3.2")
+    search_space = SearchSpace(
         {"presample": Uniform(1.5, 5.0), "k": Choice((0.0, 0.5, 1.0)), "start": Choice((0.0, 0.3))}, needs_samples
     )
-    control: ClassVar[Control] = Control("as many samples drawn at random, without scoring", _random_subset)
+    control = Control("as many samples drawn at random, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {**others("LossBiasedSampling"), "SAF": _ONE_LOSS, "MESA": _ONE_LOSS}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"start": 1}
 
     def __init__(
         self,
@@ -106,12 +105,6 @@ class LossBiasedSampling(Choosing):
     ) -> None:
         self.presample, self.k, self.start = presample, k, start
         self.sample_loss = sample_loss
-        self._reset()
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.start == 1
 
     @override
     def check(self, session: Session) -> None:

@@ -84,15 +84,16 @@ class OrderedSGD(Choosing):
         arXiv:1907.04371.
     """
 
-    saves: ClassVar[str] = "backward passes: only the samples with the largest loss of each batch are trained on"
-    paper: ClassVar[str] = "Kawaguchi & Lu 2020, arXiv:1907.04371"
-    survey: ClassVar[Survey | None] = Survey("ordered SGD", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"keep": Choice(("accuracy", 0.25, 0.5))}, needs_samples)
-    control: ClassVar[Control] = Control(
+    saves = "backward passes: only the samples with the largest loss of each batch are trained on"
+    paper = "Kawaguchi & Lu 2020, arXiv:1907.04371"
+    survey = Survey("ordered SGD", shen="3.2")
+    search_space = SearchSpace({"keep": Choice(("accuracy", 0.25, 0.5))}, needs_samples)
+    control = Control(
         "as many samples drawn at random, without scoring; for keep='accuracy' the baseline for as many seconds",
         _random_subset,
     )
     conflicts: ClassVar[Mapping[str, str]] = others("OrderedSGD")
+    checkpointed = ("_accuracy", "_counts")
 
     def __init__(
         self,
@@ -103,7 +104,6 @@ class OrderedSGD(Choosing):
         self.keep = keep
         self.stages = None if keep == "accuracy" else _stages(keep)
         self.sample_loss = sample_loss
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -192,17 +192,12 @@ class OrderedSGD(Choosing):
     def state_dict(self) -> dict[str, Any]:
         session = self._session or self._past
         own = (int(self._right), int(self._total))
-        return {
-            **super().state_dict(),
-            "accuracy": self._accuracy,
-            "counts": self._counts,
-            "answers": [own] if session is None or self.stages is not None else session.gather(own),
-        }
+        answers = [own] if session is None or self.stages is not None else session.gather(own)
+        return {**super().state_dict(), "answers": answers}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._accuracy, self._counts = state_dict["accuracy"], state_dict["counts"]
         rank, answers = 0 if self._session is None else self._session.rank, state_dict["answers"]
         self._right, self._total = answers[rank] if rank < len(answers) else (0, 0)
 

@@ -70,17 +70,17 @@ class ProxySelection(Choosing):
         arXiv:1906.11829, select with a separate, smaller model before training.
     """
 
-    saves: ClassVar[str] = "backward passes, and most of the scoring pass, which runs only the first blocks"
-    paper: ClassVar[str] = "this package's own, after selection via proxy, Coleman et al. 2020, arXiv:1906.11829"
-    constraints: ClassVar[str] = (
-        "needs a stack of repeated blocks, a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
+    saves = "backward passes, and most of the scoring pass, which runs only the first blocks"
+    paper = "this package's own, after selection via proxy, Coleman et al. 2020, arXiv:1906.11829"
+    constraints = (
+        "needs a stack of repeated blocks, a mean loss of torch.nn.functional, or sample_loss=, and batches "
+        "of several samples"
     )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"keep": Choice((0.25, 0.5, 0.75)), "depth": Choice((0.25, 0.5))}, _pointless
-    )
-    control: ClassVar[Control] = Control("as many samples drawn at random, without scoring", _random_subset)
+    search_space = SearchSpace({"keep": Choice((0.25, 0.5, 0.75)), "depth": Choice((0.25, 0.5))}, _pointless)
+    control = Control("as many samples drawn at random, without scoring", _random_subset)
     refuses: ClassVar[Reasons] = {Part.PIPELINE: "it scores samples with the first blocks only"}
     conflicts: ClassVar[Mapping[str, str]] = others("ProxySelection")
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1}
 
     def __init__(
         self,
@@ -91,17 +91,11 @@ class ProxySelection(Choosing):
         sample_loss: SampleLoss | None = None,
     ) -> None:
         self.keep, self.depth, self.layers, self.sample_loss = keep, depth, layers, sample_loss
-        self._reset()
 
     @override
     def _reset(self) -> None:
         super()._reset()
         self._stack: BlockStack | None = None
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1
 
     @override
     def on_model(self, session: Session) -> None:

@@ -90,18 +90,19 @@ class RHOLoss(Choosing):
         arXiv:2206.07137. Kaddour et al. 2023, "No Train No Gain", arXiv:2307.06440, find no gain for the same training time.
     """
 
-    saves: ClassVar[str] = "backward passes: only the samples whose loss can still fall are trained on"
-    paper: ClassVar[str] = "Mindermann et al. 2022, arXiv:2206.07137"
-    constraints: ClassVar[str] = (
-        "needs a DataLoader over a map-style data set, a mean loss of torch.nn.functional, or sample_loss=, and several epochs"
+    saves = "backward passes: only the samples whose loss can still fall are trained on"
+    paper = "Mindermann et al. 2022, arXiv:2206.07137"
+    constraints = (
+        "needs a DataLoader over a map-style data set, a mean loss of torch.nn.functional, or sample_loss=, "
+        "and several epochs"
     )
     needs: ClassVar[Need] = Need.WHOLE
-    survey: ClassVar[Survey | None] = Survey("RHO-LOSS", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"keep": Choice((0.1, 0.25, 0.5)), "epochs": Choice((1, 3))}, _pointless
-    )
-    control: ClassVar[Control] = Control("as many samples drawn at random, without scoring", _random_subset)
+    survey = Survey("RHO-LOSS", shen="3.2")
+    search_space = SearchSpace({"keep": Choice((0.1, 0.25, 0.5)), "epochs": Choice((1, 3))}, _pointless)
+    control = Control("as many samples drawn at random, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = others("RHOLoss")
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1}
+    checkpointed = ("irreducible_losses",)
 
     def __init__(
         self,
@@ -125,17 +126,11 @@ class RHOLoss(Choosing):
             )
         self.keep, self.model, self.epochs, self.lr, self.sample_loss = keep, model, epochs, lr, sample_loss
         self.given = None if irreducible is None else _given(irreducible)
-        self._reset()
 
     @override
     def _reset(self) -> None:
         super()._reset()
         self.irreducible_losses: Tensor | None = self.given
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1
 
     @override
     def attach(self, session: Session) -> None:
@@ -218,15 +213,6 @@ class RHOLoss(Choosing):
     def report(self) -> dict[str, float | int | Tensor]:
         held = self.irreducible_losses
         return {**super().report(), **({} if held is None else {"irreducible_loss": held.mean()})}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "irreducible_losses": self.irreducible_losses}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.irreducible_losses = state_dict["irreducible_losses"]
 
 
 def _given(irreducible: Any) -> Tensor:

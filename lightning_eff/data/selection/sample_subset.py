@@ -14,7 +14,6 @@ from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.technique import Choice, Epoch, SampleChooser
 from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
-from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.data.selection._offline.files import Told, read
 from lightning_eff.data.selection._subset import check_told, of_subset, random_subset
@@ -73,13 +72,13 @@ class SampleSubset(SampleChooser):
         ``lightning-eff select dsir`` implements.
     """
 
-    saves: ClassVar[str] = "steps on samples that a selection before training removed"
-    paper: ClassVar[str] = "Xie et al. 2023, arXiv:2302.03169"
-    constraints: ClassVar[str] = "needs one DataLoader over a map-style data set"
+    saves = "steps on samples that a selection before training removed"
+    paper = "Xie et al. 2023, arXiv:2302.03169"
+    constraints = "needs one DataLoader over a map-style data set"
     needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("data selection before training (DSIR)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"samples": Uniform(0.3, 0.9)}, _pointless)
-    control: ClassVar[Control] = Control(
+    survey = Survey("data selection before training (DSIR)", zhuang="2.2")
+    search_space = SearchSpace({"samples": Uniform(0.3, 0.9)}, _pointless)
+    control = Control(
         "as many samples at random, the same ones for the whole run; for a random subset, the baseline for as many seconds",
         _as_many,
     )
@@ -89,6 +88,7 @@ class SampleSubset(SampleChooser):
     }
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
+    checkpointed = ("_samples", "_size")
 
     def __init__(self, samples: float | str | Path) -> None:
         self.told: Told | None = None
@@ -97,7 +97,6 @@ class SampleSubset(SampleChooser):
             self.told = read(samples, "indices", who=WHO)
         else:
             self.share = _fraction(samples)
-        self._reset()
 
     def _reset(self) -> None:
         self._kept: Tensor | None = None
@@ -107,10 +106,6 @@ class SampleSubset(SampleChooser):
     @override
     def neutral(self) -> bool:
         return self.told is None and self.share == 1.0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def choose(self, epoch: Epoch) -> Choice | None:
@@ -135,14 +130,6 @@ class SampleSubset(SampleChooser):
             return "no step taken"
         where = "drawn at random" if self.told is None else f"from {self.told.path}"
         return f"trained on {self._samples:,} of {self._size:,} samples, {where}"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._samples, "size": self._size}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._samples, self._size = state_dict["samples"], state_dict["size"]
 
 
 def _fraction(samples: Any) -> float:

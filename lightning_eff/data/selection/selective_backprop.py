@@ -107,8 +107,8 @@ class SelectiveBackprop(CountsSamples):
     paper = "Jiang et al. 2019, arXiv:1910.00762"
     constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("selective backprop", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("selective backprop", shen="3.2")
+    search_space = SearchSpace(
         {
             "keep": Uniform(0.3, 0.8),
             "start": Choice((0.0, 0.25, 0.5)),
@@ -119,6 +119,9 @@ class SelectiveBackprop(CountsSamples):
     )
     control = Control("as many samples drawn at random in the same steps, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = {"ImportanceSampling": "both choose the samples"}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
+    checkpointed = ("_losses", "_scorer.checked")
+    stage = Stage.CHOOSE
 
     def __init__(
         self,
@@ -142,7 +145,6 @@ class SelectiveBackprop(CountsSamples):
         self.interval = interval
         self.history = history
         self.sample_loss = sample_loss
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -150,21 +152,11 @@ class SelectiveBackprop(CountsSamples):
         self._scorer = Scorer("SelectiveBackprop", self.sample_loss, bounds=False)
         self._losses = torch.empty(0, dtype=torch.float64)
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1.0
-
     @override
     def check(self, session: Session) -> None:
         if self.start > 0 or self.end < 1:
             setting = f"SelectiveBackprop(start={self.start}, end={self.end})"
             check_budget(session, setting, "use start=0 and end=1")
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.CHOOSE, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         session, size = self.session, num_samples(batch)
@@ -188,10 +180,9 @@ class SelectiveBackprop(CountsSamples):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "losses": self._losses.clone(), "checked": self._scorer.checked}
+        return {**super().state_dict(), "losses": self._losses.clone()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._losses = state_dict["losses"].cpu().clone()[-self.history :]
-        self._scorer.checked = state_dict["checked"]
+        self._losses = self._losses.cpu().clone()[-self.history :]

@@ -3,7 +3,7 @@
 import math
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import LossNotVisible, loss_of
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace, Survey, needs_sequences
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -59,10 +59,6 @@ class _Look:
 
     def read(self, node: Node, name: str) -> None:
         self.reads.setdefault(node.call.site, f"torch's {name!r} at {reader()}")
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return "samples are not sequences, so the output layer has few rows" if profile.sequence_length is None else None
 
 
 class FusedLinearCrossEntropy(Technique):
@@ -111,22 +107,19 @@ class FusedLinearCrossEntropy(Technique):
         Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989.
     """
 
-    saves: ClassVar[str] = "the memory of the logits, and the output layer's time on positions without a label"
-    paper: ClassVar[str] = "Izsak et al. 2021, arXiv:2104.07705; Hsu et al. 2024, arXiv:2410.10989"
-    constraints: ClassVar[str] = (
+    saves = "the memory of the logits, and the output layer's time on positions without a label"
+    paper = "Izsak et al. 2021, arXiv:2104.07705; Hsu et al. 2024, arXiv:2410.10989"
+    constraints = (
         "needs F.cross_entropy of a linear layer's output, outside compiled modules; automatic optimization; no second-order"
         " gradients"
     )
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    survey: ClassVar[Survey | None] = Survey("token masking (sparse token prediction)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        pointless=_pointless, measured_on=lambda profile: profile.masked_labels
-    )
+    survey = Survey("token masking (sparse token prediction)", zhuang="2.2")
+    search_space = SearchSpace(pointless=needs_sequences, measured_on=lambda profile: profile.masked_labels)
     sparse_gradients: ClassVar[bool] = True
-    control: ClassVar[Control] = Control(
-        "the baseline for the same time, since loss and gradients differ only by rounding"
-    )
+    control = Control("the baseline for the same time, since loss and gradients differ only by rounding")
     conflicts: ClassVar = {"KFAC": "it needs the gradients of each layer's output, so the logits must exist"}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"min_classes": math.inf}
 
     def __init__(
         self,
@@ -136,7 +129,6 @@ class FusedLinearCrossEntropy(Technique):
     ) -> None:
         self.rows = rows
         self.min_classes = min_classes
-        self._reset()
 
     def _reset(self) -> None:
         self._sites: list[Site] | None = None
@@ -150,14 +142,8 @@ class FusedLinearCrossEntropy(Technique):
     def _begin(self) -> None:
         self._calls = self._computed = self._positions = self._bytes = self._reads = 0
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.min_classes == math.inf
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         if hasattr(session.trainer.strategy, "whole_heads"):
             session.patches.set(session.trainer.strategy, "whole_heads", True)
         session.told_by_loss(self, "_calls", "_computed", "_positions", "_bytes", "_reads")

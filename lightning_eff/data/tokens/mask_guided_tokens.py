@@ -99,17 +99,15 @@ class MaskGuidedTokens(ComputesFewerTokens):
         samples is not implemented.
     """
 
-    saves: ClassVar[str] = "compute and activations of unimportant patches, in all blocks but the last"
-    paper: ClassVar[str] = "Chen et al. 2022, arXiv:2205.09995"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of unimportant patches, in all blocks but the last"
+    paper = "Chen et al. 2022, arXiv:2205.09995"
+    constraints = (
         "needs images, a trained network, and a stack of blocks on (B, T, D) with positions added before it or passed to it;"
         " automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("MG-ViT", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"keep": Choice((0.25, 0.5, 0.75)), "reuse": Choice((0, 4))}, _pointless
-    )
-    control: ClassVar[Control] = Control("the baseline for the same time; and RandomLTD, which chooses at random")
+    survey = Survey("MG-ViT", shen="3.2")
+    search_space = SearchSpace({"keep": Choice((0.25, 0.5, 0.75)), "reuse": Choice((0, 4))}, _pointless)
+    control = Control("the baseline for the same time; and RandomLTD, which chooses at random")
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("RandomLTD", "PatchDropout", "TokenDropping", "TokenMerging", "PartialTokenTraining", "SequencePacking"),
@@ -125,6 +123,7 @@ class MaskGuidedTokens(ComputesFewerTokens):
             ("EfficientSAM", "KSAM"), "its passes use a subset of the samples, and each sample has its own mask"
         ),
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1}
 
     def __init__(
         self,
@@ -136,7 +135,6 @@ class MaskGuidedTokens(ComputesFewerTokens):
         layers: Layers | None = None,
     ) -> None:
         self.keep, self.reuse, self.full_first, self.full_last, self.layers = keep, reuse, full_first, full_last, layers
-        self._reset()
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
@@ -148,14 +146,8 @@ class MaskGuidedTokens(ComputesFewerTokens):
         self._share = Share()  # of the patches
         self._where = ""
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._tokens = Tokens(
             session,
             WHO,

@@ -15,7 +15,7 @@ from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import map_tensors
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -163,17 +163,18 @@ class MaskRateSchedule(Technique):
         Devlin et al. 2019, arXiv:1810.04805 (80/10/10).
     """
 
-    saves: ClassVar[str] = "steps: up to 1.89 times fewer for BERT-base in the paper"
-    paper: ClassVar[str] = "Ankner et al. 2023, arXiv:2305.15096"
-    constraints: ClassVar[str] = "needs a masked language model, with tokens and labels in the batch"
+    saves = "steps: up to 1.89 times fewer for BERT-base in the paper"
+    paper = "Ankner et al. 2023, arXiv:2305.15096"
+    constraints = "needs a masked language model, with tokens and labels in the batch"
     needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"start": Uniform(0.2, 0.5), "until": Choice((0.5, 1.0))}, _pointless
-    )
-    control: ClassVar[Control] = Control("either rate throughout, for the same time", _throughout)
+    survey = None
+    search_space = SearchSpace({"start": Uniform(0.2, 0.5), "until": Choice((0.5, 1.0))}, _pointless)
+    control = Control("either rate throughout, for the same time", _throughout)
     needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
+    checkpointed = ("_seen", "_mask_token", "_rate", "_loader_rate")
+    stage = Stage.TRANSFORM
 
     def __init__(
         self,
@@ -201,23 +202,12 @@ class MaskRateSchedule(Technique):
         self.special_tokens = special_tokens
         self.keys = keys
         self.ignore_index = ignore_index
-        self._reset()
 
     def _reset(self) -> None:
         self._mask_token = self.mask_token_id
         self._seen = False
         self._rate = self._loader_rate = 0.0
         self._special: Tensor | None = None
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.until == 0.0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.TRANSFORM, self._link)
 
     @override
     def on_model(self, session: Session) -> None:
@@ -313,17 +303,3 @@ class MaskRateSchedule(Technique):
         if not self._seen:
             return "made no step"
         return f"masked {self._rate:.1%} of the tokens in the last batch, after the loader's {self._loader_rate:.1%}"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "seen": self._seen,
-            "mask_token": self._mask_token,
-            "rate": self._rate,
-            "loader_rate": self._loader_rate,
-        }
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seen, self._mask_token = state_dict["seen"], state_dict["mask_token"]
-        self._rate, self._loader_rate = state_dict["rate"], state_dict["loader_rate"]

@@ -101,17 +101,17 @@ class PartialTokenTraining(ComputesFewerTokens):
         arXiv:2111.06377 (MAE). Its width: Tong et al. 2022, arXiv:2203.12602 (VideoMAE).
     """
 
-    saves: ClassVar[str] = "compute and activations of the dropped tokens in every block, less a small decoder"
-    paper: ClassVar[str] = "Han et al. 2022, arXiv:2210.04889"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of the dropped tokens in every block, less a small decoder"
+    paper = "Han et al. 2022, arXiv:2210.04889"
+    constraints = (
         "needs videos or images embedded by a convolution without overlap, a stack of blocks on (B, T, D) with positions"
         " added before it or passed to it, and a head on class tokens or on the mean of all; automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("token masking (Turbo)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("token masking (Turbo)", zhuang="2.2")
+    search_space = SearchSpace(
         {"ratio": Uniform(0.1, 0.75), "reconstruction_weight": Choice((0.0, 0.1, 1.0))}, no_patches
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "the baseline for the same time with a learning rate that decays to zero; fewer frames throughout; and"
         " reconstruction_weight=0, which shows whether the decoder pays off"
     )
@@ -126,6 +126,7 @@ class PartialTokenTraining(ComputesFewerTokens):
             "it needs the distances between tokens, which are unknown if some are dropped",
         ),
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"ratio": 1.0}
 
     def __init__(
         self,
@@ -149,7 +150,6 @@ class PartialTokenTraining(ComputesFewerTokens):
         self.per_sample = per_sample
         self.embedding = embedding
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
@@ -161,16 +161,10 @@ class PartialTokenTraining(ComputesFewerTokens):
         self._pass: Pass | None = None
         self._last: float | Tensor = 0.0
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.ratio == 1.0
-
     # -- the run
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._tokens = EnteringTokens(
             session, WHO, self._choose, per_sample=self.per_sample, alike="set per_sample=False", also=self._look
         )

@@ -66,21 +66,20 @@ class PatchDropout(ComputesFewerTokens):
         He et al. 2021, arXiv:2111.06377 (MAE). Li et al. 2022, arXiv:2212.00794 (FLIP).
     """
 
-    saves: ClassVar[str] = "compute and activations of the dropped patches in every block: half at ratio 0.5"
-    paper: ClassVar[str] = "Liu et al. 2022, arXiv:2208.07220"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of the dropped patches in every block: half at ratio 0.5"
+    paper = "Liu et al. 2022, arXiv:2208.07220"
+    constraints = (
         "needs images, a stack of blocks on (B, T, D) with positions added before it or passed to it, and a head on class"
         " tokens or on the mean of the patches; automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("token masking (MAE, FLIP)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"ratio": Uniform(0.25, 0.75), "until": Choice((0.8, 1.0))}, no_patches
-    )
-    control: ClassVar[Control] = Control(
+    survey = Survey("token masking (MAE, FLIP)", zhuang="2.2")
+    search_space = SearchSpace({"ratio": Uniform(0.25, 0.75), "until": Choice((0.8, 1.0))}, no_patches)
+    control = Control(
         "the baseline for the same time with a learning rate that decays to zero; and smaller images throughout"
     )
     conflicts: ClassVar[Mapping[str, str]] = {"RandomLTD": "both choose the tokens that blocks compute"}
     needs_budget: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"ratio": 0.0, "until": 0.0}
 
     def __init__(
         self,
@@ -94,21 +93,14 @@ class PatchDropout(ComputesFewerTokens):
         self.until = until
         self.per_image = per_image
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
         self._share = Share()  # of the patches
         self._where = ""
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.ratio == 0.0 or self.until == 0.0
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._tokens = EnteringTokens(
             session, WHO, self._choose, per_sample=self.per_image, alike="set per_image=False", also=self._look
         )

@@ -90,20 +90,18 @@ class RandomLTD(ComputesFewerTokens):
         Transformers", arXiv:2211.11586. The schedule is that of DeepSpeed's ``random_ltd``.
     """
 
-    saves: ClassVar[str] = "compute and activations of the tokens that middle blocks skip, about a third"
-    paper: ClassVar[str] = "Yao et al. 2022, arXiv:2211.11586"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of the tokens that middle blocks skip, about a third"
+    paper = "Yao et al. 2022, arXiv:2211.11586"
+    constraints = (
         "needs a stack of three or more blocks on (B, T, D) that do not depend on token positions; automatic optimization;"
         " blocks that you compile yourself are recompiled for each number of tokens, unless dynamic=True"
     )
-    survey: ClassVar[Survey | None] = Survey("random layerwise token dropping (random-LTD)", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"start": Choice((0.125, 0.25, 0.5)), "until": Uniform(0.3, 0.9)}, _pointless
-    )
+    survey = Survey("random layerwise token dropping (random-LTD)", shen="3.2")
+    search_space = SearchSpace({"start": Choice((0.125, 0.25, 0.5)), "until": Uniform(0.3, 0.9)}, _pointless)
     sparse_gradients: ClassVar[bool] = True
-    control: ClassVar[Control] = Control("the baseline for the same time with a learning rate that decays to zero")
-    conflicts: ClassVar[Mapping[str, str]] = {}
+    control = Control("the baseline for the same time with a learning rate that decays to zero")
     needs_budget: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"start": 1.0, "until": 0.0}
 
     def __init__(
         self,
@@ -125,16 +123,10 @@ class RandomLTD(ComputesFewerTokens):
         self.always = always
         self.per_sample = per_sample
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self._share = Share()
         self._where = ""
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.start == 1.0 or self.until == 0.0
 
     @property
     @override
@@ -143,7 +135,6 @@ class RandomLTD(ComputesFewerTokens):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._tokens = Tokens(
             session,
             WHO,

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Layers
 from lightning_eff._core._needs.needs import Part, Reasons
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Stage
 from lightning_eff._core.technique import Control, Technique
@@ -76,17 +76,17 @@ class SequencePacking(Technique):
         Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", arXiv:2107.02027.
     """
 
-    saves: ClassVar[str] = "compute and activations of padding in every block, half of them at 50 % padding"
-    paper: ClassVar[str] = "Krell et al. 2021, arXiv:2107.02027"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of padding in every block, half of them at 50 % padding"
+    paper = "Krell et al. 2021, arXiv:2107.02027"
+    constraints = (
         "needs a padding mask in the batch and uncompiled blocks on (B, T, D) that mix tokens by scaled_dot_product_attention,"
         " flex_attention or masks passed to them; automatic optimization"
     )
     refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank packs whole micro-batches
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
+    survey = None
+    search_space = SearchSpace(pointless=_pointless)
     sparse_gradients: ClassVar[bool] = True
-    control: ClassVar[Control] = Control(
+    control = Control(
         "the baseline for the same time, since loss and gradients differ only by rounding; and batches of samples with similar"
         " lengths, which have less padding"
     )
@@ -97,6 +97,8 @@ class SequencePacking(Technique):
         "TokenMerging": _CHOOSES,
         "RegionalCompilation": "each batch has rows of other lengths, and attention in compiled code cannot be replaced",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"max_tokens": 0}
+    checkpointed = ("_tokens", "_rows", "_places", "_shares", "_batches")
 
     def __init__(
         self,
@@ -110,21 +112,14 @@ class SequencePacking(Technique):
         self.mask = mask
         self.pad_token_id = pad_token_id
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self._tokens = self._rows = self._places = 0  # in the last step
         self._shares, self._batches = 0.0, 0
         self._where = ""
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.max_tokens == 0
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._packed = PackedBlocks(session, WHO, self.max_tokens, self._find)
         session.chain.add(Stage.TRANSFORM, self._packed.link)
 
@@ -156,19 +151,3 @@ class SequencePacking(Technique):
         if not self._batches:
             return "made no step"
         return f"{self._where} computed {self._shares / self._batches:.1%} of the padded batches on average"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "tokens": self._tokens,
-            "rows": self._rows,
-            "places": self._places,
-            "shares": self._shares,
-            "batches": self._batches,
-        }
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._tokens, self._rows = state_dict["tokens"], state_dict["rows"]
-        self._places = state_dict["places"]
-        self._shares, self._batches = state_dict["shares"], state_dict["batches"]

@@ -12,7 +12,7 @@ from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import lies_at, map_tensors, tensors
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_sequences
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -75,10 +75,6 @@ def is_encoder_decoder(module: nn.Module) -> bool:
     )
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return "samples are not sequences" if profile.sequence_length is None else None
-
-
 class SpanMasking(Technique):
     """Pretrain an encoder-decoder on plain text: hide one span of each text from the encoder, and let the decoder predict it.
 
@@ -117,21 +113,22 @@ class SpanMasking(Technique):
         Song et al. 2019, "MASS: Masked Sequence to Sequence Pre-training for Language Generation", arXiv:1905.02450.
     """
 
-    saves: ClassVar[str] = "labelled data: encoder-decoders learn from plain text"
-    paper: ClassVar[str] = "Song et al. 2019, arXiv:1905.02450"
-    constraints: ClassVar[str] = "needs an encoder-decoder, with the same tokens as input and as labels in the batch"
+    saves = "labelled data: encoder-decoders learn from plain text"
+    paper = "Song et al. 2019, arXiv:1905.02450"
+    constraints = "needs an encoder-decoder, with the same tokens as input and as labels in the batch"
     needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("token masking (MASS)", zhuang="2.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"ratio": Choice((0.3, 0.5, 0.7))}, _pointless)
-    control: ClassVar[Control] = Control(
-        "the baseline on its loader's own task for the same time, compared on a downstream task"
-    )
+    survey = Survey("token masking (MASS)", zhuang="2.2")
+    search_space = SearchSpace({"ratio": Choice((0.3, 0.5, 0.7))}, needs_sequences)
+    control = Control("the baseline on its loader's own task for the same time, compared on a downstream task")
     conflicts: ClassVar[Mapping[str, str]] = {
         "MaskRateSchedule": "both choose the masked tokens",
         "SequenceLengthWarmup": "it cuts texts into pieces, and a span may cross them",
     }
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"ratio": 0.0}
+    checkpointed = ("_seen", "_masked")
+    stage = Stage.TRANSFORM
 
     def __init__(
         self,
@@ -153,22 +150,11 @@ class SpanMasking(Technique):
         self.special_tokens = special_tokens
         self.keys = keys
         self.ignore_index = ignore_index
-        self._reset()
 
     def _reset(self) -> None:
         self._seen, self._masked = False, 0.0
         self._mask_token = -1
         self._special: Tensor | None = None
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.ratio == 0.0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.TRANSFORM, self._link)
 
     @override
     def on_model(self, session: Session) -> None:
@@ -249,11 +235,3 @@ class SpanMasking(Technique):
     @override
     def summary(self) -> str:
         return f"hid {self._masked:.1%} of the tokens in the last batch" if self._seen else "made no step"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self._seen, "masked": self._masked}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._seen, self._masked = state_dict["seen"], state_dict["masked"]

@@ -111,23 +111,22 @@ class TokenDropping(Technique):
         Hou et al. 2022, "Token Dropping for Efficient BERT Pretraining", arXiv:2203.13240.
     """
 
-    saves: ClassVar[str] = "compute and activations of the tokens that middle blocks skip, a quarter for BERT"
-    paper: ClassVar[str] = "Hou et al. 2022, arXiv:2203.13240"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of the tokens that middle blocks skip, a quarter for BERT"
+    paper = "Hou et al. 2022, arXiv:2203.13240"
+    constraints = (
         "needs a language model with an nn.Embedding of its ids, a loss on the vocabulary by torch.nn.functional, and three"
         " or more blocks that do not depend on token positions; automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("token dropping", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"keep": Uniform(0.25, 0.75), "beta": Choice((0.95, 0.995))}, _pointless
-    )
-    control: ClassVar[Control] = Control(
+    survey = Survey("token dropping", shen="3.2")
+    search_space = SearchSpace({"keep": Uniform(0.25, 0.75), "beta": Choice((0.95, 0.995))}, _pointless)
+    control = Control(
         "the baseline for the same time with a learning rate that decays to zero; and RandomLTD, which chooses at random"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         "RandomLTD": "both choose the tokens that middle blocks compute",
         "PatchDropout": "both choose the tokens that blocks compute",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
 
     def __init__(
         self,
@@ -149,7 +148,6 @@ class TokenDropping(Technique):
         self.full_last = full_last
         self.labels = labels
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self.importance: Tensor | None = None  # m, (V,); None before the first batch
@@ -164,16 +162,10 @@ class TokenDropping(Technique):
         self._recording, self._checked = False, False
         self._where = ""
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.keep == 1.0
-
     # -- the run
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         first = 1 if self.full_first is None else self.full_first
         self._tokens = Tokens(
             session, WHO, self._choose, first=first, stop=-self.full_last or None, per_sample=True, also=self._find_ids

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Layers
 from lightning_eff._core._tokens.merging import MergingTokens
-from lightning_eff._core.search_space import Integer, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Integer, SearchSpace, Survey, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Stage, Step
 from lightning_eff._core.technique import Control
@@ -47,12 +47,6 @@ def match(keys: Tensor, r: int, protected: Tensor) -> Tensor:
 def mergeable(protected: Tensor) -> int:
     """Return how many tokens can join others: those at even places, if one at an odd place can take them."""
     return int((~protected[::2]).sum()) if bool((~protected[1::2]).any()) else 0
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    if profile.num_blocks < 2:
-        return "found no stack of two or more repeated blocks"
-    return None
 
 
 class TokenMerging(ComputesFewerTokens):
@@ -94,40 +88,34 @@ class TokenMerging(ComputesFewerTokens):
         Bolya et al. 2022, "Token Merging: Your ViT But Faster", arXiv:2210.09461.
     """
 
-    saves: ClassVar[str] = "compute and activations of merged tokens, more in deeper blocks"
-    paper: ClassVar[str] = "Bolya et al. 2022, arXiv:2210.09461"
-    constraints: ClassVar[str] = (
+    saves = "compute and activations of merged tokens, more in deeper blocks"
+    paper = "Bolya et al. 2022, arXiv:2210.09461"
+    constraints = (
         "needs images and uncompiled blocks on (B, T, D) with positions added before them, whose attention is torch's"
         " scaled_dot_product_attention or a softmax of a product; automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("token merging (ToMe)", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"r": Integer(2, 16, log=True)}, _pointless)
-    control: ClassVar[Control] = Control(
+    survey = Survey("token merging (ToMe)", shen="4.1")
+    search_space = SearchSpace({"r": Integer(2, 16, log=True)}, needs_blocks)
+    control = Control(
         "the baseline for the same time with a learning rate that decays to zero; and PatchDropout, which drops tokens"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("PatchDropout", "RandomLTD", "TokenDropping"), _BOTH),
         "RegionalCompilation": "compiled code hides the blocks' attention, which must use the sizes of merged tokens",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"r": 0}
 
     def __init__(self, r: Annotated[int, Count(at_least=0)] = 8, *, layers: Layers | None = None) -> None:
         self.r = r
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
         self._share = Share()  # at the last block
         self._where = ""
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.r == 0
-
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._tokens = MergingTokens(session, WHO, self._merge, self._look)
         session.chain.add(Stage.TRANSFORM, self._tokens.link)
 

@@ -1,7 +1,7 @@
 """The base of adapters: what trains and what is frozen, what checkpoints hold, and reports."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -67,11 +67,13 @@ class Adapter(Architecture):
         names: patterns of the modules to act on; None looks for them, and an empty list is plain training.
     """
 
-    change_at: ClassVar[Change] = Change.ADAPT
+    change_at = Change.ADAPT
     refuses: ClassVar[Reasons] = {
         **Architecture.refuses,
         Part.FLAT: "it cannot distinguish trained parameters from frozen ones there",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"names": []}
+    control = CONTROL
     _partial: Partial | None = None
     _trained = 0
     _frozen = 0
@@ -81,11 +83,6 @@ class Adapter(Architecture):
         self.save: Save = save
         self.also = list(also)
         self.names = None if names is None else list(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
 
     def begin(self, root: nn.Module) -> set[int]:
         """The ids of parameters that train in addition, in a module before the adapter is applied.

@@ -13,8 +13,7 @@ from lightning_eff._core._architecture.naming import check_met, meets
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Change
 from lightning_eff._core.search_space import SearchSpace, Survey
-from lightning_eff._core.technique import Control
-from lightning_eff.model.adapters._adapter import CONTROL, DEAD, FROZEN, RIVALS, Adapter, folded, unless_memory_bound
+from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, Adapter, folded, unless_memory_bound
 from lightning_eff.model.adapters._arguments import Also, Paths, Save
 
 WHO = "BitFit"
@@ -66,13 +65,12 @@ class BitFit(Adapter):
         arXiv:2106.10199.
     """
 
-    saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Ben Zaken et al. 2022, arXiv:2106.10199"
-    constraints: ClassVar[str] = "fine-tuning of modules that have biases"
-    control: ClassVar[Control] = CONTROL
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (BitFit)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, unless_memory_bound)
-    change_at: ClassVar[Change] = Change.FREEZE
+    saves = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Ben Zaken et al. 2022, arXiv:2106.10199"
+    constraints = "fine-tuning of modules that have biases"
+    survey = Survey("parameter-efficient tuning (BitFit)", zhuang="3")
+    search_space = SearchSpace({}, unless_memory_bound)
+    change_at = Change.FREEZE
     conflicts: ClassVar[Mapping[str, str]] = {
         "LoRA": RIVALS,
         **FROZEN,

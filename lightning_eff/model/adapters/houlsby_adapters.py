@@ -19,8 +19,7 @@ from lightning_eff._core._branches.ends import alike_unused, refuse_unequal
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.probing import probed
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
-from lightning_eff._core.technique import Control
-from lightning_eff.model.adapters._adapter import CONTROL, DEAD, RIVALS, Adapter, blockwise, folded, unless_memory_bound
+from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter, blockwise, folded, unless_memory_bound
 from lightning_eff.model.adapters._arguments import Also, Save, Targets
 from lightning_eff.model.adapters._reading import read, unread
 
@@ -132,13 +131,12 @@ class HoulsbyAdapters(Adapter):
         Houlsby et al. 2019, "Parameter-Efficient Transfer Learning for NLP", arXiv:1902.00751.
     """
 
-    saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Houlsby et al. 2019, arXiv:1902.00751"
-    constraints: ClassVar[str] = "fine-tuning of residual networks of linear layers"
-    control: ClassVar[Control] = CONTROL
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (adapters)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"bottleneck": Choice((8, 64))}, _pointless)
-    stays: ClassVar[str] = "an adapter has an activation function, so it cannot be merged into a linear layer"
+    saves = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Houlsby et al. 2019, arXiv:1902.00751"
+    constraints = "fine-tuning of residual networks of linear layers"
+    survey = Survey("parameter-efficient tuning (adapters)", zhuang="3")
+    search_space = SearchSpace({"bottleneck": Choice((8, 64))}, _pointless)
+    stays = "an adapter has an activation function, so it cannot be merged into a linear layer"
     conflicts: ClassVar[Mapping[str, str]] = {**DEAD, **blockwise("adapters"), "LoRA": RIVALS, "BitFit": RIVALS}
     _adapters = 0
 

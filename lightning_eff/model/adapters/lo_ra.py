@@ -21,8 +21,7 @@ from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
-from lightning_eff.model.adapters._adapter import CONTROL, DEAD, RIVALS, blockwise
+from lightning_eff.model.adapters._adapter import DEAD, RIVALS, blockwise
 from lightning_eff.model.adapters._arguments import Also, Dropout, Rank, Save, Targets
 from lightning_eff.model.adapters._peft.places import pointless
 from lightning_eff.model.adapters._peft.technique import Maker, OnLinearLayers
@@ -88,14 +87,10 @@ class LoRA(OnLinearLayers):
         Hayou et al. 2024, "LoRA+: Efficient Low Rank Adaptation of Large Models", arXiv:2402.12354.
     """
 
-    saves: ClassVar[str] = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Hu et al. 2022, arXiv:2106.09685"
-    constraints: ClassVar[str] = "fine-tuning; needs peft"
-    control: ClassVar[Control] = CONTROL
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (LoRA)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"rank": Choice((4, 8, 16)), "b_rate": Choice((1.0, 16.0))}, pointless
-    )
+    saves = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Hu et al. 2022, arXiv:2106.09685"
+    survey = Survey("parameter-efficient tuning (LoRA)", zhuang="3")
+    search_space = SearchSpace({"rank": Choice((4, 8, 16)), "b_rate": Choice((1.0, 16.0))}, pointless)
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,
         **blockwise("factors"),

@@ -23,8 +23,7 @@ from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking_on
-from lightning_eff._core.technique import Control
-from lightning_eff.model.adapters._adapter import CONTROL, DEAD, FROZEN, RIVALS, Adapter, blockwise, unless_memory_bound
+from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, Adapter, blockwise, unless_memory_bound
 from lightning_eff.model.adapters._arguments import Also, Length, Save
 from lightning_eff.model.adapters._pieces import divides, nowhere
 from lightning_eff.model.adapters._prompts.embedding import prompted
@@ -100,13 +99,12 @@ class PromptTuning(Adapter):
         Lester et al. 2021, "The Power of Scale for Parameter-Efficient Prompt Tuning", arXiv:2104.08691.
     """
 
-    saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Lester et al. 2021, arXiv:2104.08691"
-    constraints: ClassVar[str] = "language models of one text with room for k more tokens; no cache in generation"
-    control: ClassVar[Control] = CONTROL
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (prompts)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"length": Choice((5, 20, 100))}, _pointless)
-    stays: ClassVar[str] = "its prompts are not tokens, and a plain module has no place for them before each text"
+    saves = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Lester et al. 2021, arXiv:2104.08691"
+    constraints = "language models of one text with room for k more tokens; no cache in generation"
+    survey = Survey("parameter-efficient tuning (prompts)", zhuang="3")
+    search_space = SearchSpace({"length": Choice((5, 20, 100))}, _pointless)
+    stays = "its prompts are not tokens, and a plain module has no place for them before each text"
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,
         **FROZEN,
@@ -121,6 +119,7 @@ class PromptTuning(Adapter):
         Part.PIPELINE: "it runs the whole network to verify it, and cuts what it returns",
     }
     needs_automatic_optimization: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"length": 0}
     _length = 0
 
     def __init__(
@@ -134,11 +133,6 @@ class PromptTuning(Adapter):
     ) -> None:
         self.length, self.init, self.embeddings = length, init, embeddings
         self._take(save, also)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.length == 0
 
     # -- the change
 

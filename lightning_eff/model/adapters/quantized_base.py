@@ -78,14 +78,14 @@ class QuantizedBase(Architecture):
         Dettmers et al. 2022, "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale", arXiv:2208.07339.
     """
 
-    saves: ClassVar[str] = "seven eighths (NF4) or three quarters (int8) of the memory of frozen 32-bit linear layers"
-    paper: ClassVar[str] = "Dettmers et al. 2023, arXiv:2305.14314"
-    constraints: ClassVar[str] = "frozen linear layers, as with LoRA; needs bitsandbytes"
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (QLoRA)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((4, 8))}, _pointless)
-    control: ClassVar[Control] = Control("the baseline with the same adapter on the unrounded base, for the same time")
-    change_at: ClassVar[Change] = Change.FREEZE
-    stays: ClassVar[str] = (
+    saves = "seven eighths (NF4) or three quarters (int8) of the memory of frozen 32-bit linear layers"
+    paper = "Dettmers et al. 2023, arXiv:2305.14314"
+    constraints = "frozen linear layers, as with LoRA; needs bitsandbytes"
+    survey = Survey("parameter-efficient tuning (QLoRA)", zhuang="3")
+    search_space = SearchSpace({"bits": Choice((4, 8))}, _pointless)
+    control = Control("the baseline with the same adapter on the unrounded base, for the same time")
+    change_at = Change.FREEZE
+    stays = (
         "its weights are rounded to few bits, and trained factors cannot be merged into them; first call"
         " lightning_eff.dequantize(module), which returns a module with the rounded weights in plain layers"
     )
@@ -100,6 +100,7 @@ class QuantizedBase(Architecture):
         "Fixup": "it adds scalars before and after each linear layer, and the weight of such a layer cannot be rounded",
         **dict.fromkeys(("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth", "AutoProg"), _COPIES),
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"names": []}
     _maps = 0
     _bytes = 0
     _saved = 0
@@ -108,11 +109,6 @@ class QuantizedBase(Architecture):
         needed("bitsandbytes", extra="bitsandbytes", who=WHO)
         self.bits = bits
         self.names = None if names is None else list(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.names == []
 
     @override
     def check(self, session: Session) -> None:

@@ -14,8 +14,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.linear_maps import LinearMap
 from lightning_eff._core._arguments.kinds import Alias, Count, Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
-from lightning_eff.model.adapters._adapter import CONTROL, DEAD, FROZEN, RIVALS, blockwise
+from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, blockwise
 from lightning_eff.model.adapters._arguments import Also, Dropout, Rank, Save, Targets
 from lightning_eff.model.adapters._peft.places import pointless
 from lightning_eff.model.adapters._peft.technique import Maker, OnLinearLayers
@@ -71,12 +70,10 @@ class VeRA(OnLinearLayers):
         Kopiczko et al. 2023, "VeRA: Vector-based Random Matrix Adaptation", arXiv:2310.11454.
     """
 
-    saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Kopiczko et al. 2023, arXiv:2310.11454"
-    constraints: ClassVar[str] = "fine-tuning; needs peft"
-    control: ClassVar[Control] = CONTROL
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (VeRA)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((64, 256, 1024))}, pointless)
+    saves = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Kopiczko et al. 2023, arXiv:2310.11454"
+    survey = Survey("parameter-efficient tuning (VeRA)", zhuang="3")
+    search_space = SearchSpace({"rank": Choice((64, 256, 1024))}, pointless)
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,
         **FROZEN,

@@ -23,8 +23,7 @@ from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.blocks import find_stack, hidden_of
 from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
-from lightning_eff._core.technique import Control
-from lightning_eff.model.adapters._adapter import CONTROL, DEAD, FROZEN, RIVALS, Adapter, blockwise, unless_memory_bound
+from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, Adapter, blockwise, unless_memory_bound
 from lightning_eff.model.adapters._arguments import Also, Length, Save
 from lightning_eff.model.adapters._pieces import nowhere
 from lightning_eff.model.adapters._prompts.block import prompted_block
@@ -94,15 +93,12 @@ class VisualPromptTuning(Adapter):
         Jia et al. 2022, "Visual Prompt Tuning", arXiv:2203.12119.
     """
 
-    saves: ClassVar[str] = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
-    paper: ClassVar[str] = "Jia et al. 2022, arXiv:2203.12119"
-    constraints: ClassVar[str] = "fine-tuning of vision transformers whose blocks do not depend on positions"
-    control: ClassVar[Control] = CONTROL
-    survey: ClassVar[Survey | None] = Survey("parameter-efficient tuning (visual prompts)", zhuang="3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"length": Choice((5, 10, 50)), "deep": Choice((True, False))}, _pointless
-    )
-    stays: ClassVar[str] = "its prompts are tokens that no image has, and a plain module has no place for them"
+    saves = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
+    paper = "Jia et al. 2022, arXiv:2203.12119"
+    constraints = "fine-tuning of vision transformers whose blocks do not depend on positions"
+    survey = Survey("parameter-efficient tuning (visual prompts)", zhuang="3")
+    search_space = SearchSpace({"length": Choice((5, 10, 50)), "deep": Choice((True, False))}, _pointless)
+    stays = "its prompts are tokens that no image has, and a plain module has no place for them"
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,
         **FROZEN,
@@ -114,6 +110,7 @@ class VisualPromptTuning(Adapter):
         ),
         "TokenMerging": "its attention counts the tokens that each token stands for, and prompts come in after that count",
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"length": 0}
     _prompts = 0
 
     def __init__(
@@ -132,11 +129,6 @@ class VisualPromptTuning(Adapter):
             self.conflicts = {**type(self).conflicts, **SHALLOW}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
             self.refuses = {**self.refuses, Part.PIPELINE: _LONGER}  # pyright: ignore[reportAttributeAccessIssue]
         self._take(save, also)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.length == 0
 
     # -- the change
 

@@ -12,10 +12,9 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.selecting import SLOWER, SelectedKeys, with_best
-from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS, no_sequences
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_attention
+from lightning_eff.model.attention._replacing.selecting import SelectedKeys, with_best
+from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS
 
 _MOST = 2**22  # products that are searched at a time
 
@@ -91,16 +90,13 @@ class A3Attention(SelectedKeys):
         arXiv:2002.10941.
     """
 
-    saves: ClassVar[str] = "attention products on special hardware; costs much time elsewhere"
-    paper: ClassVar[str] = "Ham et al. 2020, arXiv:2002.10941"
-    constraints: ClassVar[str] = (
+    saves = "attention products on special hardware; costs much time elsewhere"
+    paper = "Ham et al. 2020, arXiv:2002.10941"
+    constraints = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; slower on a CPU or GPU"
     )
-    survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (A3)", zhuang="4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"search": Choice((0.125, 0.5)), "cut": Choice((0.05, 0.1))}, no_sequences
-    )
-    control: ClassVar[Control] = SLOWER
+    survey = Survey("sparse attention in hardware (A3)", zhuang="4")
+    search_space = SearchSpace({"search": Choice((0.125, 0.5)), "cut": Choice((0.05, 0.1))}, needs_attention)
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
 
     def __init__(

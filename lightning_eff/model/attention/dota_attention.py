@@ -15,13 +15,12 @@ from lightning_eff._core._attention.calls import Call
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_attention
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.inside import Inside, InsideAttention, Place, put_inside
 from lightning_eff.model.attention._replacing.selecting import SLOWER
-from lightning_eff.model.attention._replacing.technique import CONFLICTS, NO_PAIRS, SOME_KEYS, no_sequences
+from lightning_eff.model.attention._replacing.technique import CONFLICTS, NO_PAIRS, SOME_KEYS
 
 WHO = "DOTAAttention"
 QUERY, KEY, PROJECTION = "dota_query", "dota_key", "dota_projection"
@@ -126,23 +125,24 @@ class DOTAAttention(InsideAttention):
         doi:10.1145/3503222.3507738.
     """
 
-    saves: ClassVar[str] = "attention products on hardware that skips single pairs; costs time elsewhere"
-    paper: ClassVar[str] = "Qu et al. 2022, doi:10.1145/3503222.3507738"
-    constraints: ClassVar[str] = (
+    saves = "attention products on hardware that skips single pairs; costs time elsewhere"
+    paper = "Qu et al. 2022, doi:10.1145/3503222.3507738"
+    constraints = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; no faster on a CPU or GPU; a single"
         " device or DDP"
     )
-    survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (DOTA)", zhuang="4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"share": Choice((0.1, 0.25, 0.5))}, no_sequences)
-    control: ClassVar[Control] = SLOWER
+    survey = Survey("sparse attention in hardware (DOTA)", zhuang="4")
+    search_space = SearchSpace({"share": Choice((0.1, 0.25, 0.5))}, needs_attention)
+    control = SLOWER
     conflicts: ClassVar[Mapping[str, str]] = {
         **CONFLICTS,
         **SOME_KEYS,
         **dict.fromkeys(("Performer", "Linformer", "Fastformer"), NO_PAIRS),
     }
-    stays: ClassVar[str] = "attention to all keys computes something else"
+    stays = "attention to all keys computes something else"
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.SHARD: ""}
     needs_automatic_optimization: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"share": 1.0}
 
     def __init__(
         self,
@@ -154,11 +154,6 @@ class DOTAAttention(InsideAttention):
         self.share, self.rank, self.weight = share, rank, weight
         self._error: Tensor | float = 0.0
         self._count = 0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.share == 1.0
 
     # -- the change
 

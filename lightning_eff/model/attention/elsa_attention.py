@@ -1,6 +1,7 @@
 """ELSA: attention to keys whose angle to the query, estimated from sign hashes, is small (Ham et al. 2021, ISCA)."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -12,12 +13,10 @@ from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._attention.calls import Call
 from lightning_eff._core._needs.needs import Part, Reasons
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_attention
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.projections import orthogonal_rows
-from lightning_eff.model.attention._replacing.selecting import SLOWER, SelectedKeys, with_best
-from lightning_eff.model.attention._replacing.technique import no_sequences
+from lightning_eff.model.attention._replacing.selecting import SelectedKeys, with_best
 
 WHO = "ELSAAttention"
 
@@ -116,15 +115,12 @@ class ELSAAttention(SelectedKeys):
         Neural Networks", ISCA, doi:10.1109/ISCA52012.2021.00060.
     """
 
-    saves: ClassVar[str] = "attention products on hardware that skips single pairs; costs time elsewhere"
-    paper: ClassVar[str] = "Ham et al. 2021, doi:10.1109/ISCA52012.2021.00060"
-    constraints: ClassVar[str] = (
-        "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; no faster on a CPU or GPU"
-    )
+    paper = "Ham et al. 2021, doi:10.1109/ISCA52012.2021.00060"
     refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique learns its thresholds from whole batches"}
-    survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (ELSA)", zhuang="4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"p": Uniform(0.5, 4.0, log=True)}, no_sequences)
-    control: ClassVar[Control] = SLOWER
+    survey = Survey("sparse attention in hardware (ELSA)", zhuang="4")
+    search_space = SearchSpace({"p": Uniform(0.5, 4.0, log=True)}, needs_attention)
+    neutral_at: ClassVar[Mapping[str, Any]] = {"p": 0.0}
+    checkpointed = ("_threshold",)
 
     def __init__(
         self,
@@ -138,11 +134,6 @@ class ELSAAttention(SelectedKeys):
         self._found: list[float] = []
         self._projections: dict[tuple[int, str], Tensor] = {}
         self._warned = False
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.p == 0.0
 
     @override
     def attach(self, session: Session) -> None:
@@ -197,10 +188,6 @@ class ELSAAttention(SelectedKeys):
         return super().report() if self._threshold is None else {**super().report(), "threshold": self._threshold}
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "threshold": self._threshold}
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._threshold, self._projections = state_dict["threshold"], {}
+        self._projections = {}

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from lightning_eff._core._attention.calls import Call, CannotReplace
 from lightning_eff._core.search_space import SearchSpace, Survey
-from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.inside import Inside, InsideAttention, Place, put_inside
 from lightning_eff.model.attention._replacing.masks import problem_of_mask, refuse_dropout, visible_keys
 from lightning_eff.model.attention._replacing.technique import CONFLICTS, EXACT, NO_PAIRS, too_short
@@ -120,15 +119,15 @@ class Fastformer(InsideAttention):
         Wu et al. 2021, "Fastformer: Additive Attention Can Be All You Need", arXiv:2108.09084.
     """
 
-    saves: ClassVar[str] = "the quadratic cost of attention, above about 8,000 tokens; changes the model"
-    paper: ClassVar[str] = "Wu et al. 2021, arXiv:2108.09084"
-    constraints: ClassVar[str] = (
+    saves = "the quadratic cost of attention, above about 8,000 tokens; changes the model"
+    paper = "Wu et al. 2021, arXiv:2108.09084"
+    constraints = (
         "encoders, by scaled_dot_product_attention or nn.MultiheadAttention, without dropout of weights, not compiled; a single"
         " device or DDP"
     )
-    survey: ClassVar[Survey | None] = Survey("linear attention (Fastformer)", zhuang="4", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, too_short)
-    control: ClassVar[Control] = EXACT
+    survey = Survey("linear attention (Fastformer)", zhuang="4", shen="4.1")
+    search_space = SearchSpace({}, too_short)
+    control = EXACT
     conflicts: ClassVar[Mapping[str, str]] = {
         **CONFLICTS,
         **dict.fromkeys(
@@ -147,7 +146,7 @@ class Fastformer(InsideAttention):
             NO_PAIRS,
         ),
     }
-    stays: ClassVar[str] = "attention to single tokens computes something else"
+    stays = "attention to single tokens computes something else"
 
     def __init__(self, *, active: bool = True) -> None:
         self.active = active

@@ -12,7 +12,6 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._attention.calls import Call, CannotReplace
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.inside import Inside, InsideAttention, Place, put_inside
 from lightning_eff.model.attention._replacing.masks import problem_of_mask, visible_keys
 from lightning_eff.model.attention._replacing.technique import CONFLICTS, EXACT, too_short
@@ -94,15 +93,15 @@ class Linformer(InsideAttention):
         Wang et al. 2020, "Linformer: Self-Attention with Linear Complexity", arXiv:2006.04768.
     """
 
-    saves: ClassVar[str] = "the quadratic cost of attention, above about 8,000 tokens; changes the model"
-    paper: ClassVar[str] = "Wang et al. 2020, arXiv:2006.04768"
-    constraints: ClassVar[str] = (
+    saves = "the quadratic cost of attention, above about 8,000 tokens; changes the model"
+    paper = "Wang et al. 2020, arXiv:2006.04768"
+    constraints = (
         "encoders on batches of one length, by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; a single"
         " device or DDP"
     )
-    survey: ClassVar[Survey | None] = Survey("linear attention (Linformer)", zhuang="4", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((64, 128))}, too_short)
-    control: ClassVar[Control] = EXACT
+    survey = Survey("linear attention (Linformer)", zhuang="4", shen="4.1")
+    search_space = SearchSpace({"rank": Choice((64, 128))}, too_short)
+    control = EXACT
     conflicts: ClassVar[Mapping[str, str]] = {
         **CONFLICTS,
         **dict.fromkeys(
@@ -126,7 +125,8 @@ class Linformer(InsideAttention):
             ("AttentionWindowWarmup", "NarrowAttention"), "its keys are mixtures, which belong to no window"
         ),
     }
-    stays: ClassVar[str] = "attention to all keys computes something else"
+    stays = "attention to all keys computes something else"
+    neutral_at: ClassVar[Mapping[str, Any]] = {"rank": 0}
 
     def __init__(
         self,
@@ -135,11 +135,6 @@ class Linformer(InsideAttention):
         length: Annotated[int, Count()] | None = None,
     ) -> None:
         self.rank, self.length = rank, length
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.rank == 0
 
     @override
     def unfit(self, call: Call) -> str | None:

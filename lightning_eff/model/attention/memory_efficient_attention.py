@@ -14,11 +14,11 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, needs_attention
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.chunks import chunked_attention
-from lightning_eff.model.attention._replacing.technique import OUTSIDE, ReplacedAttention, no_sequences
+from lightning_eff.model.attention._replacing.technique import OUTSIDE, ReplacedAttention
 
 WHO = "MemoryEfficientAttention"
 #: torch's kernels, in the words of the summary.
@@ -53,7 +53,7 @@ def _as_autocast(t: Tensor | None, kind: str) -> Tensor | None:
 
 
 def _pointless(profile: RunProfile) -> str | None:
-    if (why := no_sequences(profile)) is not None:
+    if (why := needs_attention(profile)) is not None:
         return why
     return None if profile.memory_bound else "memory limits neither the batch nor the model, and this costs time"
 
@@ -98,14 +98,12 @@ class MemoryEfficientAttention(ReplacedAttention):
         "FlashAttention", arXiv:2205.14135 (the backward pass).
     """
 
-    saves: ClassVar[str] = "the quadratic memory of attention weights, where torch has no fused kernel for the call"
-    paper: ClassVar[str] = "Rabe & Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135"
-    constraints: ClassVar[str] = "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled"
-    survey: ClassVar[Survey | None] = Survey(
-        "self-attention in less than O(n²) memory (Rabe & Staats; FlashAttention)", zhuang="3", shen="6"
-    )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control(
+    saves = "the quadratic memory of attention weights, where torch has no fused kernel for the call"
+    paper = "Rabe & Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135"
+    constraints = "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled"
+    survey = Survey("self-attention in less than O(n²) memory (Rabe & Staats; FlashAttention)", zhuang="3", shen="6")
+    search_space = SearchSpace({}, _pointless)
+    control = Control(
         "the baseline for as many seconds, since torch's own scaled_dot_product_attention computes the same"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -113,6 +111,8 @@ class MemoryEfficientAttention(ReplacedAttention):
         "MetaInit": "its search needs gradients of gradients, which attention in chunks does not have",
     }
     turn: ClassVar[int] = 0  # it computes what other techniques leave of a call
+    neutral_at: ClassVar[Mapping[str, Any]] = {"kernel": "torch"}
+    checkpointed = ("_kernels",)
 
     def __init__(
         self,
@@ -123,11 +123,6 @@ class MemoryEfficientAttention(ReplacedAttention):
         self.chunk = chunk
         self.kernel: Literal["auto", "chunks", "torch"] = kernel
         self._kernels: dict[str, int] = {}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.kernel == "torch"
 
     @override
     def begin(self) -> None:
@@ -169,12 +164,3 @@ class MemoryEfficientAttention(ReplacedAttention):
     @override
     def summary(self) -> str:
         return f"{self._told()} per step" if self._kernels else "no step taken"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "kernels": dict(self._kernels)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._kernels = dict(state_dict["kernels"])

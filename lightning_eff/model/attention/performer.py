@@ -20,7 +20,6 @@ from lightning_eff._core._arguments.kinds import Alias, Count
 from lightning_eff._core._attention.calls import Call, CannotReplace, keys_alone
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.masks import in_full, refuse_dropout
 from lightning_eff.model.attention._replacing.projections import orthogonal_rows
 from lightning_eff.model.attention._replacing.technique import (
@@ -117,15 +116,15 @@ class Performer(ReplacedAttention):
         Choromanski et al. 2020, "Rethinking Attention with Performers", arXiv:2009.14794.
     """
 
-    saves: ClassVar[str] = "the quadratic cost of attention, above about 8,000 tokens; an estimate"
-    paper: ClassVar[str] = "Choromanski et al. 2020, arXiv:2009.14794"
-    constraints: ClassVar[str] = (
+    saves = "the quadratic cost of attention, above about 8,000 tokens; an estimate"
+    paper = "Choromanski et al. 2020, arXiv:2009.14794"
+    constraints = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, without dropout of weights, not compiled; pays"
         " for thousands of tokens"
     )
-    survey: ClassVar[Survey | None] = Survey("linear attention (Performer)", zhuang="4", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"features": Choice((64, 256))}, too_short)
-    control: ClassVar[Control] = EXACT
+    survey = Survey("linear attention (Performer)", zhuang="4", shen="4.1")
+    search_space = SearchSpace({"features": Choice((64, 256))}, too_short)
+    control = EXACT
     conflicts: ClassVar[Mapping[str, str]] = {
         **OUTSIDE,
         **dict.fromkeys(
@@ -140,6 +139,8 @@ class Performer(ReplacedAttention):
             NO_PAIRS,
         ),
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"features": 0}
+    checkpointed = ("_draw", "_features")
     _features = 0
 
     def __init__(
@@ -151,11 +152,6 @@ class Performer(ReplacedAttention):
         self.features, self.redraw = features, redraw
         self._draw = 0
         self._drawn: dict[tuple[int, int, str, torch.dtype], Tensor] = {}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.features == 0
 
     @override
     def attach(self, session: Session) -> None:
@@ -224,10 +220,6 @@ class Performer(ReplacedAttention):
         return f"{self._calls} calls of attention per step by {self._features} features, drawn {self._draw + 1} times"
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "draw": self._draw, "features": self._features}
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._draw, self._features, self._drawn = state_dict["draw"], state_dict["features"], {}
+        self._drawn = {}

@@ -16,7 +16,6 @@ from lightning_eff._core._arguments.kinds import Alias, Count, Kind
 from lightning_eff._core._attention.calls import Call, CannotReplace
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.hashing import buckets_of, hashed_attention, num_chunks
 from lightning_eff.model.attention._replacing.masks import in_full, refuse_dropout, visible_keys
 from lightning_eff.model.attention._replacing.technique import (
@@ -93,17 +92,15 @@ class Reformer(ReplacedAttention):
         Kitaev et al. 2020, "Reformer: The Efficient Transformer", arXiv:2001.04451.
     """
 
-    saves: ClassVar[str] = "the quadratic cost of attention, above about 8,000 tokens; changes the model"
-    paper: ClassVar[str] = "Kitaev et al. 2020, arXiv:2001.04451"
-    constraints: ClassVar[str] = (
+    saves = "the quadratic cost of attention, above about 8,000 tokens; changes the model"
+    paper = "Kitaev et al. 2020, arXiv:2001.04451"
+    constraints = (
         "self-attention by scaled_dot_product_attention or nn.MultiheadAttention, without dropout of weights, not compiled;"
         " pays for thousands of tokens"
     )
-    survey: ClassVar[Survey | None] = Survey("attention by hashing (Reformer)", zhuang="4", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"buckets": Choice((8, 32)), "rounds": Choice((1, 4))}, too_short
-    )
-    control: ClassVar[Control] = EXACT
+    survey = Survey("attention by hashing (Reformer)", zhuang="4", shen="4.1")
+    search_space = SearchSpace({"buckets": Choice((8, 32)), "rounds": Choice((1, 4))}, too_short)
+    control = EXACT
     conflicts: ClassVar[Mapping[str, str]] = {
         **OUTSIDE,
         **dict.fromkeys(
@@ -123,6 +120,8 @@ class Reformer(ReplacedAttention):
             NO_PAIRS,
         ),
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"buckets": 0}
+    checkpointed = ("_step", "_pairs")
 
     def __init__(
         self,
@@ -134,11 +133,6 @@ class Reformer(ReplacedAttention):
         self._step = 0
         self._pairs = 0.0
         self._drawn: dict[tuple[int, int, str], Tensor] = {}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.buckets == 0
 
     @override
     def attach(self, session: Session) -> None:
@@ -204,10 +198,6 @@ class Reformer(ReplacedAttention):
         return f"{self._calls} calls of attention per step in {self.buckets} buckets, {self.rounds} rounds"
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "step": self._step, "pairs": self._pairs}
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._step, self._pairs, self._drawn = state_dict["step"], state_dict["pairs"], {}
+        self._drawn = {}

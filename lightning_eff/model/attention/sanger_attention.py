@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,10 +10,9 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Either, Number, OneOf
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
-from lightning_eff._core.technique import Control
-from lightning_eff.model.attention._replacing.selecting import SLOWER, SelectedKeys, with_best
-from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS, no_sequences
+from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_attention
+from lightning_eff.model.attention._replacing.selecting import SelectedKeys, with_best
+from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS
 
 
 def quantized(x: Tensor, bits: int) -> Tensor:
@@ -68,15 +67,11 @@ class SangerAttention(SelectedKeys):
         MICRO, doi:10.1145/3466752.3480125.
     """
 
-    saves: ClassVar[str] = "attention products on hardware that skips single pairs; costs time elsewhere"
-    paper: ClassVar[str] = "Lu et al. 2021, doi:10.1145/3466752.3480125"
-    constraints: ClassVar[str] = (
-        "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; no faster on a CPU or GPU"
-    )
-    survey: ClassVar[Survey | None] = Survey("sparse attention in hardware (Sanger)", zhuang="4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"threshold": Uniform(5e-4, 0.02, log=True)}, no_sequences)
-    control: ClassVar[Control] = SLOWER
+    paper = "Lu et al. 2021, doi:10.1145/3466752.3480125"
+    survey = Survey("sparse attention in hardware (Sanger)", zhuang="4")
+    search_space = SearchSpace({"threshold": Uniform(5e-4, 0.02, log=True)}, needs_attention)
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"threshold": -math.inf}
 
     def __init__(
         self,
@@ -85,11 +80,6 @@ class SangerAttention(SelectedKeys):
         bits: Annotated[int, Count(at_least=2, at_most=8)] = 4,
     ) -> None:
         self.threshold, self.bits = float(threshold), bits
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.threshold == -math.inf
 
     @override
     def keep(self, call: Call) -> Tensor:

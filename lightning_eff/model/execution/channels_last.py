@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Kind
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.batches import map_tensors
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace, needs_images
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.model.execution._plain_order import FORMATS, PlainOrder
@@ -113,10 +113,6 @@ def _lay_beside(optimizers: Sequence[Optimizer], weights: Sequence[tuple[nn.Para
                     state[key] = laid(value, strides)
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.image_side is not None else "samples are not images"
-
-
 @dataclass(frozen=True, repr=False)
 class Dimensions(Kind):
     """Numbers of dimensions that convolutions can have, each once; kept as a tuple."""
@@ -178,13 +174,13 @@ class ChannelsLast(Technique):
         PyTorch 2020, "Channels Last Memory Format in PyTorch" (tutorial); MosaicML 2022, Composer's method card.
     """
 
-    saves: ClassVar[str] = "time of convolutions whose kernels read channels last"
-    paper: ClassVar[str] = "PyTorch 2020, Channels Last Memory Format in PyTorch"
-    constraints: ClassVar[str] = "modules with nn.Conv2d, nn.Conv3d or their transposed versions; no 8-bit optimizer"
+    saves = "time of convolutions whose kernels read channels last"
+    paper = "PyTorch 2020, Channels Last Memory Format in PyTorch"
+    constraints = "modules with nn.Conv2d, nn.Conv3d or their transposed versions; no 8-bit optimizer"
     refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), "")
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control("the baseline for as many seconds, since results are equal up to rounding")
+    survey = None
+    search_space = SearchSpace({}, needs_images)
+    control = Control("the baseline for as many seconds, since results are equal up to rounding")
     conflicts: ClassVar[Mapping[str, str]] = {
         "EightBitOptimizer": "its scales belong to blocks of adjacent elements, and a checkpoint has other blocks"
     }
@@ -193,7 +189,6 @@ class ChannelsLast(Technique):
 
     def __init__(self, dims: Annotated[Sequence[int], Dimensions()] = (2, 3)) -> None:
         self.dims = tuple(dims)
-        self._reset()
 
     def _reset(self) -> None:
         self._before: list[tuple[nn.Parameter, tuple[int, ...]]] = []  # weights, and their previous strides
@@ -211,7 +206,6 @@ class ChannelsLast(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         module, strategy = session.module, session.trainer.strategy
         for name in ("training_step", "validation_step"):
             session.patches.set(module, name, self._step(getattr(module, name)))

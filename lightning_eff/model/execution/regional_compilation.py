@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Layers, Text
 from lightning_eff._core._branches.side_by_side import seen_chains, side_by_side
 from lightning_eff._core.blocks import Candidate, find_stack, refuse_compiled_around
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -25,10 +25,6 @@ WHO = "RegionalCompilation"
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 _SAVES = "compiled code decides itself what to save, and does not tell what a saved tensor is"
 _MAPS = "each of its linear layers runs its own code, so every block would be compiled separately"
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return "there is no stack of blocks" if profile.num_blocks < 2 else None
 
 
 def stacks_of(module: nn.Module, layers: str | Sequence[str] | None) -> list[Candidate]:
@@ -126,12 +122,12 @@ class RegionalCompilation(Technique):
         Compilation", doi:10.1145/3620665.3640366.
     """
 
-    saves: ClassVar[str] = "step time, by fused kernels; compile time does not grow with depth"
-    paper: ClassVar[str] = "Ansel et al. 2024, doi:10.1145/3620665.3640366 (PyTorch 2)"
-    constraints: ClassVar[str] = "a stack of repeated blocks; a compiler for inductor"
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"same_random": Choice((True, False))}, _pointless)
-    control: ClassVar[Control] = Control(
+    saves = "step time, by fused kernels; compile time does not grow with depth"
+    paper = "Ansel et al. 2024, doi:10.1145/3620665.3640366 (PyTorch 2)"
+    constraints = "a stack of repeated blocks; a compiler for inductor"
+    survey = None
+    search_space = SearchSpace({"same_random": Choice((True, False))}, needs_blocks)
+    control = Control(
         "the baseline for as many seconds, compile time included; results are equal up to rounding, and the baseline can be"
         " compiled too"
     )
@@ -142,6 +138,8 @@ class RegionalCompilation(Technique):
     needs_automatic_optimization: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"backend": None}
+    stage = Stage.SAVE
 
     def __init__(
         self,
@@ -156,7 +154,6 @@ class RegionalCompilation(Technique):
             raise ValueError(f"{WHO}({mode=}, {backend=}): only inductor has modes. Use mode=None.")
         self.mode: Mode | None = mode
         self.layers, self.dynamic, self.backend, self.same_random = layers, dynamic, backend, same_random
-        self._reset()
 
     def _reset(self) -> None:
         self._calls: Calls | None = None
@@ -166,11 +163,6 @@ class RegionalCompilation(Technique):
         self._told = 0.0  # seconds that were reported
         self._looked = False  # whether it was checked that blocks are called
         self._figures: dict[str, float] = {"setup_seconds": 0.0, "compilations": 0, "blocks": 0}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.backend is None
 
     # -- the run
 
@@ -206,11 +198,6 @@ class RegionalCompilation(Technique):
                 raise ValueError(
                     f"{WHO}: torch's inductor needs Triton, and a GPU that Triton supports. Install triton, or remove {WHO}."
                 )
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.SAVE, self._link)
 
     @override
     def on_model(self, session: Session) -> None:

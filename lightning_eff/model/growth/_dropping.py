@@ -78,7 +78,6 @@ class Dropping(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         if self.skips and look_for_unused(session):
             rank_zero_info(
                 f"{type(self).__name__}: switched on find_unused_parameters of DDP, because of the dropped blocks."

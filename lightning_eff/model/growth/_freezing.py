@@ -77,6 +77,8 @@ class Freezing(Technique):
     refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique reads the autograd graph of the whole loss"}
     needs_budget: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
+    stage = Stage.MEASURE
+    sparse_gradients: ClassVar[bool] = True
     layers: Any
 
     def _reset(self) -> None:
@@ -90,11 +92,6 @@ class Freezing(Technique):
     @abstractmethod
     def plan(self, u: float, num_blocks: int) -> tuple[int, list[int]]:
         """Return how many blocks at the front the backward pass does not reach at ``u``, and which blocks are frozen."""
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.MEASURE, self._link)
 
     @override
     def on_model(self, session: Session) -> None:

@@ -33,9 +33,9 @@ class Shallower(Technique):
             with other blocks.
     """
 
-    saves: ClassVar[str] = "compute, activation and optimizer memory of the last blocks"
-    paper: ClassVar[str] = "none: a control"
-    control: ClassVar[Control] = Control("itself the control of techniques that run fewer blocks per step")
+    saves = "compute, activation and optimizer memory of the last blocks"
+    paper = "none: a control"
+    control = Control("itself the control of techniques that run fewer blocks per step")
     conflicts: ClassVar[Mapping[str, str]] = {"ProgressiveStacking": "both set how many blocks run"}
     needs_automatic_optimization: ClassVar[bool] = False
 
@@ -45,17 +45,12 @@ class Shallower(Technique):
         self.kept = kept
         self.layers = layers
         self.stages = stages
-        self._reset()
 
     def _reset(self) -> None:
         self._stacks: list[BlockStack] = []
         self._learnt: list[dict[str, Any]] = []
         self._active, self._length = 0, 0
         self._where = ""
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_model(self, session: Session) -> None:

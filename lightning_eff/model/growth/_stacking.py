@@ -34,8 +34,7 @@ class Stacking(Growing):
     """
 
     needs_automatic_optimization: ClassVar[bool] = False
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
+    saves = "compute, activation memory and optimizer memory of the blocks that do not run yet"
     stages: list[tuple[float, int]]
     layers: str | Sequence[str] | None
     copy_optimizer_state: bool
@@ -78,7 +77,6 @@ class Stacking(Growing):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._active = self.stages[0][1]
 
     @override

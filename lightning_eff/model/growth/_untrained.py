@@ -23,6 +23,8 @@ class Growing(Technique):
     """
 
     finishes: ClassVar[bool] = False  # whether there is an argument ``finish``
+    needs_budget: ClassVar[bool] = True
+    sparse_gradients: ClassVar[bool] = True
     layers: str | Sequence[str] | None
     _stack: BlockStack | None = None
     _learnt: dict[str, Any] | None = None  # the stack's state after the run

@@ -104,22 +104,22 @@ class AutoProg(Progressive):
         arXiv:2203.14509.
     """
 
-    saves: ClassVar[str] = (
+    saves = (
         "compute, activation memory and optimizer memory of blocks that do not run yet; compute and activation memory of"
         " smaller inputs"
     )
-    paper: ClassVar[str] = "Li et al. 2022 (CVPR), arXiv:2203.14509"
-    constraints: ClassVar[str] = (
+    paper = "Li et al. 2022 (CVPR), arXiv:2203.14509"
+    constraints = (
         "blocks of one class and shape; one more copy of the weights until the last stage; images for resolutions; the loss"
         " rises when the network grows; automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("AutoProg", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("AutoProg", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace(
         {"depth": Choice((0.25, 0.5)), "until": Uniform(0.3, 0.8), "search": Uniform(0.03, 0.12)},
         needs_blocks,
         _from_profile,
     )
-    control: ClassVar[Control] = Control("the same stages without a search, and the smallest depth throughout", _fixed)
+    control = Control("the same stages without a search, and the smallest depth throughout", _fixed)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth", "DropIn", "Shallower"),
@@ -170,7 +170,6 @@ class AutoProg(Progressive):
         self.copy_optimizer_state = copy_optimizer_state
         self.multiple_of = multiple_of
         self.keys = keys
-        self._reset()
 
     def like(self, **other: Any) -> "AutoProg":
         """Return a copy of this technique with the settings ``other`` changed."""

@@ -126,16 +126,14 @@ class CompoundGrowth(Growing):
         Gu et al. 2020, "On the Transformer Growth for Progressive BERT Training", arXiv:2010.12562.
     """
 
-    saves: ClassVar[str] = (
-        "compute, activation memory and optimizer memory of blocks and hidden units that are not used yet"
-    )
-    paper: ClassVar[str] = "Gu et al. 2020, arXiv:2010.12562"
-    constraints: ClassVar[str] = (
+    saves = "compute, activation memory and optimizer memory of blocks and hidden units that are not used yet"
+    paper = "Gu et al. 2020, arXiv:2010.12562"
+    constraints = (
         "blocks of one class and shape; feed-forward networks with a whole number of hidden units at each stage, called as"
         " modules; the loss rises when blocks are added; automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("CompoundGrow", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("CompoundGrow", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace(
         {
             "first": Choice((0.25, 0.5)),  # of all blocks
             "width": Choice((0.25, 0.5, 1.0)),
@@ -146,7 +144,7 @@ class CompoundGrowth(Growing):
         needs_blocks,
         _from_shares,
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "the small model throughout, once for each stage but the last: its depth, width and sequence length",
         _small_models,
     )
@@ -157,8 +155,6 @@ class CompoundGrowth(Growing):
         **dict.fromkeys(_WHOLE, "it works on whole parameters, and some of their hidden units are not used yet"),
         **dict.fromkeys(_HIDING, "it hides the linear layers of the feed-forward networks"),
     }
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -184,7 +180,6 @@ class CompoundGrowth(Growing):
         self.noise = noise
         self.mode: Literal["reshape", "truncate"] = mode
         self.keys = keys
-        self._reset()
 
     def _reset(self) -> None:
         self._stack: BlockStack | None = None
@@ -213,7 +208,6 @@ class CompoundGrowth(Growing):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         if self.length is not None:
             session.chain.add(Stage.TRANSFORM, self._shorten)
 

@@ -99,21 +99,20 @@ class DropIn(Growing):
         Smith et al. 2016, "Gradual DropIn of Layers to Train Very Deep Neural Networks", CVPR, arXiv:1511.06951.
     """
 
-    saves: ClassVar[str] = "compute, activation memory and optimizer memory of the new blocks until they are mixed in"
-    paper: ClassVar[str] = "Smith et al. 2016 (CVPR), arXiv:1511.06951"
-    constraints: ClassVar[str] = "blocks that keep the shape of the hidden state"
-    survey: ClassVar[Survey | None] = Survey("DropIn", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "compute, activation memory and optimizer memory of the new blocks until they are mixed in"
+    paper = "Smith et al. 2016 (CVPR), arXiv:1511.06951"
+    constraints = "blocks that keep the shape of the hidden state"
+    survey = Survey("DropIn", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace(
         {"first": Choice((0.25, 0.5)), "start": Uniform(0.0, 0.4), "ramp": Uniform(0.2, 0.6)}, needs_blocks, _shares
     )
-    control: ClassVar[Control] = Control("the shallow network throughout", _shallow)
+    control = Control("the shallow network throughout", _shallow)
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("ProgressiveStacking", "ShallowToDeep", "CompoundGrowth", "Shallower"),
         "both set how many blocks run",
     )
     needs_automatic_optimization: ClassVar[bool] = False
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"end": 0.0}
 
     def __init__(
         self,
@@ -132,12 +131,6 @@ class DropIn(Growing):
         self.start = start
         self.end = end
         self.layers = layers
-        self._reset()
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.end == 0.0
 
     def _reset(self) -> None:
         self._stack: BlockStack | None = None
@@ -148,10 +141,6 @@ class DropIn(Growing):
         self._where = ""
 
     # -- set-up
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_model(self, session: Session) -> None:

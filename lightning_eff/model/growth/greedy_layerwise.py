@@ -1,7 +1,7 @@
 """Greedy layer-wise training: train one block at a time with the others frozen (Bengio et al. 2006)."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -53,18 +53,16 @@ class GreedyLayerwise(Freezing):
         Bengio et al. 2006, "Greedy Layer-Wise Training of Deep Networks", NeurIPS.
     """
 
-    saves: ClassVar[str] = (
+    saves = (
         "about half of a step's compute while blocks train one by one (the weight gradients of all other blocks, and the"
         " backward pass below); the optimizer state of blocks that have not trained yet"
     )
-    paper: ClassVar[str] = "Bengio et al. 2006 (NeurIPS)"
-    constraints: ClassVar[str] = (
-        "automatic optimization; blocks not checkpointed with use_reentrant=True; best with residual blocks"
-    )
+    paper = "Bengio et al. 2006 (NeurIPS)"
+    constraints = "automatic optimization; blocks not checkpointed with use_reentrant=True; best with residual blocks"
     refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), DIFFERS)
-    survey: ClassVar[Survey | None] = Survey("greedy layer-wise training", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"until": Uniform(0.1, 0.6)}, needs_blocks)
-    control: ClassVar[Control] = Control("the baseline for as many seconds")
+    survey = Survey("greedy layer-wise training", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace({"until": Uniform(0.1, 0.6)}, needs_blocks)
+    control = Control("the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
         "LayerFreezing": "both set which blocks train",
         "FixRes": "both set what trains, and FixRes freezes the blocks in its last phase, before all of them have trained",
@@ -72,17 +70,11 @@ class GreedyLayerwise(Freezing):
             ("MESA", "Lookahead"), "it averages what trains, so the result would depend on the order of the callbacks"
         ),
     }
-    sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0}
 
     def __init__(self, until: Annotated[float, Fraction()] = 0.5, *, layers: Layers | None = None) -> None:
         self.until = until
         self.layers = layers
-        self._reset()
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.until == 0.0
 
     @override
     def plan(self, u: float, num_blocks: int) -> tuple[int, list[int]]:

@@ -1,7 +1,7 @@
 """Layer freezing: stop training the lowest blocks, one after the other (Composer; FreezeOut, Brock et al. 2017)."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -57,21 +57,19 @@ class LayerFreezing(Freezing):
         Freezing Layers", arXiv:1706.04983.
     """
 
-    saves: ClassVar[str] = (
+    saves = (
         "the backward pass, kept activations and communicated gradients of the frozen blocks: about a sixth of a run's compute"
         " at start 0.5 and depth 1"
     )
-    paper: ClassVar[str] = "MosaicML Composer, layer freezing; Brock et al. 2017, arXiv:1706.04983"
-    constraints: ClassVar[str] = "automatic optimization; blocks not checkpointed with use_reentrant=True"
-    survey: ClassVar[Survey | None] = Survey("layer freezing", zhuang="2.2", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"start": Uniform(0.3, 0.8), "depth": Uniform(0.3, 1.0)}, needs_blocks
-    )
-    control: ClassVar[Control] = Control("the baseline for as many seconds")
+    paper = "MosaicML Composer, layer freezing; Brock et al. 2017, arXiv:1706.04983"
+    constraints = "automatic optimization; blocks not checkpointed with use_reentrant=True"
+    survey = Survey("layer freezing", zhuang="2.2", shen="4.4")
+    search_space = SearchSpace({"start": Uniform(0.3, 0.8), "depth": Uniform(0.3, 1.0)}, needs_blocks)
+    control = Control("the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {
         "GreedyLayerwise": "both set which blocks train",
     }
-    sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"depth": 0.0}
 
     def __init__(
         self,
@@ -89,12 +87,6 @@ class LayerFreezing(Freezing):
         self.end = end
         self.depth = depth
         self.layers = layers
-        self._reset()
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.depth == 0.0
 
     @override
     def plan(self, u: float, num_blocks: int) -> tuple[int, list[int]]:

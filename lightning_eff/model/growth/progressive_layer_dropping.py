@@ -2,7 +2,8 @@
 
 import functools
 import math
-from typing import Annotated, ClassVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch import Callback
 from torch import Tensor
@@ -83,23 +84,20 @@ class ProgressiveLayerDropping(Dropping):
         arXiv:2010.13369.
     """
 
-    saves: ClassVar[str] = (
-        "compute of the dropped blocks, forward and backward: about a quarter of the total at theta_min 0.5"
-    )
-    paper: ClassVar[str] = "Zhang & He 2020, arXiv:2010.13369"
-    constraints: ClassVar[str] = (
+    saves = "compute of the dropped blocks, forward and backward: about a quarter of the total at theta_min 0.5"
+    paper = "Zhang & He 2020, arXiv:2010.13369"
+    constraints = (
         "residual blocks, best pre-norm; DDP without static_graph, and with use_reentrant=False where blocks are"
         " checkpointed"
     )
-    survey: ClassVar[Survey | None] = Survey("progressive layer dropping", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"theta_min": Uniform(0.4, 0.9), "gamma": Uniform(5.0, 200.0, log=True)}, needs_blocks
-    )
-    control: ClassVar[Control] = Control(
+    survey = Survey("progressive layer dropping", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace({"theta_min": Uniform(0.4, 0.9), "gamma": Uniform(5.0, 200.0, log=True)}, needs_blocks)
+    control = Control(
         "a shallower model with as many FLOPs per step: only the first blocks, as many as are kept on average",
         _shallower,
     )
     needs_budget: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"theta_min": 1.0}
 
     def __init__(
         self,
@@ -111,16 +109,10 @@ class ProgressiveLayerDropping(Dropping):
         self.theta_min = theta_min
         self.gamma = gamma
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         super()._reset()
         self._theta = 1.0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.theta_min == 1.0
 
     @override
     def find(self, session: Session) -> list[BlockStack]:

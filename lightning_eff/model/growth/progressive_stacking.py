@@ -80,14 +80,13 @@ class ProgressiveStacking(Stacking):
         Transformers", arXiv:2405.15319.
     """
 
-    saves: ClassVar[str] = "compute, activation memory and optimizer memory of the blocks that do not run yet"
-    paper: ClassVar[str] = "Gong et al. 2019 (ICML); Du et al. 2024, arXiv:2405.15319"
-    constraints: ClassVar[str] = (
+    paper = "Gong et al. 2019 (ICML); Du et al. 2024, arXiv:2405.15319"
+    constraints = (
         "blocks of one class and shape; the loss rises at a switch; init='identity' needs pre-norm residual blocks and"
         " automatic optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("progressive stacking", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("progressive stacking", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace(
         {
             "first": Choice((0.25, 0.5)),  # of all blocks
             "until": Uniform(0.1, 0.7),
@@ -97,7 +96,7 @@ class ProgressiveStacking(Stacking):
         needs_blocks,
         doubling,
     )
-    control: ClassVar[Control] = Control("the small model throughout, once for each stage but the last", _small_models)
+    control = Control("the small model throughout, once for each stage but the last", _small_models)
 
     finishes: ClassVar[bool] = True
 
@@ -115,7 +114,6 @@ class ProgressiveStacking(Stacking):
         self.copy_optimizer_state = copy_optimizer_state
         self.init = init
         self.finish = finish
-        self._reset()
 
     @override
     def source(self, block: int, count: int) -> int:

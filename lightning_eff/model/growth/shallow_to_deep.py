@@ -102,13 +102,13 @@ class ShallowToDeep(Stacking):
         Li et al. 2020, "Shallow-to-Deep Training for Neural Machine Translation", arXiv:2010.03737.
     """
 
-    saves: ClassVar[str] = "compute, activation memory and optimizer memory of the blocks that do not run yet"
-    paper: ClassVar[str] = "Li et al. 2020, arXiv:2010.03737"
-    constraints: ClassVar[str] = (
-        "blocks of one class whose number is a multiple of the group size; automatic optimization; the loss rises at a switch"
+    paper = "Li et al. 2020, arXiv:2010.03737"
+    constraints = (
+        "blocks of one class whose number is a multiple of the group size; automatic optimization; the loss "
+        "rises at a switch"
     )
-    survey: ClassVar[Survey | None] = Survey("shallow-to-deep training", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("shallow-to-deep training", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace(
         {
             "first": Choice((0.25, 0.5)),
             "until": Uniform(0.1, 0.7),
@@ -117,7 +117,7 @@ class ShallowToDeep(Stacking):
         needs_blocks,
         _groups,
     )
-    control: ClassVar[Control] = Control("only the first group, throughout", _small_model)
+    control = Control("only the first group, throughout", _small_model)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("ProgressiveStacking", "CompoundGrowth", "Shallower"),
@@ -150,7 +150,6 @@ class ShallowToDeep(Stacking):
             others = {name: why for name, why in self.conflicts.items() if name not in BY_RATE}
             self.conflicts = others  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
             self.sets_rates = False  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
-        self._reset()
 
     def _reset(self) -> None:
         super()._reset()

@@ -105,19 +105,18 @@ class StochasticDepth(Dropping):
         Huang et al. 2016, "Deep Networks with Stochastic Depth", arXiv:1603.09382.
     """
 
-    saves: ClassVar[str] = (
+    saves = (
         "compute of the dropped blocks, forward and backward, in mode 'batch': about a quarter of the total at drop 0.5;"
         " nothing in mode 'sample'"
     )
-    paper: ClassVar[str] = "Huang et al. 2016, arXiv:1603.09382"
-    constraints: ClassVar[str] = (
-        "residual blocks; mode 'batch': DDP without static_graph, and with use_reentrant=False where blocks are checkpointed"
+    paper = "Huang et al. 2016, arXiv:1603.09382"
+    constraints = (
+        "residual blocks; mode 'batch': DDP without static_graph, and with use_reentrant=False where blocks "
+        "are checkpointed"
     )
-    survey: ClassVar[Survey | None] = Survey("stochastic depth", zhuang="2.1", shen="4.4")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"drop": Uniform(0.05, 0.5), "mode": Choice(("batch", "sample"))}, needs_blocks
-    )
-    control: ClassVar[Control] = Control(
+    survey = Survey("stochastic depth", zhuang="2.1", shen="4.4")
+    search_space = SearchSpace({"drop": Uniform(0.05, 0.5), "mode": Choice(("batch", "sample"))}, needs_blocks)
+    control = Control(
         "in mode 'batch' a shallower model with as many FLOPs per step: only the first blocks, as many as are kept on"
         " average; in mode 'sample' the baseline for as many seconds",
         _shallower,
@@ -126,6 +125,7 @@ class StochasticDepth(Dropping):
         "ProgressiveLayerDropping": "both set the probability of dropping a block"
     }
     reshaping: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"drop": 0.0}
 
     def __init__(
         self,
@@ -137,18 +137,12 @@ class StochasticDepth(Dropping):
         self.drop = drop
         self.mode = mode
         self.layers = layers
-        self._reset()
 
     def _reset(self) -> None:
         super()._reset()
         self._batch: tuple[int, ...] = ()
         self._samples: int | None = None  # in the first batch, until a block's input was compared with it
         self._looked = False
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.drop == 0.0
 
     @property
     @override

@@ -1,7 +1,7 @@
 """The linear layers and convolutions of a network, each as the matrices (out, in) of which its weight consists."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -16,8 +16,8 @@ from lightning_eff._core._branches.attention import Attention, attentions, outpu
 from lightning_eff._core._branches.ends import alike_unused
 from lightning_eff._core._branches.graph import Graph, kind
 from lightning_eff._core._branches.sharded_step import take_apart
-from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.attention import Given, attentions_given
 from lightning_eff.model.initialization._once import Initialization, Turn, traced
 from lightning_eff.model.initialization._orthogonal import orthogonal
@@ -149,11 +149,6 @@ def draw_orthogonal(one: Map, weight: Tensor, *, gain: float, generator: torch.G
         put(orthogonal(matrix.shape, gain=gain, generator=generator).to(matrix))
 
 
-def no_maps(profile: RunProfile) -> str | None:
-    """Return why there is nothing to set, in words."""
-    return None if profile.num_matrices else "there are no hidden linear layers"
-
-
 class Seen(NamedTuple):
     """The findings of a pass on a batch.
 
@@ -179,6 +174,8 @@ class OfMaps(Initialization):
     """
 
     turn: ClassVar[Turn] = Turn.MAPS
+    neutral_at: ClassVar[Mapping[str, Any]] = {"maps": ()}
+    control = Control("the baseline for as many seconds with its learning rate decayed to zero: a step costs the same")
     maps: tuple[str, ...] | None
     attention: Given | None
 
@@ -186,11 +183,6 @@ class OfMaps(Initialization):
         """Keep the arguments that all have."""
         self.maps, self.force = None if maps is None else tuple(maps), force
         self.attention = attention
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.maps == ()
 
     @override
     def check_names(self, module: nn.Module) -> None:

@@ -63,6 +63,7 @@ class Initialization(Technique):
     refuses: ClassVar[Reasons] = _WHOLE
     needs_all: ClassVar[bool] = False
     turn: ClassVar[Turn]
+    checkpointed = ("_done", "_numbers")
 
     force: bool
     _done = False
@@ -174,14 +175,6 @@ class Initialization(Technique):
     @override
     def report(self) -> dict[str, float | int | Tensor]:
         return {"numbers": self._numbers}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self._done, "numbers": self._numbers}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._done, self._numbers = state_dict["done"], state_dict["numbers"]
 
 
 def _in_turn(session: Session) -> "list[Initialization]":

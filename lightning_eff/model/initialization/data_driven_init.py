@@ -122,22 +122,23 @@ class DataDrivenInit(Initialization):
         mutual information). The combination follows speed runs (modded-nanogpt, airbench), not a paper.
     """
 
-    saves: ClassVar[str] = "steps: simple statistics of the data need not be learnt"
-    paper: ClassVar[str] = "Jordan 2024, arXiv:2404.00498 (whitening); Levy & Goldberg 2014 (bigrams)"
-    constraints: ClassVar[str] = "texts and images"
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps: simple statistics of the data need not be learnt"
+    paper = "Jordan 2024, arXiv:2404.00498 (whitening); Levy & Goldberg 2014 (bigrams)"
+    constraints = "texts and images"
+    search_space = SearchSpace(
         {"bigram": Choice((True, False))},
         pointless=lambda profile: (
             None if profile.sequence_length or profile.image_side else "samples are neither texts nor images"
         ),
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "the baseline for as many seconds, including the counting, with its learning rate decayed to zero"
     )
 
     turn: ClassVar[Turn] = Turn.DATA
     needs_all: ClassVar[bool] = True
     refuses: ClassVar[Reasons] = TOGETHER
+    neutral_at: ClassVar[Mapping[str, Any]] = {"batches": 0}
 
     def __init__(
         self,
@@ -150,11 +151,6 @@ class DataDrivenInit(Initialization):
     ) -> None:
         self.batches, self.bigram, self.smoothing, self.eps, self.force = batches, bigram, smoothing, eps, force
         self._said: list[str] = []
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.batches == 0
 
     @override
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:

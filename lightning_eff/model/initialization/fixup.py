@@ -18,18 +18,12 @@ from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core._branches.probing import Probe, probed
 from lightning_eff._core._branches.tracing import traced
 from lightning_eff._core._needs.offers import is_plain
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.attention import Branches, branches_given
 from lightning_eff.model.initialization._given.names import by_hand
-from lightning_eff.model.initialization._scales.branch_scale import (
-    OfBranches,
-    apart,
-    conflicts,
-    listed,
-    pointless,
-)
+from lightning_eff.model.initialization._scales.branch_scale import OfBranches, apart, conflicts, listed
 from lightning_eff.model.initialization._scales.fixed import fixed, takes_biases
 from lightning_eff.model.initialization._scales.scaled import Scaled
 
@@ -85,14 +79,12 @@ class Fixup(OfBranches):
         Zhang et al. 2019, "Fixup Initialization: Residual Learning Without Normalization", arXiv:1901.09321.
     """
 
-    saves: ClassVar[str] = "norms and steps: residual networks of any depth train without norms"
-    paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1901.09321"
-    constraints: ClassVar[str] = "modules with residual branches; no tensor parallelism"
-    survey: ClassVar[Survey | None] = Survey("initialisation: Fixup", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"biases": Choice((True, False))}, pointless)
-    control: ClassVar[Control] = Control(
-        "the baseline, with its norms, for as many seconds with its learning rate decayed to zero"
-    )
+    saves = "norms and steps: residual networks of any depth train without norms"
+    paper = "Zhang et al. 2019, arXiv:1901.09321"
+    constraints = "modules with residual branches; no tensor parallelism"
+    survey = Survey("initialisation: Fixup", shen="4.3")
+    search_space = SearchSpace({"biases": Choice((True, False))}, needs_blocks)
+    control = Control("the baseline, with its norms, for as many seconds with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = conflicts(WHO, zero=False) | {
         "ZeroProjections": "both start the last layer of each residual branch at zero",
         "ZerO": "both set the layers of residual branches, and the later one would undo the other",

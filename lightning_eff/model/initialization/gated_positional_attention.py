@@ -15,7 +15,7 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Alias, Count, Number
 from lightning_eff._core._needs.needs import Need, Part, Reasons
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._gated.finding import find
 from lightning_eff.model.initialization._gated.gated import gated
@@ -74,15 +74,15 @@ class GatedPositionalAttention(Architecture):
         arXiv:2103.10697.
     """
 
-    saves: ClassVar[str] = "steps and samples: vision transformers need not learn that nearby patches matter"
-    paper: ClassVar[str] = "d'Ascoli et al. 2021, arXiv:2103.10697"
-    constraints: ClassVar[str] = "vision transformers that attend to all patches of a grid, not compiled"
-    survey: ClassVar[Survey | None] = Survey("initialisation: gated positional self-attention (ConViT)", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps and samples: vision transformers need not learn that nearby patches matter"
+    paper = "d'Ascoli et al. 2021, arXiv:2103.10697"
+    constraints = "vision transformers that attend to all patches of a grid, not compiled"
+    survey = Survey("initialisation: gated positional self-attention (ConViT)", shen="4.3")
+    search_space = SearchSpace(
         {"locality": Choice((0.5, 1.0, 2.0))},
-        pointless=lambda profile: None if profile.image_side else "samples are not images",
+        needs_images,
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "the baseline for as many seconds with its learning rate decayed to zero, since a step costs more"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -96,10 +96,11 @@ class GatedPositionalAttention(Architecture):
         "AttentionWindowWarmup": "positions would reach beyond the window",
         "RegionalCompilation": "attention inside compiled blocks cannot be changed",
     }
-    change_at: ClassVar[Change] = Change.ADAPT
-    stays: ClassVar[str] = "attention without gates computes something else"
+    change_at = Change.ADAPT
+    stays = "attention without gates computes something else"
     needs: ClassVar[Need] = Need.WHOLE
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.SHARD: "", Part.PIPELINE: ""}
+    neutral_at: ClassVar[Mapping[str, Any]] = {"gated": 0}
 
     def __init__(
         self,
@@ -110,11 +111,6 @@ class GatedPositionalAttention(Architecture):
     ) -> None:
         self.gated, self.locality, self.force = gated, locality, force
         self._gates: list[Tensor] = []
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.gated == 0
 
     @override
     def settings(self) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from typing import Annotated, ClassVar
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Number
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
 from lightning_eff.model.initialization._given.names import Ends
-from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts, pointless
+from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts
 
 
 def layer_scale(blocks: int) -> float:
@@ -54,17 +53,10 @@ class LayerScale(BranchScale):
         Touvron et al. 2021, "Going Deeper with Image Transformers" (CaiT), arXiv:2103.17239.
     """
 
-    saves: ClassVar[str] = "steps: deep vision transformers become trainable, and end better"
-    paper: ClassVar[str] = "Touvron et al. 2021, arXiv:2103.17239"
-    constraints: ClassVar[str] = "modules with residual branches"
-    survey: ClassVar[Survey | None] = Survey(
-        "initialisation: residual branches scaled by channel (LayerScale)", shen="4.3"
-    )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"init": Choice((None, 0.1, 1e-5))}, pointless)
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product more per number"
-        " of the layers that end a branch"
-    )
+    saves = "steps: deep vision transformers become trainable, and end better"
+    paper = "Touvron et al. 2021, arXiv:2103.17239"
+    survey = Survey("initialisation: residual branches scaled by channel (LayerScale)", shen="4.3")
+    search_space = SearchSpace({"init": Choice((None, 0.1, 1e-5))}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("LayerScale", zero=False)
 
     by_channel: ClassVar[bool] = True

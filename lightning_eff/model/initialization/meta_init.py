@@ -17,7 +17,7 @@ from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.batches import map_tensors, num_samples
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.passes import training_batches
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import takes_index
 from lightning_eff._core.technique import Control
@@ -124,17 +124,15 @@ class MetaInit(Initialization):
         Dauphin & Schoenholz 2019, "MetaInit: Initializing learning by learning to initialize", NeurIPS.
     """
 
-    saves: ClassVar[str] = "steps: networks without norms start where gradient steps can be trusted"
-    paper: ClassVar[str] = "Dauphin & Schoenholz 2019, NeurIPS"
-    constraints: ClassVar[str] = "losses with third derivatives"
-    survey: ClassVar[Survey | None] = Survey("initialisation: searched for by gradients (MetaInit)", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps: networks without norms start where gradient steps can be trusted"
+    paper = "Dauphin & Schoenholz 2019, NeurIPS"
+    constraints = "losses with third derivatives"
+    survey = Survey("initialisation: searched for by gradients (MetaInit)", shen="4.3")
+    search_space = SearchSpace(
         {"steps": Choice((100, 500)), "lr": Choice((0.1, 0.01))},
-        pointless=lambda profile: None if profile.num_matrices else "there are no hidden linear layers",
+        needs_matrices,
     )
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds, including the search, with its learning rate decayed to zero"
-    )
+    control = Control("the baseline for as many seconds, including the search, with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(_OTHERS, "both set the norms of weights, and the later one would undo the other"),
         "CompoundGrowth": "it searches on the whole network, but only a part of it is trained first",
@@ -143,6 +141,7 @@ class MetaInit(Initialization):
     turn: ClassVar[Turn] = Turn.SEARCH
     needs_all: ClassVar[bool] = True
     refuses: ClassVar[Reasons] = TOGETHER
+    neutral_at: ClassVar[Mapping[str, Any]] = {"steps": 0}
 
     def __init__(
         self,
@@ -157,11 +156,6 @@ class MetaInit(Initialization):
         self.steps, self.lr, self.momentum, self.eps = steps, lr, momentum, eps
         self.batches, self.force = batches, force
         self._before = self._after = 0.0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.steps == 0
 
     @override
     def attach(self, session: Session) -> None:

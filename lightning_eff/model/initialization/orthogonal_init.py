@@ -10,20 +10,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Number
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._divided.writing import whole
 from lightning_eff.model.initialization._given.attention import Attentions
-from lightning_eff.model.initialization._maps import (
-    SAME_WEIGHTS,
-    UNSEEN,
-    OfMaps,
-    Patterns,
-    draw_orthogonal,
-    listed,
-    no_maps,
-)
+from lightning_eff.model.initialization._maps import SAME_WEIGHTS, UNSEEN, OfMaps, Patterns, draw_orthogonal, listed
 
 WHO = "OrthogonalInit"
 
@@ -61,13 +52,10 @@ class OrthogonalInit(OfMaps):
         Networks", arXiv:1312.6120.
     """
 
-    saves: ClassVar[str] = "steps: deep networks keep the length of signals and gradients"
-    paper: ClassVar[str] = "Saxe et al. 2013, arXiv:1312.6120"
-    survey: ClassVar[Survey | None] = Survey("initialisation: orthogonal", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"gain": Choice((1.0, 2**0.5))}, no_maps)
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
-    )
+    saves = "steps: deep networks keep the length of signals and gradients"
+    paper = "Saxe et al. 2013, arXiv:1312.6120"
+    survey = Survey("initialisation: orthogonal", shen="4.3")
+    search_space = SearchSpace({"gain": Choice((1.0, 2**0.5))}, needs_matrices)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "TFixup", "ZerO"), SAME_WEIGHTS),
         "ACTPrecision": UNSEEN,

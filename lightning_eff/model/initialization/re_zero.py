@@ -6,10 +6,9 @@ The rule is ``x + alpha F(x)`` with alpha = 0, which ``_scales.scaled.Scaled`` c
 from collections.abc import Mapping
 from typing import ClassVar
 
-from lightning_eff._core.search_space import SearchSpace, Survey
-from lightning_eff._core.technique import Control
+from lightning_eff._core.search_space import SearchSpace, Survey, needs_blocks
 from lightning_eff.model.initialization._given.names import Ends
-from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts, pointless
+from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts
 
 
 class ReZero(BranchScale):
@@ -45,17 +44,10 @@ class ReZero(BranchScale):
         Bachlechner et al. 2020, "ReZero is All You Need: Fast Convergence at Large Depth", arXiv:2003.04887.
     """
 
-    saves: ClassVar[str] = "steps: deep networks start as identities, with undamped gradients"
-    paper: ClassVar[str] = "Bachlechner et al. 2020, arXiv:2003.04887"
-    constraints: ClassVar[str] = "modules with residual branches"
-    survey: ClassVar[Survey | None] = Survey(
-        "initialisation: residual branches with a learnt scale (ReZero)", shen="4.3"
-    )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, pointless)
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product more per number"
-        " of the layers that end a branch"
-    )
+    saves = "steps: deep networks start as identities, with undamped gradients"
+    paper = "Bachlechner et al. 2020, arXiv:2003.04887"
+    survey = Survey("initialisation: residual branches with a learnt scale (ReZero)", shen="4.3")
+    search_space = SearchSpace({}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("ReZero", zero=True)
 
     def __init__(self, *, branches: Ends | None = None, force: bool = False) -> None:

@@ -10,10 +10,9 @@ from typing import Annotated, ClassVar, Literal
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Either, Number, OneOf
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
 from lightning_eff.model.initialization._given.names import Ends
-from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts, pointless
+from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts
 
 
 def skip_init_scale(branches: int) -> float:
@@ -58,17 +57,10 @@ class SkipInit(BranchScale):
         arXiv:2002.10444.
     """
 
-    saves: ClassVar[str] = "steps: deep networks start as identities, with undamped gradients"
-    paper: ClassVar[str] = "De & Smith 2020, arXiv:2002.10444"
-    constraints: ClassVar[str] = "modules with residual branches"
-    survey: ClassVar[Survey | None] = Survey(
-        "initialisation: residual branches with a learnt scale (SkipInit)", shen="4.3"
-    )
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"alpha": Choice((0.0, "depth"))}, pointless)
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product more per number"
-        " of the layers that end a branch"
-    )
+    saves = "steps: deep networks start as identities, with undamped gradients"
+    paper = "De & Smith 2020, arXiv:2002.10444"
+    survey = Survey("initialisation: residual branches with a learnt scale (SkipInit)", shen="4.3")
+    search_space = SearchSpace({"alpha": Choice((0.0, "depth"))}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("SkipInit", zero=True)
 
     def __init__(

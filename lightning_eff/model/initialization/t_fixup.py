@@ -12,9 +12,8 @@ from lightning_eff._core._branches.attention import Attention, Part
 from lightning_eff._core._branches.ends import alike_unused, biases_beside, refuse_unequal
 from lightning_eff._core._branches.finding import Branch, branches
 from lightning_eff._core._branches.graph import Graph, kind
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._divided.writing import whole
 from lightning_eff.model.initialization._given.attention import Attentions, Branches, branches_given
 from lightning_eff.model.initialization._maps import SAME_WEIGHTS, UNSEEN, Map, OfMaps, Patterns, listed
@@ -76,16 +75,13 @@ class TFixup(OfMaps):
         Huang, Perez, Ba, Volkovs 2020, "Improving Transformer Optimization Through Better Initialization", ICML.
     """
 
-    saves: ClassVar[str] = "steps: deep transformers train without warm-up, and without norms"
-    paper: ClassVar[str] = "Huang et al. 2020, ICML"
-    constraints: ClassVar[str] = "transformers"
-    survey: ClassVar[Survey | None] = Survey("initialisation: scaled by depth (T-Fixup)", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps: deep transformers train without warm-up, and without norms"
+    paper = "Huang et al. 2020, ICML"
+    constraints = "transformers"
+    survey = Survey("initialisation: scaled by depth (T-Fixup)", shen="4.3")
+    search_space = SearchSpace(
         {"draw": Choice((True, False))},
-        pointless=lambda profile: None if profile.num_blocks else "there is no stack of blocks with residual branches",
-    )
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
+        needs_blocks,
     )
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "OrthogonalInit", "ZerO"), SAME_WEIGHTS),

@@ -14,13 +14,12 @@ from typing_extensions import override
 from lightning_eff._core._branches.ends import alike_unused, biases_beside, refuse_unequal
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.graph import Graph
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._divided.writing import whole
 from lightning_eff.model.initialization._given.attention import Attentions
 from lightning_eff.model.initialization._given.names import Ends, by_hand
-from lightning_eff.model.initialization._maps import SAME_WEIGHTS, UNSEEN, OfMaps, Patterns, listed, no_maps
+from lightning_eff.model.initialization._maps import SAME_WEIGHTS, UNSEEN, OfMaps, Patterns, listed
 
 WHO = "ZerO"
 
@@ -83,13 +82,10 @@ class ZerO(OfMaps):
         arXiv:2110.12661.
     """
 
-    saves: ClassVar[str] = "steps: deep residual networks start as identities, and the result depends less on the seed"
-    paper: ClassVar[str] = "Zhao et al. 2021, arXiv:2110.12661"
-    survey: ClassVar[Survey | None] = Survey("initialisation: without random numbers (ZerO)", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"last": Choice((True, False))}, no_maps)
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
-    )
+    saves = "steps: deep residual networks start as identities, and the result depends less on the seed"
+    paper = "Zhao et al. 2021, arXiv:2110.12661"
+    survey = Survey("initialisation: without random numbers (ZerO)", shen="4.3")
+    search_space = SearchSpace({"last": Choice((True, False))}, needs_matrices)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "OrthogonalInit", "TFixup"), SAME_WEIGHTS),
         "ZeroProjections": "ZerO already starts the last layers of residual branches at zero",

@@ -1,6 +1,6 @@
 """Zero-initialized projections: residual branches and the head start at zero (Goyal et al. 2017; Zhang et al. 2019)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -11,7 +11,7 @@ from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._branches.ends import biases_beside, tensors_that_end
 from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core._branches.sharded_step import take_apart
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.names import Ends, by_hand
@@ -71,19 +71,18 @@ class ZeroProjections(Initialization):
         modded-nanogpt (output projections and an untied head of GPT-2).
     """
 
-    saves: ClassVar[str] = "steps: deep networks start as identities, with undamped gradients"
-    paper: ClassVar[str] = "Goyal et al. 2017, arXiv:1706.02677; Zhang et al. 2019, arXiv:1901.09321"
-    constraints: ClassVar[str] = "modules with residual branches"
-    survey: ClassVar[Survey | None] = Survey("initialisation: zero-initialised residual branches (Fixup)", shen="4.3")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    saves = "steps: deep networks start as identities, with undamped gradients"
+    paper = "Goyal et al. 2017, arXiv:1706.02677; Zhang et al. 2019, arXiv:1901.09321"
+    constraints = "modules with residual branches"
+    survey = Survey("initialisation: zero-initialised residual branches (Fixup)", shen="4.3")
+    search_space = SearchSpace(
         {"scale": Choice((0.0, 0.25)), "head": Choice((True, False))},
-        pointless=lambda profile: None if profile.num_blocks else "there is no stack of blocks with residual branches",
+        needs_blocks,
     )
-    control: ClassVar[Control] = Control(
-        "the baseline for as many seconds with its learning rate decayed to zero: a step costs the same"
-    )
+    control = Control("the baseline for as many seconds with its learning rate decayed to zero: a step costs the same")
 
     turn: ClassVar[Turn] = Turn.ENDS
+    neutral_at: ClassVar[Mapping[str, Any]] = {"scale": 1.0}
 
     def __init__(
         self,
@@ -94,11 +93,6 @@ class ZeroProjections(Initialization):
         force: bool = False,
     ) -> None:
         self.scale, self.head, self.force, self.branches = scale, head, force, branches
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.scale == 1.0
 
     @override
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:

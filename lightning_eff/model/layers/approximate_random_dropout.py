@@ -62,12 +62,12 @@ class ApproximateRandomDropout(Technique):
         Song et al. 2018, "Approximate Random Dropout", arXiv:1805.08939.
     """
 
-    saves: ClassVar[str] = "products of feed-forward networks, forward and backward, for the dropped hidden units"
-    paper: ClassVar[str] = "Song et al. 2018, arXiv:1805.08939"
-    constraints: ClassVar[str] = "feed-forward networks whose layers are called as modules"
-    survey: ClassVar[Survey | None] = Survey("approximate random dropout", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"rate": Choice((0.25, 0.5, 0.7))}, needs_blocks)
-    control: ClassVar[Control] = Control(
+    saves = "products of feed-forward networks, forward and backward, for the dropped hidden units"
+    paper = "Song et al. 2018, arXiv:1805.08939"
+    constraints = "feed-forward networks whose layers are called as modules"
+    survey = Survey("approximate random dropout", shen="4.1")
+    search_space = SearchSpace({"rate": Choice((0.25, 0.5, 0.7))}, needs_blocks)
+    control = Control(
         "the baseline for the same time, and a baseline with a fraction 1 - rate of the hidden units throughout"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -85,6 +85,7 @@ class ApproximateRandomDropout(Technique):
     }
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"rate": 0.0}
 
     def __init__(
         self,
@@ -101,22 +102,12 @@ class ApproximateRandomDropout(Technique):
         check_names(ffn, who=WHO)
         self.rate, self.most = float(rate), most
         self.ffn = None if ffn is None else [list(names) for names in ffn]
-        self._reset()
 
     def _reset(self) -> None:
         self._thinned: Thinned | None = None
         self._learnt: list[Any] = []  # the networks that a checkpoint names
         self._kept = 1.0
         self._count = 0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.rate == 0.0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_model(self, session: Session) -> None:

@@ -17,7 +17,7 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._stack.finding import candidates
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._monarch.factors import num_weights
 from lightning_eff.model.layers._monarch.module import MonarchLinear
@@ -25,10 +25,6 @@ from lightning_eff.model.layers._shared.arguments import Paths
 from lightning_eff.model.layers._shared.choosing import ByName, is_named
 
 WHO = "ButterflyLinear"
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "the module has no hidden linear layer"
 
 
 class ButterflyLinear(ByName, Architecture):
@@ -74,14 +70,12 @@ class ButterflyLinear(ByName, Architecture):
         Dao et al. 2019, "Learning Fast Algorithms for Linear Transforms Using Butterfly Factorizations", arXiv:1903.05895.
     """
 
-    saves: ClassVar[str] = (
-        "products and weights of large linear layers, at some cost in quality; seldom time without custom kernels"
-    )
-    paper: ClassVar[str] = "Dao et al. 2022, arXiv:2204.00595; Dao et al. 2019, arXiv:1903.05895"
-    constraints: ClassVar[str] = "pays only for large linear layers; the number of blocks must divide their features"
-    survey: ClassVar[Survey | None] = Survey("butterfly and Monarch matrices", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"blocks": Choice((4, 8, 16))}, _pointless)
-    control: ClassVar[Control] = Control(
+    saves = "products and weights of large linear layers, at some cost in quality; seldom time without custom kernels"
+    paper = "Dao et al. 2022, arXiv:2204.00595; Dao et al. 2019, arXiv:1903.05895"
+    constraints = "pays only for large linear layers; the number of blocks must divide their features"
+    survey = Survey("butterfly and Monarch matrices", shen="4.1")
+    search_space = SearchSpace({"blocks": Choice((4, 8, 16))}, needs_matrices)
+    control = Control(
         "the baseline for the same time, and with as many weights a baseline with narrower layers and LowRankLinear"
     )
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -95,7 +89,7 @@ class ButterflyLinear(ByName, Architecture):
         "LoRA": "it adds factors to linear layers, and this replaces all of them",
         "CompoundGrowth": "it cannot tile the hidden units of feed-forward networks made of factors",
     }
-    change_at: ClassVar[Change] = Change.STRUCTURE
+    change_at = Change.STRUCTURE
     _count = 0
     _before = 0
     _after = 0

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._stack.partial_views import Worn, worn_by
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.kernels import _launch
@@ -80,20 +80,19 @@ class FusedNorms(ByName, Technique):
         Hsu et al. 2024, "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989.
     """
 
-    saves: ClassVar[str] = "time and memory of norms written in single operations; not measured on a GPU"
-    paper: ClassVar[str] = "Zhang & Sennrich 2019, arXiv:1910.07467; Hsu et al. 2024, arXiv:2410.10989"
-    constraints: ClassVar[str] = "kernels on CUDA with triton; torch's functions elsewhere"
+    saves = "time and memory of norms written in single operations; not measured on a GPU"
+    paper = "Zhang & Sennrich 2019, arXiv:1910.07467; Hsu et al. 2024, arXiv:2410.10989"
+    constraints = "kernels on CUDA with triton; torch's functions elsewhere"
     needs: ClassVar[Need] = Need.LAYERS
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control("the baseline for the same time: the results are equal up to rounding")
+    survey = None
+    search_space = SearchSpace({}, _pointless)
+    control = Control("the baseline for the same time: the results are equal up to rounding")
     conflicts: ClassVar[Mapping[str, str]] = {}
     needs_automatic_optimization: ClassVar[bool] = False
     sparse_gradients: ClassVar[bool] = True
 
     def __init__(self, names: Paths = None) -> None:
         self._take_names(names)
-        self._reset()
 
     def _reset(self) -> None:
         self._kinds: list[tuple[nn.Module, Kind]] = []
@@ -103,10 +102,6 @@ class FusedNorms(ByName, Technique):
     def check(self, session: Session) -> None:
         if session.trainer.strategy.root_device.type == "cuda":
             _launch.triton_module("norm")
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_model(self, session: Session) -> None:

@@ -90,17 +90,17 @@ class GhostNorm(ByName, Technique):
         MosaicML 2022, Composer's method card "Ghost BatchNorm" (cost).
     """
 
-    saves: ClassVar[str] = "no time per step: larger batches generalise as well as small ones"
-    paper: ClassVar[str] = "Hoffer et al. 2017, arXiv:1705.08741"
-    constraints: ClassVar[str] = "modules with BatchNorm; without sync_batchnorm"
+    saves = "no time per step: larger batches generalise as well as small ones"
+    paper = "Hoffer et al. 2017, arXiv:1705.08741"
+    constraints = "modules with BatchNorm; without sync_batchnorm"
     refuses: ClassVar[Reasons] = {
         Part.SHARD: "",
         Part.TENSOR: "",
         Part.PIPELINE: "its statistics would be those of micro-batches",
     }
-    survey: ClassVar[Survey | None] = Survey("ghost batch normalisation", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"size": Choice((8, 16, 32))}, _pointless)
-    control: ClassVar[Control] = Control(
+    survey = Survey("ghost batch normalisation", shen="4.1")
+    search_space = SearchSpace({"size": Choice((8, 16, 32))}, _pointless)
+    control = Control(
         "the baseline for the same time, and the baseline at the ghost batch's size with its own best learning rate"
     )
     conflicts: ClassVar[Mapping[str, str]] = {}
@@ -110,7 +110,6 @@ class GhostNorm(ByName, Technique):
     def __init__(self, size: GhostSize = 32, *, names: Paths = None) -> None:
         self.size = size
         self._take_names(names)
-        self._reset()
 
     def _reset(self) -> None:
         self._norms: list[nn.Module] = []
@@ -121,10 +120,6 @@ class GhostNorm(ByName, Technique):
     @override
     def check(self, session: Session) -> None:
         refuse_synchronized(session.trainer, who=WHO)
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_model(self, session: Session) -> None:

@@ -19,7 +19,7 @@ from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Alias, Either, Number, OneOf
 from lightning_eff._core._branches.probing import Divided, probed
 from lightning_eff._core._stack.finding import candidates
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_matrices
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._marks import Marked
 from lightning_eff.model.layers._shared.arguments import Paths
@@ -58,10 +58,6 @@ class CappedLinear(Marked, nn.Linear):
         return f"{super().extra_repr()}, cap={self.cap:g}"
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "the module has no hidden linear layer before a head"
-
-
 class LogitSoftcap(ByName, Architecture):
     """Cap the logits of the module's head smoothly: ``c tanh(z / c)``.
 
@@ -92,15 +88,16 @@ class LogitSoftcap(ByName, Architecture):
         Bello et al. 2016, "Neural Combinatorial Optimization with Reinforcement Learning", arXiv:1611.09940 (section 4).
     """
 
-    saves: ClassVar[str] = "steps, if logits would grow without bound; costs an operation over all logits"
-    paper: ClassVar[str] = "Gemma Team 2024, arXiv:2408.00118"
-    constraints: ClassVar[str] = "heads that are nn.Linear; costs time with large vocabularies"
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"cap": Choice((15.0, 30.0))}, _pointless)
-    control: ClassVar[Control] = Control("the baseline for the same time with its learning rate decayed to zero")
+    saves = "steps, if logits would grow without bound; costs an operation over all logits"
+    paper = "Gemma Team 2024, arXiv:2408.00118"
+    constraints = "heads that are nn.Linear; costs time with large vocabularies"
+    survey = None
+    search_space = SearchSpace({"cap": Choice((15.0, 30.0))}, needs_matrices)
+    control = Control("the baseline for the same time with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = {}
-    change_at: ClassVar[Change] = Change.SWAP
-    stays: ClassVar[str] = "a plain head has no cap"
+    change_at = Change.SWAP
+    stays = "a plain head has no cap"
+    neutral_at: ClassVar[Mapping[str, Any]] = {"cap": math.inf}
     _count = 0
 
     def __init__(
@@ -111,11 +108,6 @@ class LogitSoftcap(ByName, Architecture):
     ) -> None:
         self.cap = float(cap)
         self._take_names(names)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return math.isinf(self.cap) or super().neutral
 
     # -- the change
 

@@ -4,15 +4,13 @@ The rule is ``W_nc(y, x) ~ sum_k H_nk(x) V_kc(y)``, the best product of rank r o
 ``_low_rank.factored.conv_matrix`` makes of W. ``_low_rank.factors.factors`` computes it.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
-from lightning_eff._core.technique import Control
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
 from lightning_eff.model.layers._low_rank.factored import FactoredConv2d, conv_matrix
 from lightning_eff.model.layers._low_rank.technique import Energy, LowRank, Place
 from lightning_eff.model.layers._shared.arguments import COUNT_OR_FRACTION, Paths
@@ -20,10 +18,6 @@ from lightning_eff.model.layers._shared.choosing import is_named, select
 
 WHO = "LowRankConv"
 _OTHERS = (nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.image_side is not None else "the samples are not images"
 
 
 class LowRankConv(LowRank):
@@ -61,16 +55,12 @@ class LowRankConv(LowRank):
         Tai et al. 2015, "Convolutional Neural Networks with Low-Rank Regularization", arXiv:1511.06067.
     """
 
-    saves: ClassVar[str] = "products and weights of wide convolutions, at some cost in quality; seldom time"
-    paper: ClassVar[str] = "Tai et al. 2015, arXiv:1511.06067"
-    constraints: ClassVar[str] = "two-dimensional convolutions with groups=1; seldom faster than a 3 x 3 kernel"
-    survey: ClassVar[Survey | None] = Survey("low-rank convolutions", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, _pointless)
-    control: ClassVar[Control] = Control(
-        "the baseline for the same time, and a baseline with narrower layers and as many weights"
-    )
+    saves = "products and weights of wide convolutions, at some cost in quality; seldom time"
+    paper = "Tai et al. 2015, arXiv:1511.06067"
+    constraints = "two-dimensional convolutions with groups=1; seldom faster than a 3 x 3 kernel"
+    survey = Survey("low-rank convolutions", shen="4.1")
+    search_space = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, needs_images)
     what: ClassVar[str] = "convolution"
-    conflicts: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,

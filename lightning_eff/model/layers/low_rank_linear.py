@@ -12,18 +12,13 @@ from typing_extensions import override
 from lightning_eff._core._architecture.linear_maps import LinearMap, choose
 from lightning_eff._core._arguments.kinds import Alias, Count
 from lightning_eff._core._stack.finding import candidates
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
-from lightning_eff._core.technique import Control
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
 from lightning_eff.model.layers._low_rank.factored import FactoredLinear
 from lightning_eff.model.layers._low_rank.technique import Energy, LowRank, Place
 from lightning_eff.model.layers._shared.arguments import COUNT_OR_FRACTION, Paths
 from lightning_eff.model.layers._shared.choosing import is_named
 
 WHO = "LowRankLinear"
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "the module has no hidden linear layer"
 
 
 class LowRankLinear(LowRank):
@@ -66,14 +61,11 @@ class LowRankLinear(LowRank):
         MosaicML 2022, Composer's method card "Factorize" (measured gain).
     """
 
-    saves: ClassVar[str] = "products and weights of large linear layers, at some cost in quality; seldom time"
-    paper: ClassVar[str] = "Khodak et al. 2021, arXiv:2105.01029"
-    constraints: ClassVar[str] = "pays only for large linear layers; below 512 features two layers take longer than one"
-    survey: ClassVar[Survey | None] = Survey("low-rank linear maps", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, _pointless)
-    control: ClassVar[Control] = Control(
-        "the baseline for the same time, and a baseline with narrower layers and as many weights"
-    )
+    saves = "products and weights of large linear layers, at some cost in quality; seldom time"
+    paper = "Khodak et al. 2021, arXiv:2105.01029"
+    constraints = "pays only for large linear layers; below 512 features two layers take longer than one"
+    survey = Survey("low-rank linear maps", shen="4.1")
+    search_space = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, needs_matrices)
     what: ClassVar[str] = "linear layer"
     conflicts: ClassVar[Mapping[str, str]] = {
         "CompoundGrowth": "it would take a pair of factors for a feed-forward network and tile its few channels",

@@ -24,7 +24,7 @@ from lightning_eff._core._tokens.embeddings import token_embeddings
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.optimizers import evaluates_anew, rewrite_configured
 from lightning_eff._core.patches import hook_before
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform, needs_sequences
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -52,10 +52,6 @@ def _orders(n: int | Sequence[int]) -> tuple[int, ...]:
 
 def _named(orders: Sequence[int]) -> str:
     return " and ".join(f"{n}-grams" for n in orders)
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return "the samples are not sequences of tokens" if profile.sequence_length is None else None
 
 
 class NgramEmbedding(Architecture):
@@ -109,14 +105,14 @@ class NgramEmbedding(Architecture):
         n-grams). Jordan et al. 2024, modded-nanogpt's speed-run records (bigrams).
     """
 
-    saves: ClassVar[str] = "steps: a table of parameters without products; costs its memory three times with Adam"
-    paper: ClassVar[str] = "Huang et al. 2025, arXiv:2501.16975; Pagnoni et al. 2024, arXiv:2412.09871"
-    constraints: ClassVar[str] = "models that look up tokens with nn.Embedding; no cache in generation"
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, _pointless
+    saves = "steps: a table of parameters without products; costs its memory three times with Adam"
+    paper = "Huang et al. 2025, arXiv:2501.16975; Pagnoni et al. 2024, arXiv:2412.09871"
+    constraints = "models that look up tokens with nn.Embedding; no cache in generation"
+    survey = None
+    search_space = SearchSpace(
+        {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, needs_sequences
     )
-    control: ClassVar[Control] = Control(
+    control = Control(
         "the same table under the module's optimizer, and a baseline with as many additional parameters in its layers, each for"
         " the same time",
         _under_the_modules_optimizer,
@@ -125,9 +121,10 @@ class NgramEmbedding(Architecture):
         "OptimizerOffload": "it moves a single optimizer of torch.optim to the host, and here two step as one",
         "StochasticRoundingBF16": "it replaces the step of a single optimizer of torch.optim, and here two step as one",
     }
-    change_at: ClassVar[Change] = Change.ADAPT
+    change_at = Change.ADAPT
     needs: ClassVar[Need] = Need.WHOLE
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"buckets": 0}
 
     def __init__(
         self,
@@ -153,7 +150,6 @@ class NgramEmbedding(Architecture):
         self.embeddings, self.batch_first = embeddings, batch_first
         if optimizer == "module":
             self.conflicts = {}  # pyright: ignore[reportAttributeAccessIssue] -- of this instance alone
-        self._reset()
 
     def _reset(self) -> None:
         self._found: list[Ngrams] = []
@@ -161,11 +157,6 @@ class NgramEmbedding(Architecture):
         self._dense_for = ""
         self._looked = False
         self._last: dict[str, float | int] = {}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.buckets == 0
 
     @override
     def settings(self) -> dict[str, Any]:
@@ -227,7 +218,6 @@ class NgramEmbedding(Architecture):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.SAVE, self._look)
 
     @override

@@ -16,7 +16,7 @@ from lightning_eff._core._architecture.naming import check_met
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._branches.attention import Attention, Part
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace, needs_attention
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._attention.normed import EPS, NormedHeads, runs
 from lightning_eff.model.layers._attention.parts import attended, handed, is_meant
@@ -26,14 +26,6 @@ from lightning_eff.model.layers._shared.choosing import ByName
 WHO = "QKNorm"
 #: How far the mean squares of normalised queries may differ.
 ALIKE = 1e-2
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return (
-        None
-        if profile.sequence_length is not None or profile.image_side is not None
-        else "the samples are not sequences"
-    )
 
 
 class QKNorm(ByName, Architecture):
@@ -70,17 +62,17 @@ class QKNorm(ByName, Architecture):
         Qwen Team 2025, "Qwen3 Technical Report", arXiv:2505.09388.
     """
 
-    saves: ClassVar[str] = "steps, if attention logits would grow at high learning rates; costs two norms per attention"
-    paper: ClassVar[str] = "Henry et al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442"
-    constraints: ClassVar[str] = "attention by scaled_dot_product_attention"
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control(
+    saves = "steps, if attention logits would grow at high learning rates; costs two norms per attention"
+    paper = "Henry et al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442"
+    constraints = "attention by scaled_dot_product_attention"
+    survey = None
+    search_space = SearchSpace({}, needs_attention)
+    control = Control(
         "the baseline for the same time with its learning rate decayed to zero, and the best learning rate of each"
     )
     conflicts: ClassVar[Mapping[str, str]] = {}
-    change_at: ClassVar[Change] = Change.ADAPT
-    stays: ClassVar[str] = "queries and keys are normalised, which the plain weights cannot do"
+    change_at = Change.ADAPT
+    stays = "queries and keys are normalised, which the plain weights cannot do"
     _count = 0
 
     def __init__(self, names: Paths = None) -> None:

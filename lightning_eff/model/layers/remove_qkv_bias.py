@@ -20,7 +20,7 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._branches.attention import Attention, Part
 from lightning_eff._core.patches import hook_behind
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace, Survey, needs_attention
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._attention.parts import attended, is_meant, maps_by_weight, problem
 from lightning_eff.model.layers._attention.rebiased import moved, rebiased
@@ -29,14 +29,6 @@ from lightning_eff.model.layers._shared.choosing import ByName
 
 WHO = "RemoveQKVBias"
 KINDS = ("key", "value")
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return (
-        None
-        if profile.sequence_length is not None or profile.image_side is not None
-        else "the samples are not sequences"
-    )
 
 
 class RemoveQKVBias(ByName, Architecture):
@@ -73,16 +65,14 @@ class RemoveQKVBias(ByName, Architecture):
         Geiping & Goldstein 2022, "Cramming: Training a Language Model on a Single GPU in One Day", arXiv:2212.14034.
     """
 
-    saves: ClassVar[str] = "some parameters without effect; almost no time"
-    paper: ClassVar[str] = "Geiping & Goldstein 2022, arXiv:2212.14034"
-    constraints: ClassVar[str] = (
-        "attention without rotary embeddings and without normalised keys; no tensor parallelism"
-    )
-    survey: ClassVar[Survey | None] = Survey("attention without biases (Cramming)", shen="6")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control("the baseline for the same time, which computes the same function")
+    saves = "some parameters without effect; almost no time"
+    paper = "Geiping & Goldstein 2022, arXiv:2212.14034"
+    constraints = "attention without rotary embeddings and without normalised keys; no tensor parallelism"
+    survey = Survey("attention without biases (Cramming)", shen="6")
+    search_space = SearchSpace({}, needs_attention)
+    control = Control("the baseline for the same time, which computes the same function")
     conflicts: ClassVar[Mapping[str, str]] = {}
-    change_at: ClassVar[Change] = Change.SWAP
+    change_at = Change.SWAP
     _removed = 0
 
     def __init__(

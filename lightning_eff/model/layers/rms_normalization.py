@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace, Survey, needs_matrices
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._fast_paths import REASON, read_in_evaluation
 from lightning_eff.model.layers._marks import Marked, device_of
@@ -58,10 +58,6 @@ class RMSNorm(Marked):
         return f"{tuple(self.normalized_shape)}, eps={self.eps}"
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "the module has no hidden linear layer with a LayerNorm before it"
-
-
 class RMSNormalization(ByName, Architecture):
     """Replace LayerNorm with RMSNorm, which subtracts no mean and adds no bias.
 
@@ -91,15 +87,15 @@ class RMSNormalization(ByName, Architecture):
         Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
 
-    saves: ClassVar[str] = "some time of unfused norms; almost none if LayerNorm is one kernel"
-    paper: ClassVar[str] = "Zhang & Sennrich 2019, arXiv:1910.07467"
-    constraints: ClassVar[str] = "modules with nn.LayerNorm; gains nothing if it is fused"
-    survey: ClassVar[Survey | None] = Survey("normalisation (RMSNorm)", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless)
-    control: ClassVar[Control] = Control("the baseline for the same time with its learning rate decayed to zero")
+    saves = "some time of unfused norms; almost none if LayerNorm is one kernel"
+    paper = "Zhang & Sennrich 2019, arXiv:1910.07467"
+    constraints = "modules with nn.LayerNorm; gains nothing if it is fused"
+    survey = Survey("normalisation (RMSNorm)", shen="4.1")
+    search_space = SearchSpace({}, needs_matrices)
+    control = Control("the baseline for the same time with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = {}
-    change_at: ClassVar[Change] = Change.SWAP
-    stays: ClassVar[str] = "a LayerNorm subtracts the mean, whatever its gain and bias"
+    change_at = Change.SWAP
+    stays = "a LayerNorm subtracts the mean, whatever its gain and bias"
     _count = 0
 
     def __init__(self, names: Paths = None) -> None:

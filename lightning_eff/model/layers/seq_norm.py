@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._ghosts.groups import GhostSize, chosen, normed, refuse_synchronized
@@ -69,10 +69,6 @@ class SequentialNorm(Marked, _BatchNorm):
         return f"{super().extra_repr()}, size={self.size}, channel_groups={self.channel_groups}"
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.image_side is not None else "the samples are not images, whose networks have BatchNorm"
-
-
 class SeqNorm(ByName, Architecture):
     """Replace BatchNorm with two norms in sequence: over groups of each sample's channels, then over groups of samples.
 
@@ -107,19 +103,17 @@ class SeqNorm(ByName, Architecture):
         networks", arXiv:1705.08741.
     """
 
-    saves: ClassVar[str] = "steps, if noisier statistics generalise better; no time per step"
-    paper: ClassVar[str] = "Dimitriou & Arandjelovic 2022, arXiv:2006.07159"
-    constraints: ClassVar[str] = "modules with BatchNorm; without sync_batchnorm"
-    survey: ClassVar[Survey | None] = Survey("sequential normalisation (SeqNorm)", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"size": Choice((8, 16, 32)), "channel_groups": Choice((2, 4, 8))}, _pointless
-    )
-    control: ClassVar[Control] = Control(
+    saves = "steps, if noisier statistics generalise better; no time per step"
+    paper = "Dimitriou & Arandjelovic 2022, arXiv:2006.07159"
+    constraints = "modules with BatchNorm; without sync_batchnorm"
+    survey = Survey("sequential normalisation (SeqNorm)", shen="4.1")
+    search_space = SearchSpace({"size": Choice((8, 16, 32)), "channel_groups": Choice((2, 4, 8))}, needs_images)
+    control = Control(
         "the baseline for the same time, and the baseline at the ghost batch's size with its own best learning rate"
     )
     conflicts: ClassVar[Mapping[str, str]] = {"GhostNorm": "both compute BatchNorm in ghost batches"}
-    change_at: ClassVar[Change] = Change.SWAP
-    stays: ClassVar[str] = "samples are first normalised over groups of channels, which running statistics cannot do"
+    change_at = Change.SWAP
+    stays = "samples are first normalised over groups of channels, which running statistics cannot do"
     _count = 0
 
     def __init__(

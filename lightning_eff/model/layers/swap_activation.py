@@ -15,7 +15,7 @@ from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count, OneOf
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._activations.finding import between, computes, is_activation, is_rectifier
 from lightning_eff.model.layers._activations.functions import ELEMENTWISE, GATED, NAMES
@@ -26,10 +26,6 @@ from lightning_eff.model.layers._shared.arguments import Paths
 from lightning_eff.model.layers._shared.choosing import ByName, select
 
 WHO = "SwapActivation"
-
-
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "the module has no hidden linear layers with an activation between them"
 
 
 class SwapActivation(ByName, Architecture):
@@ -74,17 +70,17 @@ class SwapActivation(ByName, Architecture):
         Klambauer et al. 2017, "Self-Normalizing Neural Networks", arXiv:1706.02515.
     """
 
-    saves: ClassVar[str] = "steps, if the model learns faster with another function; no time per step"
-    paper: ClassVar[str] = "Shazeer 2020, arXiv:2002.05202; So et al. 2021, arXiv:2109.08668"
-    constraints: ClassVar[str] = "activations that are modules; for swiglu, between two linear layers"
-    survey: ClassVar[Survey | None] = Survey("activation functions (ELU, SELU, GELU, ISRLU, SwiGLU)", shen="4.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"to": Choice(("relu2", "swiglu"))}, _pointless)
-    control: ClassVar[Control] = Control(
+    saves = "steps, if the model learns faster with another function; no time per step"
+    paper = "Shazeer 2020, arXiv:2002.05202; So et al. 2021, arXiv:2109.08668"
+    constraints = "activations that are modules; for swiglu, between two linear layers"
+    survey = Survey("activation functions (ELU, SELU, GELU, ISRLU, SwiGLU)", shen="4.1")
+    search_space = SearchSpace({"to": Choice(("relu2", "swiglu"))}, needs_matrices)
+    control = Control(
         "the baseline for the same time: the activations cost about the same, and swiglu has as many weights"
     )
     conflicts: ClassVar[Mapping[str, str]] = {}
-    change_at: ClassVar[Change] = Change.SWAP
-    stays: ClassVar[str] = "it computes another function, which no weights of the plain module reproduce"
+    change_at = Change.SWAP
+    stays = "it computes another function, which no weights of the plain module reproduce"
     _count = 0
 
     def __init__(

@@ -28,9 +28,9 @@ class RandomMask(Masked):
         ValueError: as ``RigL``.
     """
 
-    saves: ClassVar[str] = "nothing: a control"
-    paper: ClassVar[str] = "none: a control"
-    control: ClassVar[Control] = Control("it is the control of techniques that choose which weights are zero")
+    saves = "nothing: a control"
+    paper = "none: a control"
+    control = Control("it is the control of techniques that choose which weights are zero")
     conflicts: ClassVar[Mapping[str, str]] = rivals("RandomMask")
 
     def __init__(

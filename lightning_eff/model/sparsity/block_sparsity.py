@@ -112,14 +112,15 @@ class BlockSparsity(Masked):
         Conference on Parsimony and Learning, PMLR 234:282-301.
     """
 
-    saves: ClassVar[str] = "no time: a network of few dense blocks, for block-sparse kernels"
-    paper: ClassVar[str] = "Ma et al. 2023, PMLR 234"
-    constraints: ClassVar[str] = "weights whose rows form whole groups"
-    survey: ClassVar[Survey | None] = Survey("regrouping to dense blocks (HRBP)", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
-    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
+    saves = "no time: a network of few dense blocks, for block-sparse kernels"
+    paper = "Ma et al. 2023, PMLR 234"
+    constraints = "weights whose rows form whole groups"
+    survey = Survey("regrouping to dense blocks (HRBP)", zhuang="2.1", shen="4.2")
+    search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
+    control = Control("a fixed random mask of the same size", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
     needs_budget: ClassVar[bool] = True
+    checkpointed = ("orders", "_blocks")
 
     def __init__(
         self,
@@ -204,15 +205,6 @@ class BlockSparsity(Masked):
         if not self.masks and not self._total:
             return f"masked no weight: the run ended before {self.start:.0%} of its budget"
         return f"{super().summary()}; kept {self._blocks:,} blocks of {self.size} rows"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "orders": dict(self.orders), "blocks": self._blocks}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.orders, self._blocks = dict(state_dict["orders"]), state_dict["blocks"]
 
 
 def matrix(weight: Weight) -> tuple[int, int, int, int]:

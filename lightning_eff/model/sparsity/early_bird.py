@@ -110,14 +110,12 @@ class EarlyBird(ActsLate, Masked):
         Chen et al. 2020, "EarlyBERT: Efficient BERT Training via Early-bird Lottery Tickets", arXiv:2101.00063.
     """
 
-    saves: ClassVar[str] = "no time here: it finds a smaller network early, for you to build"
-    paper: ClassVar[str] = "You et al. 2019, arXiv:1909.11957"
-    constraints: ClassVar[str] = "optimizers with separate moments for each weight"
-    survey: ClassVar[Survey | None] = Survey("Early-Bird tickets, EarlyBERT", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Choice((0.3, 0.5))}, no_time)
-    control: ClassVar[Control] = Control(
-        "the baseline for the same time, and a network with fewer units from the start"
-    )
+    saves = "no time here: it finds a smaller network early, for you to build"
+    paper = "You et al. 2019, arXiv:1909.11957"
+    constraints = "optimizers with separate moments for each weight"
+    survey = Survey("Early-Bird tickets, EarlyBERT", zhuang="2.1", shen="4.2")
+    search_space = SearchSpace({"sparsity": Choice((0.3, 0.5))}, no_time)
+    control = Control("the baseline for the same time, and a network with fewer units from the start")
     conflicts: ClassVar[Mapping[str, str]] = {
         **rivals(WHO),
         **RIVALS_IN_STATE,

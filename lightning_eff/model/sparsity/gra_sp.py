@@ -11,14 +11,12 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._run.ranks import on_all_ranks
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model._derivatives.passes import watched
 from lightning_eff.model.sparsity._masks.arguments import Dense, Sparsity, Weights
-from lightning_eff.model.sparsity._masks.masked import agreed, no_time, rivals
+from lightning_eff.model.sparsity._masks.masked import agreed, rivals
 from lightning_eff.model.sparsity._masks.scored import ZEROS, Scored
-from lightning_eff.model.sparsity._random_mask import fixed
 
 WHO = "GraSP"
 
@@ -89,12 +87,9 @@ class GraSP(Scored):
         Frankle et al. 2020, "Pruning Neural Networks at Initialization: Why are We Missing the Mark?", arXiv:2009.08576.
     """
 
-    saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
-    paper: ClassVar[str] = "Wang et al. 2020, arXiv:2002.07376"
-    constraints: ClassVar[str] = "losses that have second derivatives"
-    survey: ClassVar[Survey | None] = Survey("GraSP", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
-    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
+    paper = "Wang et al. 2020, arXiv:2002.07376"
+    constraints = "losses that have second derivatives"
+    survey = Survey("GraSP", zhuang="2.1", shen="4.2")
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **ZEROS}
 
     def __init__(

@@ -55,18 +55,19 @@ class LotteryTickets(Masked):
         Frankle et al. 2019, "Stabilizing the Lottery Ticket Hypothesis", arXiv:1903.01611.
     """
 
-    saves: ClassVar[str] = "no time: it finds a sparse network that trains well, at the cost of several trainings"
-    paper: ClassVar[str] = "Frankle & Carbin 2018, arXiv:1803.03635"
-    constraints: ClassVar[str] = "an additional copy of weights and optimizer states"
-    survey: ClassVar[Survey | None] = Survey("lottery tickets, iterative magnitude pruning", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"rounds": Choice((2, 4))}, no_time)
-    control: ClassVar[Control] = Control("a fixed random mask of the final size for the same time", fixed)
+    saves = "no time: it finds a sparse network that trains well, at the cost of several trainings"
+    paper = "Frankle & Carbin 2018, arXiv:1803.03635"
+    constraints = "an additional copy of weights and optimizer states"
+    survey = Survey("lottery tickets, iterative magnitude pruning", zhuang="2.1", shen="4.2")
+    search_space = SearchSpace({"rounds": Choice((2, 4))}, no_time)
+    control = Control("a fixed random mask of the final size for the same time", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {
         **rivals(WHO),
         **RIVALS_IN_STATE,
         "LayerFreezing": "its frozen layers would be reset, and not train again",
     }
     needs_budget: ClassVar[bool] = True
+    checkpointed = ("_round", "_then")
 
     def __init__(
         self,
@@ -87,11 +88,6 @@ class LotteryTickets(Masked):
         super()._reset()
         self._round = 0
         self._then: dict[str, Any] | None = None
-
-    @property
-    def remembered(self) -> Mapping[str, Tensor]:
-        """The parameters and buffers that the reset uses, by name; empty until they are saved."""
-        return {} if self._then is None else self._then["weights"]
 
     @override
     def asked(self) -> dict[str, Any]:
@@ -154,12 +150,3 @@ class LotteryTickets(Masked):
     @override
     def report(self) -> dict[str, float | int | Tensor]:
         return {**super().report(), "rounds": self._round}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "round": self._round, "then": self._then}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._round, self._then = state_dict["round"], state_dict["then"]

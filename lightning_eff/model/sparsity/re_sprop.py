@@ -99,12 +99,12 @@ class ReSprop(Technique):
         https://openaccess.thecvf.com/content_CVPR_2020/html/Goli_ReSprop_Reuse_Sparsified_Backpropagation_CVPR_2020_paper.html.
     """
 
-    saves: ClassVar[str] = "no time: products of the backward pass on hardware that can skip reused ones"
-    paper: ClassVar[str] = "Goli & Aamodt 2020, CVPR"
-    constraints: ClassVar[str] = "layers that are called as modules, outside compiled code; no fp16 scaler"
-    survey: ClassVar[Survey | None] = Survey("ReSprop", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.1, 0.9)}, gains_nothing)
-    control: ClassVar[Control] = Control("the baseline with the full gradient for as many steps")
+    saves = "no time: products of the backward pass on hardware that can skip reused ones"
+    paper = "Goli & Aamodt 2020, CVPR"
+    constraints = "layers that are called as modules, outside compiled code; no fp16 scaler"
+    survey = Survey("ReSprop", zhuang="2.1", shen="4.2")
+    search_space = SearchSpace({"sparsity": Uniform(0.1, 0.9)}, gains_nothing)
+    control = Control("the baseline with the full gradient for as many steps")
     conflicts: ClassVar = {
         **dict.fromkeys(
             ("BitFit", "PromptTuning", "VeRA", "VisualPromptTuning"),
@@ -127,7 +127,6 @@ class ReSprop(Technique):
     ) -> None:
         self.sparsity, self.warmup, self.threshold = float(sparsity), float(warmup), threshold
         self.names, self.dense = None if names is None else list(names), list(dense)
-        self._reset()
 
     def _reset(self) -> None:
         self._maps: dict[str, nn.Module] = {}
@@ -158,7 +157,6 @@ class ReSprop(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         session.chain.add(Stage.JOIN, self._link, order=-1)  # all passes of a step share these hooks
         session.chain.add(Stage.SAVE, self._pass)
 

@@ -81,14 +81,10 @@ class RigL(Rewired):
         Chen et al. 2021, "Chasing Sparsity in Vision Transformers: An End-to-End Exploration", arXiv:2106.04533 (SViTE).
     """
 
-    saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
-    paper: ClassVar[str] = "Evci et al. 2019, arXiv:1911.11134"
-    constraints: ClassVar[str] = "optimizers with separate moments for each weight"
-    survey: ClassVar[Survey | None] = Survey("RigL", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"sparsity": Uniform(0.5, 0.9), "grow": Choice(("gradient", "random"))}, no_time
-    )
-    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
+    paper = "Evci et al. 2019, arXiv:1911.11134"
+    survey = Survey("RigL", zhuang="2.1", shen="4.2")
+    control = Control("a fixed random mask of the same size", fixed)
+    search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9), "grow": Choice(("gradient", "random"))}, no_time)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
 
     def __init__(

@@ -93,15 +93,16 @@ class SemiStructuredSparsity(OtherWeights):
         Hu et al. 2024, "Accelerating Transformer Pre-training with 2:4 Sparsity", arXiv:2404.01847.
     """
 
-    saves: ClassVar[str] = "no time here: weights that some accelerators multiply at twice the throughput"
-    paper: ClassVar[str] = "Mishra et al. 2021, arXiv:2104.08378"
-    constraints: ClassVar[str] = "automatic optimization; an additional copy of the masked weights"
-    survey: ClassVar[Survey | None] = Survey("2:4 sparsity", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"tiles": Choice((False, True))}, no_time)
-    control: ClassVar[Control] = Control("a fixed random mask of half of the weights", _control)
+    saves = "no time here: weights that some accelerators multiply at twice the throughput"
+    paper = "Mishra et al. 2021, arXiv:2104.08378"
+    constraints = "automatic optimization; an additional copy of the masked weights"
+    survey = Survey("2:4 sparsity", zhuang="2.1", shen="4.2")
+    search_space = SearchSpace({"tiles": Choice((False, True))}, no_time)
+    control = Control("a fixed random mask of half of the weights", _control)
     conflicts: ClassVar[Mapping[str, str]] = neighbours(WHO)
     needs_budget: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0, "names": []}
 
     def __init__(
         self,
@@ -114,7 +115,6 @@ class SemiStructuredSparsity(OtherWeights):
     ) -> None:
         self.names, self.dense = None if names is None else list(names), list(dense)
         self.decay, self.tiles, self.until = float(decay), tiles, float(until)
-        self._reset()
 
     def _reset(self) -> None:
         self.masks: dict[str, Tensor] = {}  # of the last step
@@ -124,11 +124,6 @@ class SemiStructuredSparsity(OtherWeights):
         self._names: list[str] = []  # of a checkpoint, or of a run that has ended
         self._on, self._total = True, 0
         self._finished = False
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.until == 0.0 or self.names == []
 
     # -- the run
 
@@ -145,7 +140,6 @@ class SemiStructuredSparsity(OtherWeights):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         strategy = session.trainer.strategy
         original = strategy.lightning_module_state_dict
 

@@ -49,12 +49,10 @@ class SET(Rewired):
         inspired by Network Science", Nature Communications 9, 2383.
     """
 
-    saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
-    paper: ClassVar[str] = "Mocanu et al. 2018, Nature Communications 9, 2383"
-    constraints: ClassVar[str] = "optimizers with separate moments for each weight"
-    survey: ClassVar[Survey | None] = Survey("SET", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
-    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
+    paper = "Mocanu et al. 2018, Nature Communications 9, 2383"
+    survey = Survey("SET", zhuang="2.1", shen="4.2")
+    control = Control("a fixed random mask of the same size", fixed)
+    search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}
 
     def __init__(

@@ -7,13 +7,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Survey
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
 from lightning_eff.model.sparsity._masks.arguments import Dense, Sparsity, Weights
-from lightning_eff.model.sparsity._masks.masked import no_time, rivals
+from lightning_eff.model.sparsity._masks.masked import rivals
 from lightning_eff.model.sparsity._masks.scored import ZEROS, Scored
-from lightning_eff.model.sparsity._random_mask import fixed
 
 WHO = "SNIP"
 
@@ -59,11 +57,8 @@ class SNIP(Scored):
         Frankle et al. 2020, "Pruning Neural Networks at Initialization: Why are We Missing the Mark?", arXiv:2009.08576.
     """
 
-    saves: ClassVar[str] = "no time on today's hardware: it trains a sparse network in one training"
-    paper: ClassVar[str] = "Lee et al. 2018, arXiv:1810.02340"
-    survey: ClassVar[Survey | None] = Survey("SNIP", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
-    control: ClassVar[Control] = Control("a fixed random mask of the same size", fixed)
+    paper = "Lee et al. 2018, arXiv:1810.02340"
+    survey = Survey("SNIP", zhuang="2.1", shen="4.2")
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **ZEROS}
 
     def __init__(

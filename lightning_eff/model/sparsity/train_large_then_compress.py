@@ -125,12 +125,12 @@ class TrainLargeThenCompress(Masked):
         Transformers", arXiv:2002.11794.
     """
 
-    saves: ClassVar[str] = "time to a given loss if the larger network pays off; bytes if you store it compactly"
-    paper: ClassVar[str] = "Li et al. 2020, arXiv:2002.11794"
-    constraints: ClassVar[str] = "you build the larger module"
-    survey: ClassVar[Survey | None] = Survey("train large, then compress", zhuang="2.1", shen="4.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, compressed)
-    control: ClassVar[Control] = Control(
+    saves = "time to a given loss if the larger network pays off; bytes if you store it compactly"
+    paper = "Li et al. 2020, arXiv:2002.11794"
+    constraints = "you build the larger module"
+    survey = Survey("train large, then compress", zhuang="2.1", shen="4.2")
+    search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, compressed)
+    control = Control(
         "a fixed random mask of the same size; and the baseline, a module that is smaller from the start", _random
     )
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}

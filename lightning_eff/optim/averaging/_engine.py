@@ -164,7 +164,6 @@ class AveragedWeights(OtherWeights):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         strategy = session.trainer.strategy
         original = strategy.lightning_module_state_dict
 

@@ -31,6 +31,8 @@ class SnapshotWindow(ActsLate, AveragedWeights):
     """
 
     fewest: ClassVar[int] = 1
+    neutral_at: ClassVar[Mapping[str, Any]] = {"start": 1.0}
+    constraints: ClassVar[str] = "keeps window + 1 copies of the weights; BatchNorm needs automatic optimization"
     window: int
     interval: Literal["epoch"] | int
     start: float
@@ -42,11 +44,6 @@ class SnapshotWindow(ActsLate, AveragedWeights):
         self._snapshots: deque[dict[str, Tensor]] = deque()
 
     # -- the run
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.start == 1.0
 
     @override
     def check(self, session: Session) -> None:

@@ -2,9 +2,9 @@
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +139,7 @@ class ExponentialMovingAverage(AveragedWeights):
     )
     conflicts: ClassVar = rivals("LatestWeightAveraging")
     bn_setting: ClassVar[str] = "batch_norm='recompute'"
+    neutral_at: ClassVar[Mapping[str, Any]] = {"half_life": 0.0, "blend": 0.0}
 
     def __init__(
         self,
@@ -156,7 +157,6 @@ class ExponentialMovingAverage(AveragedWeights):
         self.exclude = tuple(exclude)
         self.recomputes = batch_norm == "recompute"
         self.bn_batches = bn_batches
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -165,11 +165,6 @@ class ExponentialMovingAverage(AveragedWeights):
         self._kept: set[str] = set()  # names in a checkpoint
 
     # -- the run
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.half_life == 0.0 or self.blend == 0.0
 
     @override
     def check(self, session: Session) -> None:

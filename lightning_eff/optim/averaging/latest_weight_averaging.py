@@ -107,7 +107,6 @@ class LatestWeightAveraging(SnapshotWindow):
         self.start = start
         self.offload = offload
         self.bn_batches = bn_batches
-        self._reset()
 
     @override
     def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:

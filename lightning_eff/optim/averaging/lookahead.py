@@ -1,6 +1,6 @@
 """Lookahead: slow weights that follow the optimizer's weights every k steps (Zhang et al. 2019)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -65,6 +65,7 @@ class Lookahead(ActsLate, AveragedWeights):
         "the baseline for the same time with a learning rate that decays to zero; step costs are about equal"
     )
     conflicts: ClassVar = rivals("ExponentialMovingAverage", "LatestWeightAveraging")
+    neutral_at: ClassVar[Mapping[str, Any]] = {"alpha": 1.0}
     recomputes = False
 
     def __init__(
@@ -72,17 +73,11 @@ class Lookahead(ActsLate, AveragedWeights):
     ) -> None:
         self.interval = interval
         self.alpha = alpha
-        self._reset()
 
     @override
     def _reset(self) -> None:
         super()._reset()
         self._ahead = 0  # optimizer steps since the slow weights moved
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.alpha == 1.0
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:

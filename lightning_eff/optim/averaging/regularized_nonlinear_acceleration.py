@@ -101,7 +101,6 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
 
     saves: ClassVar[str] = "steps on smooth problems with little gradient noise; it is fragile under noise"
     paper: ClassVar[str] = "Scieur et al. 2016, arXiv:1606.04133"
-    constraints: ClassVar[str] = "keeps window + 1 copies of the weights; BatchNorm needs automatic optimization"
     needs: ClassVar[Need] = Need.WHOLE
     fewest: ClassVar[int] = 3
     survey: ClassVar[Survey | None] = Survey("regularized nonlinear acceleration", zhuang="2.1", shen="5.4")
@@ -135,7 +134,6 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
         self.start = start
         self.offload = offload
         self.bn_batches = bn_batches
-        self._reset()
 
     @override
     def _reset(self) -> None:

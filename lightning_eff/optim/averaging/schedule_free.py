@@ -23,7 +23,7 @@ from lightning_eff._core._optim.group_multipliers import Multiples
 from lightning_eff._core._optim.pinned_rates import HeldRates
 from lightning_eff._core._optim.scheduled import optimizers_of, put_to_rest, reference_rates, schedulers_of
 from lightning_eff._core.optimizers import evaluates_anew
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.averaging._engine import AveragedWeights, BNBatches, rivals
@@ -164,7 +164,6 @@ class ScheduleFree(AveragedWeights):
     refuses: ClassVar[Reasons] = {
         Part.PIPELINE: "runs that resume there were found to differ from those that never stopped"
     }
-    survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
             "lr_factor": Uniform(1.0, 10.0, log=True),
@@ -190,6 +189,7 @@ class ScheduleFree(AveragedWeights):
     }
     needs_automatic_optimization: ClassVar[bool] = True
     sets_rates: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"momentum": None}
 
     def __init__(
         self,
@@ -202,7 +202,6 @@ class ScheduleFree(AveragedWeights):
     ) -> None:
         self.momentum, self.lr_factor, self.warmup_steps = momentum, lr_factor, warmup_steps
         self.power, self.bn_batches = power, bn_batches
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -215,11 +214,6 @@ class ScheduleFree(AveragedWeights):
         self._names: dict[Tensor, str] = {}
         self._progress: list[dict[str, Any]] = []  # of each group, until training starts
         self._loaded: dict[str, Any] | None = None  # a checkpoint's, until the optimizer is there
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.momentum is None
 
     # -- the run
 

@@ -1,7 +1,7 @@
 """Stochastic weight averaging (SWA): the mean of weights along a high learning rate (Izmailov et al. 2018)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -87,8 +87,8 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         **rivals("ExponentialMovingAverage", "LatestWeightAveraging", "Lookahead"),
         "LearningRateSchedule": "both set the learning rate",
     }
-    needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"start": 1.0}
 
     def __init__(
         self,
@@ -108,7 +108,6 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         self.low = low
         self.cycle: Literal["epoch"] | int = cycle
         self.bn_batches = bn_batches
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -121,11 +120,6 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
         self._active = False
 
     # -- the run
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.start == 1.0
 
     @override
     def on_optimizers(self, session: Session) -> None:

@@ -162,6 +162,7 @@ class TrainableWeightAveraging(SnapshotWindow):
     )
     needs_automatic_optimization: ClassVar[bool] = True
     needs_budget: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"until": 1.0}
 
     def __init__(
         self,
@@ -186,7 +187,6 @@ class TrainableWeightAveraging(SnapshotWindow):
         self.momentum = momentum
         self.offload = offload
         self.bn_batches = bn_batches
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -211,11 +211,6 @@ class TrainableWeightAveraging(SnapshotWindow):
         yield from ()
 
     # -- the run
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.until == 1.0
 
     @override
     def on_optimizers(self, session: Session) -> None:

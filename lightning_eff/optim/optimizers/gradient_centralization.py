@@ -1,5 +1,6 @@
 """Gradient centralization: remove the mean from each output's gradient (Yong et al. 2020)."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -109,23 +110,15 @@ class GradientCentralization(Technique):
         "the baseline for the same time with a learning rate that decays to zero; step costs are about equal"
     )
     needs_automatic_optimization: ClassVar[bool] = False
+    neutral_at: ClassVar[Mapping[str, Any]] = {"strength": 0.0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_last",)
 
     def __init__(self, strength: Annotated[float, Fraction()] = 1.0) -> None:
         self.strength = strength
-        self._reset()
 
     def _reset(self) -> None:
         self._dims: dict[int, int] = {}
         self._last: dict[str, float | int | Tensor] = {}
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.strength == 0.0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_optimizers(self, session: Session) -> None:
@@ -167,7 +160,3 @@ class GradientCentralization(Technique):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {"last": {name: float(value) for name, value in self._last.items()}}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._last = dict(state_dict["last"])

@@ -18,7 +18,7 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.combined import CombinedOptimizer, Following, Origins, set_rate, take_groups
 from lightning_eff._core._optim.scheduled import optimizers_of, put_around, reference_rates, schedulers_of
 from lightning_eff._core.optimizers import evaluates_anew, rewrite_configured
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_matrices
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.optim.optimizers._replacing.assignment import Share, check_not_taken, group_of, shares
@@ -105,10 +105,6 @@ def _ratio(rate: float, reference: float | None, part: Share, scheduled: bool) -
     )
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return None if profile.num_matrices else "there is no hidden matrix for the other optimizer"
-
-
 def _search(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
     rest = {name: value for name, value in values.items() if name != "optimizer"}
     if values["optimizer"] == "SOAP":
@@ -184,7 +180,7 @@ class ReplaceOptimizer(Technique):
             "momentum": Choice((0.8, 0.9, 0.95)),
             "weight_decay": Choice((0.0, 0.05, 0.15)),
         },
-        _pointless,
+        needs_matrices,
         make=_search,
     )
     control: ClassVar[Control] = Control(
@@ -239,7 +235,6 @@ class ReplaceOptimizer(Technique):
         self.parameters: str | Sequence[str] = parameters
         self.lr = lr
         self.group_lr = dict(group_lr or {})
-        self._reset()
 
     def _reset(self) -> None:
         self._combined: CombinedOptimizer | None = None
@@ -265,7 +260,6 @@ class ReplaceOptimizer(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         configure = session.module.configure_optimizers
 
         def configure_optimizers() -> Any:

@@ -89,6 +89,7 @@ class Preconditioner(Technique):
 
     needs_optimizer: ClassVar[bool] = True
     conflicts: ClassVar = rivals()
+    checkpointed: ClassVar[tuple[str, ...]] = ("_rewritten", "_left", "_last")
 
     def _reset(self) -> None:
         self._names: dict[int, str] = {}
@@ -106,7 +107,6 @@ class Preconditioner(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         clip = session.module.configure_gradient_clipping
 
         @functools.wraps(clip)
@@ -187,13 +187,7 @@ class Preconditioner(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        last = {name: float(value) for name, value in self._last.items()}
-        return {"rewritten": self._rewritten, "left": self._left, "last": last}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._rewritten, self._left = state_dict["rewritten"], state_dict["left"]
-        self._last = dict(state_dict["last"])
+        return {**super().state_dict(), "last": {name: float(value) for name, value in self._last.items()}}
 
 
 class Sums:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -106,6 +107,8 @@ class KFAC(Preconditioner):
         "the baseline for the same time with its own tuned learning rate that decays to zero, in more steps"
     )
     conflicts: ClassVar = rivals("MFAC")
+    neutral_at: ClassVar[Mapping[str, Any]] = {"every": 0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_inverted", "_checked")
 
     def __init__(
         self,
@@ -120,7 +123,6 @@ class KFAC(Preconditioner):
     ) -> None:
         self.damping, self.kl_clip, self.decay, self.fisher = damping, kl_clip, decay, fisher
         self.every, self.inverse_every, self.max_size = every, inverse_every, max_size
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -136,11 +138,6 @@ class KFAC(Preconditioner):
         self._taps: Taps | None = None
         self._per_square = 1.0  # the factor on squared gradients in this backward pass
         self._checked = False
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.every == 0
 
     # -- the run
 
@@ -338,17 +335,15 @@ class KFAC(Preconditioner):
     @override
     def state_dict(self) -> dict[str, Any]:
         within = self._measuring is not None and self._session is not None
+        windows = self.session.gather(self._estimates.window_state()) if within else []
         return {
             **super().state_dict(),
             **self._estimates.state_dict(),
-            "windows": self.session.gather(self._estimates.window_state()) if within else [],
+            "windows": windows,
             "measuring": self._measuring,
-            "inverted": self._inverted,
-            "checked": self._checked,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._saved = state_dict
-        self._inverted, self._checked = state_dict["inverted"], state_dict["checked"]

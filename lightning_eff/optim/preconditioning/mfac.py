@@ -1,5 +1,6 @@
 """M-FAC: multiply the gradient by the inverse empirical Fisher matrix of the latest gradients (Frantar et al. 2021)."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -20,7 +21,6 @@ from lightning_eff.optim.preconditioning._gradients import (
     check_room,
     dtype_of_rows,
     length_of_rows,
-    rivals,
     stepped,
 )
 
@@ -105,7 +105,7 @@ class MFAC(Preconditioner):
     control: ClassVar[Control] = Control(
         "the baseline for the same time with a learning rate that decays to zero; the learning rate is tuned in both arms"
     )
-    conflicts: ClassVar = rivals()
+    neutral_at: ClassVar[Mapping[str, Any]] = {"num_gradients": 0}
 
     def __init__(
         self,
@@ -116,7 +116,6 @@ class MFAC(Preconditioner):
     ) -> None:
         self.num_gradients, self.damping = num_gradients, float(damping)
         self.norm: Norm = norm
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -124,11 +123,6 @@ class MFAC(Preconditioner):
         self._rows: dict[str, Tensor] = {}  # the gradients of each parameter, (m, numel)
         self._gram = torch.zeros(self.num_gradients, self.num_gradients, dtype=torch.float64)
         self._seen = 0  # gradients since the window began; the next one's row is this modulo m
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.num_gradients == 0
 
     @override
     def on_optimizers(self, session: Session) -> None:

@@ -5,6 +5,7 @@ The rules are in ``_inverse_hessians``.
 
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -101,6 +102,8 @@ class SampledQuasiNewton(Preconditioner):
             "both run the step at other weights, so the curvature of the gradient would be undefined",
         ),
     }
+    neutral_at: ClassVar[Mapping[str, Any]] = {"num_directions": 0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_passes", "_pairs")
 
     def __init__(
         self,
@@ -115,7 +118,6 @@ class SampledQuasiNewton(Preconditioner):
         self.method, self.num_directions, self.interval = method, num_directions, interval
         self.radius, self.epsilon = float(radius), float(epsilon)
         self.norm: Norm = norm
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -127,11 +129,6 @@ class SampledQuasiNewton(Preconditioner):
         self._drawn: list[str] = []  # of a checkpoint: what has directions
         self._products: Tensor | None = None  # of S and Y
         self._passes = self._pairs = 0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.num_directions == 0
 
     @override
     def attach(self, session: Session) -> None:
@@ -308,15 +305,12 @@ class SampledQuasiNewton(Preconditioner):
             "begun": self._begun,
             "names": list(self._s),
             "y": session.gather(own) if self._begun and session is not None else [own],
-            "passes": self._passes,
-            "pairs": self._pairs,
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         session, ranks = self._session, state_dict["y"]
-        self._passes, self._pairs = state_dict["passes"], state_dict["pairs"]
         rank = 0 if session is None or not state_dict["begun"] else session.rank
         fits = not state_dict["begun"] or session is None or len(ranks) == session.replicas.count
         if fits and all(len(y) == self.num_directions for y in ranks[rank].values()):  # else they are drawn anew

@@ -1,7 +1,7 @@
 """Shared by techniques that keep the network's scores close to earlier ones: a divergence within the step's own loss."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -96,7 +96,9 @@ class Trajectory(Technique):
         labels: names or positions of the labels in the batch, if they cannot be found by looking.
     """
 
-    stage: ClassVar[Stage] = Stage.REWEIGHT
+    stage: ClassVar[Stage | None] = Stage.REWEIGHT
+    neutral_at: ClassVar[Mapping[str, Any]] = {"weight": 0.0, "start": 1.0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_checked", "_last")
     weight: float
     temperature: float
     start: float
@@ -131,11 +133,6 @@ class Trajectory(Technique):
 
     # -- the run
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.weight == 0.0 or self.start == 1.0
-
     @override
     def check(self, session: Session) -> None:
         if self.start > 0.0 and not session.progress.limits():
@@ -146,9 +143,8 @@ class Trajectory(Technique):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         self._targets = Targets(session, who=type(self).__name__, labels=self.labels)
-        session.chain.add(self.stage, self._link)
+        super().attach(session)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if not self._targets.labels(step, batch):
@@ -219,12 +215,3 @@ class Trajectory(Technique):
     @override
     def report(self) -> dict[str, float | int | Tensor]:
         return {"divergence": self._last}
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"checked": self._checked, "last": float(self._last)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._checked = state_dict["checked"]
-        self._last = state_dict["last"]

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -13,7 +13,6 @@ from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Technique
 
@@ -87,7 +86,9 @@ class Uphill(Technique):
     """
 
     needs_optimizer: ClassVar[bool] = True
-    stage: ClassVar[Stage] = Stage.PERTURB
+    stage: ClassVar[Stage | None] = Stage.PERTURB
+    neutral_at: ClassVar[Mapping[str, Any]] = {"rho": 0.0}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_passes", "_last")
     rho: float
     adaptive: bool = False
 
@@ -127,16 +128,6 @@ class Uphill(Technique):
         return self.rho
 
     # -- the passes
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.rho == 0.0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(self.stage, self._link)
 
     def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         if not self.due(step):
@@ -210,9 +201,4 @@ class Uphill(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"passes": self._passes, "last": {name: float(value) for name, value in self._last.items()}}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._passes = state_dict["passes"]
-        self._last = dict(state_dict["last"])
+        return {**super().state_dict(), "last": {name: float(value) for name, value in self._last.items()}}

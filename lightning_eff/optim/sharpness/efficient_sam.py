@@ -84,6 +84,7 @@ class EfficientSAM(Uphill):
         "the baseline for the same time with a learning rate that decays to zero, in up to twice the steps; and SAM"
     )
     conflicts: ClassVar = {**rivals("LookSAM", "SharpnessAwareMinimization"), **CHOOSERS}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_scorer.checked",)
     stage = Stage.CHOOSE
 
     def __init__(
@@ -100,7 +101,6 @@ class EfficientSAM(Uphill):
         self.gamma = gamma
         self.adaptive = adaptive
         self.sample_loss = sample_loss
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -165,12 +165,3 @@ class EfficientSAM(Uphill):
         if not self._passes:
             return "ESAM: no step was perturbed"
         return f"ESAM, rho {self.rho:g}: {self._passes:,} second passes, on {self.gamma:.0%} of the samples"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "checked": self._scorer.checked}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._scorer.checked = state_dict["checked"]

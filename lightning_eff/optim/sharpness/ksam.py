@@ -73,6 +73,7 @@ class KSAM(Uphill):
         "the baseline for the same time with a learning rate that decays to zero; and SAM, in fewer steps"
     )
     conflicts: ClassVar = {**rivals("EfficientSAM", "LookSAM", "SharpnessAwareMinimization"), **CHOOSERS}
+    checkpointed: ClassVar[tuple[str, ...]] = ("_scorer.checked",)
 
     def __init__(
         self,
@@ -86,7 +87,6 @@ class KSAM(Uphill):
         self.keep = keep
         self.adaptive = adaptive
         self.sample_loss = sample_loss
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -126,12 +126,3 @@ class KSAM(Uphill):
         if "fraction" not in self._last and not self._passes:
             return "K-SAM: no step was made"
         return f"K-SAM, rho {self.rho:g}: {self._passes:,} second passes, on the {self.keep:.0%} with the largest loss"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "checked": self._scorer.checked}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._scorer.checked = state_dict["checked"]

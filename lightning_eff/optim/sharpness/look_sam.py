@@ -106,6 +106,7 @@ class LookSAM(Uphill):
         "the baseline for the same time with a learning rate that decays to zero, in up to 1 + 1 / interval times the steps"
     )
     conflicts: ClassVar = rivals("SharpnessAwareMinimization")
+    checkpointed: ClassVar[tuple[str, ...]] = ("_direction", "_decided_at", "_perturbs", "_turned")
 
     def __init__(
         self,
@@ -119,7 +120,6 @@ class LookSAM(Uphill):
         self.interval = interval
         self.alpha = alpha
         self.adaptive = adaptive
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -207,30 +207,19 @@ class LookSAM(Uphill):
     @override
     def state_dict(self) -> dict[str, Any]:
         session = self._session or self._past
-        own = {name: value.detach().cpu() for name, value in self._plain.items()}
-        direction = {name: value.detach().cpu() for name, value in self._direction.items()}
-        return {
-            **super().state_dict(),
-            "direction": dict(self._direction),
-            # under LocalSGD each rank has its own
-            "directions": [direction] if session is None else session.gather(direction),
-            "plain": [own] if session is None else session.gather(own),
-            "decided_at": self._decided_at,
-            "perturbs": self._perturbs,
-            "turned": self._turned,
-        }
+        gather = (lambda value: [value]) if session is None else session.gather
+        on_host = [{name: v.detach().cpu() for name, v in held.items()} for held in (self._direction, self._plain)]
+        # under LocalSGD each rank has its own
+        return {**super().state_dict(), "directions": gather(on_host[0]), "plain": gather(on_host[1])}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         session, ranks = self._session, state_dict["plain"]
-        self._direction = dict(state_dict["direction"])
-        fits = session is not None and len(ranks) == session.replicas.count
-        if fits and session is not None:
+        self._plain = {}
+        if session is not None and len(ranks) == session.replicas.count:
             self._direction = dict(state_dict["directions"][session.rank])
-        self._plain = dict(ranks[session.rank]) if fits and session is not None else {}
-        self._decided_at, self._perturbs = state_dict["decided_at"], state_dict["perturbs"]
-        self._turned = state_dict["turned"]
+            self._plain = dict(ranks[session.rank])
 
 
 def _mean_over_ranks(session: Session, tensors: list[Tensor]) -> list[Tensor]:

@@ -97,6 +97,7 @@ class MESA(Trajectory):
         " divergence",
         "LocalSGD": "each rank would have its own teacher, and only rank 0's would be saved",
     }
+    checkpointed: ClassVar[tuple[str, ...]] = ("_teacher", "_stepped")
 
     def __init__(
         self,
@@ -112,7 +113,6 @@ class MESA(Trajectory):
         self.start = start
         self.labels = labels
         self.decay = decay
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -212,13 +212,3 @@ class MESA(Trajectory):
         return (
             f"MESA, lambda {self.weight:g}: the last batch diverged by {float(self._last):.3g} from the moving average"
         )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "teacher": dict(self._teacher), "stepped": self._stepped}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._teacher = dict(state_dict["teacher"])
-        self._stepped = state_dict["stepped"]

@@ -115,7 +115,6 @@ class SAF(Trajectory):
         self.lag = lag
         self.max_bytes = max_bytes
         self.offload = offload
-        self._reset()
 
     @override
     def _reset(self) -> None:

@@ -77,7 +77,6 @@ class SharpnessAwareMinimization(Uphill):
         self.rho = rho
         self.adaptive = adaptive
         self.interval = interval
-        self._reset()
 
     @override
     def due(self, step: Step) -> bool:

@@ -1,6 +1,7 @@
 """The base class of techniques that let DDP ranks train separately and average their weights at intervals."""
 
 import math
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, ClassVar
 
@@ -47,11 +48,11 @@ class Apart(OtherWeights):
     interval: int
     warmup_steps: int | float
     sparse_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"warmup_steps": math.inf}
 
     def _take(self, interval: int, warmup_steps: int | float) -> None:
         """Keep the arguments that all subclasses have."""
         self.interval, self.warmup_steps = interval, warmup_steps
-        self._reset()
 
     def mean(self, session: Session, parameters: dict[str, Parameter]) -> None:
         """Average these parameters, by name, in place. The result is the same on all ranks."""
@@ -68,11 +69,6 @@ class Apart(OtherWeights):
         self._finished = False
 
     # -- the run
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.warmup_steps == math.inf
 
     @property
     def local_steps(self) -> int:
@@ -103,7 +99,6 @@ class Apart(OtherWeights):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
 
         strategy = session.trainer.strategy

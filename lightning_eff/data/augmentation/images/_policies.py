@@ -3,7 +3,7 @@
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -13,7 +13,7 @@ from lightning_eff._core._images.images import find_images
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
-from lightning_eff.data.augmentation._engine import Augmentation, replaced
+from lightning_eff.data.augmentation._engine import BASELINE, Augmentation, replaced
 from lightning_eff.data.augmentation.images import _kornia
 from lightning_eff.data.augmentation.images._operations import OPERATIONS, operated
 from lightning_eff.data.augmentation.images._pixels import Pixels, beyond
@@ -29,12 +29,13 @@ class Policy(Augmentation):
         fill: the value of pixels from outside of the image, from 0 (black) to 1 (white).
     """
 
-    constraints: ClassVar[str] = (
+    constraints = (
         "needs kornia (the extra `augmentation`), automatic optimization, images (B, C, H, W) with a known range of values,"
         " and one label per image"
     )
-    order: ClassVar[int] = -1  # before boxes are erased
-    saved: ClassVar[tuple[str, ...]] = (*Augmentation.saved, "clipped")
+    order = -1  # before boxes are erased
+    checkpointed = ("_clipped",)
+    control = BASELINE
 
     def __init__(
         self,

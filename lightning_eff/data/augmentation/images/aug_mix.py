@@ -19,9 +19,7 @@ from lightning_eff._core.batches import join, num_samples
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation.images._operations import FARTHEST, OPERATIONS, SOME, operated, signed
 from lightning_eff.data.augmentation.images._pixels import Fill, Mean, Scale, Std
 from lightning_eff.data.augmentation.images._policies import Policy
@@ -186,17 +184,13 @@ class AugMix(Policy):
         arXiv:1912.02781.
     """
 
-    saves: ClassVar[str] = "no time per step: it makes networks robust to corrupted images"
-    paper: ClassVar[str] = "Hendrycks et al. 2019, arXiv:1912.02781"
-    constraints: ClassVar[str] = f"{Policy.constraints}; consistency= needs a loss of torch.nn.functional on classes"
+    saves = "no time per step: it makes networks robust to corrupted images"
+    paper = "Hendrycks et al. 2019, arXiv:1912.02781"
+    constraints = f"{Policy.constraints}; consistency= needs a loss of torch.nn.functional on classes"
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    survey: ClassVar[Survey | None] = Survey("data augmentation (AugMix)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"severity": Uniform(1.0, 6.0), "until": Choice((0.8, 1.0))}, no_images
-    )
-    control: ClassVar[Control] = BASELINE
-    order: ClassVar[int] = -1
-    saved: ClassVar[tuple[str, ...]] = (*Policy.saved, "divergence")
+    survey = Survey("data augmentation (AugMix)", shen="3.1")
+    search_space = SearchSpace({"severity": Uniform(1.0, 6.0), "until": Choice((0.8, 1.0))}, no_images)
+    checkpointed = ("_divergence",)
 
     def __init__(
         self,
@@ -257,7 +251,6 @@ class AugMix(Policy):
         if not self.consistency:
             super().attach(session)
             return
-        self._reset()
         self._targets = Targets(session, WHO, self.labels)
         # after techniques that choose and mix samples, inside of those that smooth labels
         session.chain.add(Stage.REWEIGHT, self._consistent, order=1)

@@ -1,16 +1,14 @@
 """AutoAugment: apply one of 25 learned sub-policies of two operations to each image (Cubuk et al. 2018)."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation.images._operations import signed
 from lightning_eff.data.augmentation.images._pixels import Fill, Mean, Scale, Std
 from lightning_eff.data.augmentation.images._policies import Policy
@@ -88,13 +86,10 @@ class AutoAugment(Policy):
         Cubuk et al. 2018, "AutoAugment: Learning Augmentation Policies from Data", arXiv:1805.09501.
     """
 
-    paper: ClassVar[str] = "Cubuk et al. 2018, arXiv:1805.09501"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (AutoAugment)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"policy": Choice(tuple(TABLES)), "until": Choice((0.8, 1.0))}, no_images
-    )
-    control: ClassVar[Control] = BASELINE
-    order: ClassVar[int] = -3
+    paper = "Cubuk et al. 2018, arXiv:1805.09501"
+    survey = Survey("data augmentation (AutoAugment)", shen="3.1")
+    search_space = SearchSpace({"policy": Choice(tuple(TABLES)), "until": Choice((0.8, 1.0))}, no_images)
+    order = -3
 
     def __init__(
         self,

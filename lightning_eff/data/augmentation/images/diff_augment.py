@@ -15,10 +15,10 @@ from lightning_eff._core._arguments.kinds import Number, Text
 from lightning_eff._core._needs.needs import DIFFERS, Need, Part, Reasons
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.patches import hook_before
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Technique
 from lightning_eff.data.augmentation._arguments import SomeOf, Until
 from lightning_eff.data.augmentation._boxes import inside
 from lightning_eff.data.augmentation._engine import BASELINE, check_until
@@ -118,10 +118,6 @@ def find_discriminator(module: nn.Module, path: str | None) -> str:
     return outer[0]
 
 
-def _pointless(profile: RunProfile) -> str | None:
-    return "samples are not images" if profile.image_side is None else None
-
-
 class DiffAugment(Technique):
     """Show real and generated images to the discriminator of a GAN through the same random, differentiable transforms.
 
@@ -160,23 +156,24 @@ class DiffAugment(Technique):
         Zhao et al. 2020, "Differentiable Augmentation for Data-Efficient GAN Training", arXiv:2006.10738.
     """
 
-    saves: ClassVar[str] = "real images: a GAN trains on fewer of them without its discriminator memorising them"
-    paper: ClassVar[str] = "Zhao et al. 2020, arXiv:2006.10738"
-    constraints: ClassVar[str] = (
-        "needs a discriminator that is a submodule, called on images (B, C, H, W) of a known range"
-    )
+    saves = "real images: a GAN trains on fewer of them without its discriminator memorising them"
+    paper = "Zhao et al. 2020, arXiv:2006.10738"
+    constraints = "needs a discriminator that is a submodule, called on images (B, C, H, W) of a known range"
     needs: ClassVar[Need] = Need.CALLS
     refuses: ClassVar[Reasons] = {
         Part.TENSOR: DIFFERS,
         Part.PIPELINE: "the technique draws for all images of a batch at once",
     }
-    survey: ClassVar[Survey | None] = Survey("data augmentation (DiffAugment)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    survey = Survey("data augmentation (DiffAugment)", shen="3.1")
+    search_space = SearchSpace(
         {"policy": Choice((("color", "translation", "cutout"), ("translation", "cutout"), ("translation",)))},
-        _pointless,
+        needs_images,
     )
-    control: ClassVar[Control] = BASELINE
+    control = BASELINE
     needs_automatic_optimization: ClassVar[bool] = False
+    checkpointed = ("_calls", "_milliseconds", "_total", "_called")
+    stage = Stage.REWEIGHT
+    order = 2  # each pass of a two-pass method repeats its draws
 
     def __init__(
         self,
@@ -190,7 +187,6 @@ class DiffAugment(Technique):
         self.span = span
         self.discriminator = discriminator
         self.until = until
-        self._reset()
 
     def _reset(self) -> None:
         self._path = ""
@@ -208,11 +204,6 @@ class DiffAugment(Technique):
     @override
     def check(self, session: Session) -> None:
         check_until(session, who=WHO, until=self.until)
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
-        session.chain.add(Stage.REWEIGHT, self._link, order=2)  # each pass of a two-pass method repeats its draws
 
     @override
     def on_model(self, session: Session) -> None:
@@ -297,12 +288,3 @@ class DiffAugment(Technique):
         return (
             f"transformed the images of {self._total:,} calls of the discriminator {self._path or '(not yet found)'!r}"
         )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self._calls, "milliseconds": self._milliseconds, "total": self._total, "called": self._called}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._calls, self._milliseconds = state_dict["calls"], state_dict["milliseconds"]
-        self._total, self._called = state_dict["total"], state_dict["called"]

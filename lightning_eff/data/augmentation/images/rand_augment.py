@@ -1,7 +1,7 @@
 """RandAugment: apply random operations of one strength to each image (Cubuk et al. 2019)."""
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -9,9 +9,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count, Number
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation.images._operations import OPERATIONS, SOME, signed
 from lightning_eff.data.augmentation.images._pixels import Fill, Mean, Scale, Std
 from lightning_eff.data.augmentation.images._policies import Policy
@@ -93,13 +91,13 @@ class RandAugment(Policy):
         Cubuk et al. 2019, "RandAugment: Practical automated data augmentation with a reduced search space", arXiv:1909.13719.
     """
 
-    paper: ClassVar[str] = "Cubuk et al. 2019, arXiv:1909.13719"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (RandAugment)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
+    paper = "Cubuk et al. 2019, arXiv:1909.13719"
+    survey = Survey("data augmentation (RandAugment)", shen="3.1")
+    search_space = SearchSpace(
         {"num_operations": Choice((1, 2, 3)), "magnitude": Uniform(2.0, 10.0), "until": Choice((0.8, 1.0))}, no_images
     )
-    control: ClassVar[Control] = BASELINE
-    order: ClassVar[int] = -2
+    order = -2
+    neutral_at: ClassVar[Mapping[str, Any]] = {"num_operations": 0}
 
     def __init__(
         self,
@@ -119,11 +117,6 @@ class RandAugment(Policy):
         self.num_operations = num_operations
         self.magnitude = magnitude
         self.operations = PAPERS if operations is None else tuple(operations)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return super().neutral or self.num_operations == 0
 
     @property
     @override

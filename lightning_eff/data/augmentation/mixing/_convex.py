@@ -1,6 +1,6 @@
 """Convex combinations of samples: which tensors of a batch are mixed, and with which shares."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_eff._core.batches import lies_at, tensors, top_key
 from lightning_eff.data.augmentation._boxes import numbers
+from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation._mixing import Mixing, draw_shares
 
 
@@ -34,11 +35,8 @@ class Convex(Mixing):
 
     by_sample: ClassVar[bool] = False
     mend: ClassVar[str] = "Remove the technique."
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return super().neutral or self.alpha == 0
+    neutral_at: ClassVar[Mapping[str, Any]] = {"alpha": 0}
+    control = BASELINE
 
     @override
     def inputs(self, batch: Any, labels: dict[str, Tensor]) -> list[Tensor]:

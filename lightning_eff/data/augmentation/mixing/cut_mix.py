@@ -1,13 +1,12 @@
 """CutMix: paste a box of one image into another, and mix their labels by area (Yun et al. 2019)."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import Alpha, Keys, Probability, Until, no_mixing
 from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation._mixing import Mixing
@@ -57,12 +56,10 @@ class CutMix(Mixing):
         arXiv:1905.04899.
     """
 
-    paper: ClassVar[str] = "Yun et al. 2019, arXiv:1905.04899"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (CutMix)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"prob": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, no_mixing
-    )
-    control: ClassVar[Control] = BASELINE
+    paper = "Yun et al. 2019, arXiv:1905.04899"
+    survey = Survey("data augmentation (CutMix)", shen="3.1")
+    search_space = SearchSpace({"prob": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, no_mixing)
+    control = BASELINE
 
     def __init__(
         self,

@@ -100,17 +100,15 @@ class ManifoldMixup(Convex):
         Verma et al. 2019, "Manifold Mixup: Better Representations by Interpolating Hidden States", arXiv:1806.05236.
     """
 
-    paper: ClassVar[str] = "Verma et al. 2019, arXiv:1806.05236"
-    constraints: ClassVar[str] = (
+    paper = "Verma et al. 2019, arXiv:1806.05236"
+    constraints = (
         "needs automatic optimization, blocks that are called once on all samples, labels that are classes and a loss of"
         " torch.nn.functional"
     )
     refuses: ClassVar[Reasons] = WITHIN
-    survey: ClassVar[Survey | None] = Survey("data augmentation (Manifold Mixup)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"alpha": Choice((0.2, 1.0, 2.0)), "until": Choice((0.8, 1.0))}, _pointless
-    )
-    control: ClassVar[Control] = Control(
+    survey = Survey("data augmentation (Manifold Mixup)", shen="3.1")
+    search_space = SearchSpace({"alpha": Choice((0.2, 1.0, 2.0)), "until": Choice((0.8, 1.0))}, _pointless)
+    control = Control(
         "the baseline without augmentation, trained for the same time, and depths=[0], which is Mixup",
         _inputs_alone,
     )

@@ -4,9 +4,7 @@ from typing import Annotated, ClassVar
 
 from lightning_eff._core._arguments.kinds import Alias
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import AlphaOrZero, Keys, Probability, Until, no_mixing
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation.mixing._convex import Convex
 
 
@@ -56,15 +54,12 @@ class Mixup(Convex):
         Zhang et al. 2017, "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412.
     """
 
-    paper: ClassVar[str] = "Zhang et al. 2017, arXiv:1710.09412"
-    constraints: ClassVar[str] = (
+    paper = "Zhang et al. 2017, arXiv:1710.09412"
+    constraints = (
         "needs automatic optimization, floating-point inputs, labels that are classes and a loss of torch.nn.functional"
     )
-    survey: ClassVar[Survey | None] = Survey("data augmentation (mixup)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"alpha": Uniform(0.1, 1.0, log=True), "until": Choice((0.8, 1.0))}, no_mixing
-    )
-    control: ClassVar[Control] = BASELINE
+    survey = Survey("data augmentation (mixup)", shen="3.1")
+    search_space = SearchSpace({"alpha": Uniform(0.1, 1.0, log=True), "until": Choice((0.8, 1.0))}, no_mixing)
     mend: ClassVar[str] = "Remove Mixup."
 
     def __init__(

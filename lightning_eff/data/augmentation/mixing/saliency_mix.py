@@ -104,12 +104,10 @@ class SaliencyMix(ByGradients):
         Visual Saliency Mechanism", Image and Vision Computing 28(3).
     """
 
-    paper: ClassVar[str] = "Uddin et al. 2020, arXiv:2006.01791"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (SaliencyMix)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"prob": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, no_mixing
-    )
-    control: ClassVar[Control] = Control(
+    paper = "Uddin et al. 2020, arXiv:2006.01791"
+    survey = Survey("data augmentation (SaliencyMix)", shen="3.1")
+    search_space = SearchSpace({"prob": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, no_mixing)
+    control = Control(
         "the baseline without augmentation, trained for the same time, and CutMix, whose boxes are anywhere"
     )
     larger_first: ClassVar[bool] = False

@@ -17,9 +17,7 @@ from lightning_eff._core.patches import hook_before
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import AlphaOrZero, Keys, Probability, Until, no_text
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation._tokens import found_tokens
 from lightning_eff.data.augmentation.mixing._convex import Convex
 from lightning_eff.data.augmentation.mixing._hook import CHOOSERS, OutputHook, mixed_rows, standing_around
@@ -27,21 +25,6 @@ from lightning_eff.data.augmentation.mixing._hook import CHOOSERS, OutputHook, m
 WHO = "SeqMix"
 _MASK = re.compile("attention_mask")
 _OWN = "it hides tokens of one sequence only, and those of the other sequence would be lost"
-
-
-def seq_mix(embedding: Tensor, ids: Tensor, partner: Tensor, share: Tensor) -> Tensor:
-    """Return ``(lambda X + (1 - lambda) X') E = lambda E(x) + (1 - lambda) E(x')``: (B, T, D).
-
-    ``X`` are the one-hot codes of a sequence, (T, V), and ``X'`` those of the other sequence. A run computes the right-hand
-    side from the output of an ``nn.Embedding``, without any one-hot codes.
-
-    Args:
-        embedding: ``E``, (V, D).
-        ids: ``x``, (B, T), integers.
-        partner: the other sequence of each mixture, (B,), integers.
-        share: ``lambda``, (B,) or (1,), in [0, 1].
-    """
-    return mixed_rows(embedding[ids], partner, share)
 
 
 def made_of(ids: Tensor, tokens: Tensor) -> bool:
@@ -132,9 +115,9 @@ class SeqMix(Convex):
         Guo et al. 2020, "Sequence-Level Mixed Sample Data Augmentation", arXiv:2011.09039.
     """
 
-    saves: ClassVar[str] = "no time per step: it regularises, for a better model from few texts"
-    paper: ClassVar[str] = "Guo et al. 2020, arXiv:2011.09039"
-    constraints: ClassVar[str] = (
+    saves = "no time per step: it regularises, for a better model from few texts"
+    paper = "Guo et al. 2020, arXiv:2011.09039"
+    constraints = (
         "needs automatic optimization, integer tokens (B, T) that an nn.Embedding looks up, labels that are classes and a"
         " loss of torch.nn.functional"
     )
@@ -142,11 +125,8 @@ class SeqMix(Convex):
         Part.TENSOR: "the technique mixes the outputs of embeddings, which may be split",
         **WITHIN,
     }
-    survey: ClassVar[Survey | None] = Survey("data augmentation (SeqMix)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"alpha": Choice((0.1, 0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless
-    )
-    control: ClassVar[Control] = BASELINE
+    survey = Survey("data augmentation (SeqMix)", shen="3.1")
+    search_space = SearchSpace({"alpha": Choice((0.1, 0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless)
     conflicts: ClassVar[Mapping[str, str]] = {
         **CHOOSERS,
         **dict.fromkeys(("MaskRateSchedule", "SpanMasking"), _OWN),

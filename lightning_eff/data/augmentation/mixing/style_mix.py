@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -125,18 +125,12 @@ class StyleMix(Mixing):
         "Arbitrary Style Transfer in Real-time with Adaptive Instance Normalization", arXiv:1703.06868.
     """
 
-    paper: ClassVar[str] = (
-        "Hong et al. 2021, CVPR, StyleMix: Separating Content and Style for Enhanced Data Augmentation"
-    )
-    constraints: ClassVar[str] = f"{Mixing.constraints}, and an encoder with its decoder"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (StyleMix)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"prob": Choice((0.2, 0.5)), "until": Choice((0.8, 1.0))}, _pointless, _of_pixels
-    )
-    control: ClassVar[Control] = Control(
-        "the baseline without augmentation, trained for the same time, and Mixup, which has no codec"
-    )
-    logged: ClassVar[tuple[str, ...]] = ("content", "style")
+    paper = "Hong et al. 2021, CVPR, StyleMix: Separating Content and Style for Enhanced Data Augmentation"
+    constraints = f"{Mixing.constraints}, and an encoder with its decoder"
+    survey = Survey("data augmentation (StyleMix)", shen="3.1")
+    search_space = SearchSpace({"prob": Choice((0.2, 0.5)), "until": Choice((0.8, 1.0))}, _pointless, _of_pixels)
+    control = Control("the baseline without augmentation, trained for the same time, and Mixup, which has no codec")
+    logged = ("content", "style")
 
     def __init__(
         self,

@@ -166,18 +166,16 @@ class TokenMix(Mixing):
         Liu et al. 2022, "TokenMix: Rethinking Image Mixing for Data Augmentation in Vision Transformers", arXiv:2207.08409.
     """
 
-    paper: ClassVar[str] = "Liu et al. 2022, arXiv:2207.08409"
-    constraints: ClassVar[str] = f"{Mixing.constraints}, images of whole patches, and a teacher"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (TokenMix)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"teacher": Choice(("uniform",)), "until": Choice((0.8, 1.0))}, no_mixing
-    )
-    control: ClassVar[Control] = Control(
+    paper = "Liu et al. 2022, arXiv:2207.08409"
+    constraints = f"{Mixing.constraints}, images of whole patches, and a teacher"
+    survey = Survey("data augmentation (TokenMix)", shen="3.1")
+    search_space = SearchSpace({"teacher": Choice(("uniform",)), "until": Choice((0.8, 1.0))}, no_mixing)
+    control = Control(
         "the baseline without augmentation, trained for the same time, and teacher='uniform'",
         _by_tokens,
     )
     larger_first: ClassVar[bool] = False
-    logged: ClassVar[tuple[str, ...]] = ("tokens",)
+    logged = ("tokens",)
 
     def __init__(
         self,

@@ -100,14 +100,12 @@ class TransMix(Mixing):
         Chen et al. 2022, "TransMix: Attend to Mix for Vision Transformers", arXiv:2111.09833.
     """
 
-    paper: ClassVar[str] = "Chen et al. 2022, arXiv:2111.09833"
-    constraints: ClassVar[str] = f"{Mixing.constraints}, and a vision transformer with a class token, not compiled"
+    paper = "Chen et al. 2022, arXiv:2111.09833"
+    constraints = f"{Mixing.constraints}, and a vision transformer with a class token, not compiled"
     refuses: ClassVar[Reasons] = {Part.TENSOR: DIFFERS}
-    survey: ClassVar[Survey | None] = Survey("data augmentation (TransMix)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"attention": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless
-    )
-    control: ClassVar[Control] = Control(
+    survey = Survey("data augmentation (TransMix)", shen="3.1")
+    search_space = SearchSpace({"attention": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless)
+    control = Control(
         "the baseline without augmentation, trained for the same time, and CutMix, which weights labels by area",
         _by_area,
     )
@@ -120,7 +118,7 @@ class TransMix(Mixing):
         **Mixing.conflicts,
     }
     larger_first: ClassVar[bool] = False
-    logged: ClassVar[tuple[str, ...]] = ("attended",)
+    logged = ("attended",)
 
     def __init__(
         self,

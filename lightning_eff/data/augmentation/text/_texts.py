@@ -14,7 +14,7 @@ from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.batches import map_tensors, tensors
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
-from lightning_eff.data.augmentation._engine import Augmentation
+from lightning_eff.data.augmentation._engine import BASELINE, Augmentation
 from lightning_eff.data.augmentation._tokens import configured_special_tokens, found_tokens
 
 
@@ -27,7 +27,8 @@ class TextAugmentation(Augmentation):
     """
 
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    saves: ClassVar[str] = "no time per step: it regularises, for a better model from few texts"
+    saves = "no time per step: it regularises, for a better model from few texts"
+    control = BASELINE
 
     def __init__(
         self,

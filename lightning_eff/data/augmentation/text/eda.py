@@ -14,7 +14,6 @@ from lightning_eff._core.batches import lies_at, tensors
 from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import (
     Keys,
     Probability,
@@ -25,7 +24,6 @@ from lightning_eff.data.augmentation._arguments import (
     Until,
     no_text,
 )
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation._tokens import attended, configs, found_tokens
 from lightning_eff.data.augmentation.text._edits import Edited, apply_edits
 from lightning_eff.data.augmentation.text._texts import TextAugmentation
@@ -160,17 +158,15 @@ class EDA(TextAugmentation):
         arXiv:1901.11196.
     """
 
-    paper: ClassVar[str] = "Wei & Zou 2019, arXiv:1901.11196"
-    constraints: ClassVar[str] = "needs automatic optimization, integer tokens (B, T) and a loss of torch.nn.functional"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (EDA)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"alpha": Uniform(0.02, 0.3, log=True), "prob": Choice((0.5, 0.8))}, no_text
-    )
-    control: ClassVar[Control] = BASELINE
+    paper = "Wei & Zou 2019, arXiv:1901.11196"
+    constraints = "needs automatic optimization, integer tokens (B, T) and a loss of torch.nn.functional"
+    survey = Survey("data augmentation (EDA)", shen="3.1")
+    search_space = SearchSpace({"alpha": Uniform(0.02, 0.3, log=True), "prob": Choice((0.5, 0.8))}, no_text)
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("SpanMasking", "MaskRateSchedule"), "the tokens that it hides and predicts would be moved"
     )
-    order: ClassVar[int] = -1  # before noise
+    order = -1  # before noise
+    neutral_at: ClassVar[Mapping[str, Any]] = {"alpha": 0.0}
 
     def __init__(
         self,
@@ -193,11 +189,6 @@ class EDA(TextAugmentation):
         self._pad = 0
         self._special: set[int] = set()
         self._other_text = False  # whether labels of tokens belong to another text than the tokens
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return super().neutral or self.alpha == 0.0
 
     # -- the run
 

@@ -8,12 +8,10 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
-from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import Keys, SpecialTokens, TokenId, Until, no_text
-from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation._tokens import attended, configs, found_tokens
 from lightning_eff.data.augmentation.text._texts import TextAugmentation
 
@@ -80,18 +78,16 @@ class TokenNoise(TextAugmentation):
         Xie et al. 2017, "Data Noising as Smoothing in Neural Network Language Models", arXiv:1703.02573.
     """
 
-    paper: ClassVar[str] = "Xie et al. 2017, arXiv:1703.02573"
-    constraints: ClassVar[str] = (
-        "needs automatic optimization, integer tokens (B, T), labels in another tensor and a loss of torch.nn.functional"
+    paper = "Xie et al. 2017, arXiv:1703.02573"
+    constraints = (
+        "needs automatic optimization, integer tokens (B, T), labels in another tensor and a loss of "
+        "torch.nn.functional"
     )
-    survey: ClassVar[Survey | None] = None
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"rate": Uniform(0.02, 0.3, log=True), "until": Choice((0.8, 1.0))}, no_text
-    )
-    control: ClassVar[Control] = BASELINE
+    search_space = SearchSpace({"rate": Uniform(0.02, 0.3, log=True), "until": Choice((0.8, 1.0))}, no_text)
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("SpanMasking", "MaskRateSchedule"), "the tokens that it hides and predicts would be noise"
     )
+    neutral_at: ClassVar[Mapping[str, Any]] = {"rate": 0.0}
 
     def __init__(
         self,
@@ -115,11 +111,6 @@ class TokenNoise(TextAugmentation):
         self.blank_token_id = blank_token_id
         self._blank: int | None = None
         self._special = torch.tensor([], dtype=torch.int64)
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return super().neutral or self.rate == 0.0
 
     # -- the run
 

@@ -109,21 +109,19 @@ class AutoAssist(CountsSamples):
         code. Batches that shrink, hashed features and AdaGrad are this package's.
     """
 
-    saves: ClassVar[str] = "forward and backward passes of samples that a small model predicts to be easy"
-    paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1905.03381"
-    constraints: ClassVar[str] = (
-        "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
-    )
+    saves = "forward and backward passes of samples that a small model predicts to be easy"
+    paper = "Zhang et al. 2019, arXiv:1905.03381"
+    constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     did: ClassVar[str] = "picked"
     needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("AutoAssist", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"gamma": Choice((0.2, 0.3, 0.5)), "start": Choice((0.0, 0.1, 0.3))}, needs_samples
-    )
-    control: ClassVar[Control] = Control(
+    survey = Survey("AutoAssist", shen="3.2")
+    search_space = SearchSpace({"gamma": Choice((0.2, 0.3, 0.5)), "start": Choice((0.0, 0.1, 0.3))}, needs_samples)
+    control = Control(
         "as many samples drawn at random as an untrained assistant picks, without an assistant", _random_subset
     )
     conflicts: ClassVar[Mapping[str, str]] = others("AutoAssist")
+    neutral_at: ClassVar[Mapping[str, Any]] = {"gamma": 1, "start": 1}
+    checkpointed = ("_scorer.checked",)
 
     def __init__(
         self,
@@ -148,7 +146,6 @@ class AutoAssist(CountsSamples):
             )
         self.gamma, self.assistant, self.num_buckets, self.lr = gamma, assistant, num_buckets, lr
         self.smoothing, self.start, self.sample_loss = smoothing, start, sample_loss
-        self._reset()
 
     @override
     def _reset(self) -> None:
@@ -157,11 +154,6 @@ class AutoAssist(CountsSamples):
         self._own: Assistant | None = None
         self._seen: tuple[int, Any, Tensor, list[Any]] | None = None  # of a micro-batch, until it ends
 
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.gamma == 1 or self.start == 1
-
     @override
     def check(self, session: Session) -> None:
         if self.start > 0:
@@ -169,7 +161,6 @@ class AutoAssist(CountsSamples):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         strategy = session.trainer.strategy
         self._own = Assistant(
             self.assistant,
@@ -241,15 +232,13 @@ class AutoAssist(CountsSamples):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        own = None if self._own is None else self._own.state_dict()
-        return {**super().state_dict(), "assistant": own, "checked": self._scorer.checked}
+        return {**super().state_dict(), "assistant": None if self._own is None else self._own.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if self._own is not None and state_dict["assistant"] is not None:
             self._own.load_state_dict(state_dict["assistant"])
-        self._scorer.checked = state_dict["checked"]
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

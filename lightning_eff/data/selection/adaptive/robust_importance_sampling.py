@@ -86,17 +86,13 @@ class RobustImportanceSampling(SampleChooser):
         features, the uniform part, the estimate of the true gradient's second moment and the solver are this package's.
     """
 
-    saves: ClassVar[str] = "steps: the gradient varies less, so steps can be longer"
-    paper: ClassVar[str] = "Johnson & Guestrin 2018, NeurIPS 31"
-    constraints: ClassVar[str] = (
-        "needs one DataLoader over a map-style data set, a visible loss per sample, and several epochs"
-    )
+    saves = "steps: the gradient varies less, so steps can be longer"
+    paper = "Johnson & Guestrin 2018, NeurIPS 31"
+    constraints = "needs one DataLoader over a map-style data set, a visible loss per sample, and several epochs"
     needs: ClassVar[Need] = Need.STEP
-    survey: ClassVar[Survey | None] = Survey("robust approximate importance sampling (RAIS)", zhuang="2.2", shen="3.2")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"uniform": Choice((0.1, 0.3, 0.5)), "adapt": Choice((True, False))}, _pointless
-    )
-    control: ClassVar[Control] = Control("the baseline, which draws uniformly and scores nothing")
+    survey = Survey("robust approximate importance sampling (RAIS)", zhuang="2.2", shen="3.2")
+    search_space = SearchSpace({"uniform": Choice((0.1, 0.3, 0.5)), "adapt": Choice((True, False))}, _pointless)
+    control = Control("the baseline, which draws uniformly and scores nothing")
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("DataPruning", "DifficultyPacing", "SampleSubset", "TokenBudgetBatches"),
@@ -106,6 +102,7 @@ class RobustImportanceSampling(SampleChooser):
         "SequenceLengthWarmup": "it splits a sample into several rows, so the sample no longer has one norm and one weight",
     }
     wants_gradients: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"uniform": 1.0}
 
     def __init__(
         self,
@@ -118,7 +115,6 @@ class RobustImportanceSampling(SampleChooser):
     ) -> None:
         self.uniform, self.refits, self.adapt, self.smoothing = uniform, refits, adapt, smoothing
         self.labels = labels
-        self._reset()
 
     def _reset(self) -> None:
         self._norms = torch.empty(0)  # last norm of each sample of the data set, NaN for none
@@ -135,15 +131,6 @@ class RobustImportanceSampling(SampleChooser):
         self._refits = 0
         self._scaled: ScaledSteps | None = None
         self._advance = Advance()
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.uniform == 1.0
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_optimizers(self, session: Session) -> None:

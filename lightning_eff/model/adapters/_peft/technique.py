@@ -35,6 +35,7 @@ class OnLinearLayers(Adapter):
 
     trains: ClassVar[str]
     bounded: ClassVar[bool]
+    constraints = "fine-tuning; needs peft"
     rank: int
     starts_alone: bool = True
     _maps = 0

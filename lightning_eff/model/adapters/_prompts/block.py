@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._architecture.derived import Derived, derived
 from lightning_eff._core._tokens.inputs import leaves, mapped
 from lightning_eff._core._tokens.sequences import sequence_dims
 from lightning_eff._core.blocks import hidden_of, split_output
-from lightning_eff.model.adapters._prompts.derived import Derived, derived
 
 #: The name of the parameter, (k, d).
 PROMPTS = "prompts"
@@ -25,6 +25,8 @@ class PromptedBlock(Derived):
         leave: k, the number of tokens that are removed at the end.
         times: the number of copies of each prompt.
     """
+
+    prefix = "Prompted"
 
     enter: int
     leave: int

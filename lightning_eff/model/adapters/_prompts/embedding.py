@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff.model.adapters._prompts.derived import Derived, derived
+from lightning_eff._core._architecture.derived import Derived, derived
 
 #: The name of the parameter, (k, d).
 PROMPTS = "prompts"
@@ -21,6 +21,8 @@ class Prompted(Derived):
         given: the number of calls with prompts.
         as_before: parameters that mean the same without the prompts, so that a head may share them.
     """
+
+    prefix = "Prompted"
 
     as_before = ("weight",)
     prompts: nn.Parameter

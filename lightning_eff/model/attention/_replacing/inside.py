@@ -1,17 +1,16 @@
 """Modules whose own forward pass uses another attention with its own parameters, and the search for modules that attend."""
 
-import copy
-import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._architecture.derived import Derived, derived
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._attention.calls import Call, CannotReplace
@@ -21,7 +20,7 @@ from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core.patches import hook_before, hook_behind
 
 
-class Inside(nn.Module):
+class Inside(Derived):
     """Mixed into a module's class: another attention within its forward pass.
 
     Attributes:
@@ -50,21 +49,6 @@ class Inside(nn.Module):
             reset()
         self.begin()
 
-    @override
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return blank, type(self).__bases__, self.__dict__
-
-
-@functools.cache
-def _class_of(kind: type[Inside], cls: type[nn.Module]) -> type[Inside]:
-    return cast("type[Inside]", type(f"{kind.__name__}{cls.__name__}", (kind, cls), {"__module__": __name__}))
-
-
-def blank(kind: type[Inside], cls: type[nn.Module]) -> Inside:
-    """Return an instance without any state."""
-    made = _class_of(kind, cls)
-    return made.__new__(made)
-
 
 def put_inside(kind: type[Inside], plain: nn.Module, *, who: str, **attributes: Any) -> Inside:
     """Return a module with ``plain``'s class, parameters and settings, and the attention of ``kind``.
@@ -75,22 +59,13 @@ def put_inside(kind: type[Inside], plain: nn.Module, *, who: str, **attributes: 
         who: the technique's name.
         attributes: further attributes of the module.
     """
-    made = blank(kind, type(plain))
-    made.__dict__.update({k: copy.copy(v) if isinstance(v, dict | set) else v for k, v in plain.__dict__.items()})
-    made.__dict__.update(who=who, **attributes)
-    if isinstance(plain, nn.MultiheadAttention):  # torch's encoder layer reads its weights unless it has hooks
-        made.register_forward_pre_hook(_called)
-    return made
-
-
-def _called(module: nn.Module, args: Any) -> None:
-    """Do nothing; the hook's presence makes torch call the module."""
+    return derived(kind, plain, who=who, **attributes)
 
 
 class InsideAttention(Architecture):
     """A technique that puts another attention, with its own parameters, into every module that attends."""
 
-    change_at: ClassVar[Change] = Change.ADAPT
+    change_at = Change.ADAPT
     needs: ClassVar[Need] = Need.WHOLE
     refuses: ClassVar[Reasons] = {**Architecture.refuses, Part.PIPELINE: ""}
     _replaced = 0  # modules

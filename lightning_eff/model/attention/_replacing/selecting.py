@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,12 @@ class SelectedKeys(ReplacedAttention):
     """
 
     conflicts: ClassVar[Mapping[str, str]] = OUTSIDE
+    checkpointed = ("_kept", "_chosen")
+    control = SLOWER
+    constraints = (
+        "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; no faster on a CPU or GPU"
+    )
+    saves = "attention products on hardware that skips single pairs; costs time elsewhere"
 
     _kept: Tensor | float = 0.0  # fractions of pairs, summed over calls of the last step
     _chosen = 0
@@ -78,12 +84,3 @@ class SelectedKeys(ReplacedAttention):
         if not self._chosen:
             return "no step taken"
         return f"kept {float(self.report()['kept']):.0%} of the pairs of {self._calls} calls of attention per step"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "kept": float(self._kept), "chosen": self._chosen}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._kept, self._chosen = state_dict["kept"], state_dict["chosen"]

@@ -14,7 +14,7 @@ from lightning_eff._core._attention.mode import Replacing
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.search_space import RunProfile
+from lightning_eff._core.search_space import RunProfile, needs_attention
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
 from lightning_eff._core.technique import Control, Technique
@@ -43,17 +43,11 @@ NO_PAIRS = "it has no weight for each pair of tokens, on which the other acts"
 EXACT = Control("the baseline, with fused exact attention, for as many seconds with its learning rate decayed to zero")
 
 
-def no_sequences(profile: RunProfile) -> str | None:
-    """Return why another attention would be pointless, in words."""
-    has = profile.sequence_length is not None or profile.image_side is not None
-    return None if has else "samples are not sequences"
-
-
 def too_short(profile: RunProfile) -> str | None:
     """Return why attention of linear cost would be pointless, in words."""
     if profile.sequence_length is not None and profile.sequence_length < 512:
         return f"exact attention is faster on sequences of {profile.sequence_length} tokens"
-    return no_sequences(profile)
+    return needs_attention(profile)
 
 
 class ReplacedAttention(Technique):
@@ -68,6 +62,7 @@ class ReplacedAttention(Technique):
 
     needs: ClassVar[Need] = Need.CALLS
     turn: ClassVar[int] = 1
+    checkpointed = ("_looked", "_calls", "_seed")
 
     _calls = 0  # in the last training step
     _looked = False
@@ -192,14 +187,6 @@ class ReplacedAttention(Technique):
     @override
     def summary(self) -> str:
         return f"replaced {self._calls} calls of attention per step" if self._calls else "no step taken"
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"looked": self._looked, "calls": self._calls, "seed": self._seed}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._looked, self._calls, self._seed = state_dict["looked"], state_dict["calls"], state_dict["seed"]
 
     @override
     def __getstate__(self) -> dict[str, Any]:

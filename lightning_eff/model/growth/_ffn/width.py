@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_eff._core._architecture.linear_maps import is_conv1d
+from lightning_eff._core._architecture.linear_maps import forward_with
 from lightning_eff._core._branches.ffns import FFN, Part
 from lightning_eff._core._stack.partial_views import Worn, put_on, take_off, worn_by
 from lightning_eff.model.growth._ffn import tiling
@@ -101,17 +101,7 @@ class Width:
             self.made += narrow.values()
         if plain.forward is nn.Linear.forward:
             return F.linear(*args, **kwargs, weight=narrow.get("weight", m.weight), bias=narrow.get("bias", m.bias))  # pyright: ignore[reportCallIssue, reportArgumentType]
-        held: dict[str, Any] = m._parameters
-        before, nf = {name: held[name] for name in narrow}, m.__dict__.get("nf")
-        held.update(narrow)
-        if is_conv1d(m):
-            m.__dict__["nf"] = held["weight"].shape[1]
-        try:
-            return plain.forward(m, *args, **kwargs)
-        finally:
-            held.update(before)
-            if is_conv1d(m):
-                m.__dict__["nf"] = nf
+        return forward_with(m, plain, narrow, args, kwargs)
 
     def _taken(self, p: Any) -> Tensor:
         _, part, hidden = self._parts[id(p)]

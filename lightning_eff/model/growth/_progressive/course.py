@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -60,8 +60,6 @@ class Progressive(Growing):
     copy_optimizer_state: bool
     multiple_of: int
     keys: list[str | int] | None
-    needs_budget: ClassVar[bool] = True
-    sparse_gradients: ClassVar[bool] = True
 
     def _reset(self) -> None:
         self._stack: BlockStack | None = None
@@ -93,7 +91,6 @@ class Progressive(Growing):
 
     @override
     def attach(self, session: Session) -> None:
-        self._reset()
         if self.resolution < 1.0:
             session.chain.add(Stage.TRANSFORM, self._make_smaller)
             session.chain.add(Stage.SAVE, self._renew)

@@ -1,20 +1,19 @@
 """Modules whose own forward pass runs with gated attention."""
 
-import copy
-import functools
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_eff._core._architecture.derived import Derived, derived
 from lightning_eff.model.initialization._gated.mixing import Grid, Mixing
 from lightning_eff.model.initialization._gated.rule import local_weights
 
 GATE, WEIGHTS = "locality_gate", "locality_weight"
 
 
-class Gated(nn.Module):
+class Gated(Derived):
     """Mixed into a module's class: gates between content and position in every attention call of its forward pass.
 
     Attributes:
@@ -47,21 +46,6 @@ class Gated(nn.Module):
         gate.fill_(1.0)
         weights.copy_(local_weights(len(gate), self.locality))
 
-    @override
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return blank, (type(self).__bases__[1],), self.__dict__
-
-
-@functools.cache
-def _gated_class(cls: type[nn.Module]) -> type[Gated]:
-    return cast("type[Gated]", type(f"Gated{cls.__name__}", (Gated, cls), {"__module__": __name__}))
-
-
-def blank(cls: type[nn.Module]) -> Gated:
-    """Return an instance without any state."""
-    made = _gated_class(cls)
-    return made.__new__(made)
-
 
 def gated(plain: nn.Module, *, heads: int, grid: Grid, locality: float) -> Gated:
     """Return a module with ``plain``'s class, parameters and settings, whose attention is gated.
@@ -72,16 +56,8 @@ def gated(plain: nn.Module, *, heads: int, grid: Grid, locality: float) -> Gated
         grid: the patches among its tokens.
         locality: alpha.
     """
-    made = blank(type(plain))
-    made.__dict__.update({k: copy.copy(v) if isinstance(v, dict | set) else v for k, v in plain.__dict__.items()})
-    made.__dict__.update(grid=tuple(grid), locality=locality)
+    made = derived(Gated, plain, grid=tuple(grid), locality=locality)
     made.register_parameter(GATE, nn.Parameter(torch.empty(heads)))
     made.register_parameter(WEIGHTS, nn.Parameter(torch.empty(heads, 3)))
     made._begin()
-    if isinstance(plain, nn.MultiheadAttention):  # torch's encoder layer reads its weights unless it has hooks
-        made.register_forward_pre_hook(_called)
     return made
-
-
-def _called(module: nn.Module, args: Any) -> None:
-    """Do nothing; the hook's presence makes torch call the module."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_eff._core._attention.calls import as_term
 from lightning_eff.model.initialization._gated.rule import mixed, position_scores
 
 FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -152,10 +153,10 @@ class Mixing(TorchFunctionMode):
             part.view(tokens, size, heads, width // heads).permute(1, 2, 0, 3)
             for part in F.linear(x, weight, bias).chunk(3, dim=-1)
         )
-        mask = _added(given["attn_mask"], x)
+        mask = as_term(given["attn_mask"], x)
         if mask is not None and mask.ndim == 3:
             mask = mask.view(size, heads, tokens, tokens)
-        padding = _added(given["key_padding_mask"], x)
+        padding = as_term(given["key_padding_mask"], x)
         if padding is not None:
             padding = padding.view(size, 1, 1, tokens)
             mask = padding if mask is None else mask + padding
@@ -172,10 +173,3 @@ class Mixing(TorchFunctionMode):
         attended = attended.permute(2, 0, 1, 3).reshape(tokens, size, width)
         output = F.linear(attended, given["out_proj_weight"], given["out_proj_bias"])
         return output.squeeze(1) if single else output, weights
-
-
-def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return a mask of torch's module, where True hides, as a term to add to the scores."""
-    if mask is None or mask.is_floating_point():
-        return mask
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)

@@ -13,7 +13,7 @@ from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._branches.ends import channels_of, tensors_that_end
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.probing import probed
-from lightning_eff._core.search_space import RunProfile
+from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.names import by_hand, outputs_dim
 from lightning_eff.model.initialization._once import refuse_pretrained
 from lightning_eff.model.initialization._scales.scaled import Scaled, scaled
@@ -36,11 +36,6 @@ def conflicts(who: str, *, zero: bool) -> dict[str, str]:
     return {name: why for name, why in CONFLICTS.items() if name != who and (zero or why is not _ZEROS)}
 
 
-def pointless(profile: RunProfile) -> str | None:
-    """Return why there is nothing to scale, in words."""
-    return None if profile.num_blocks else "there is no stack of blocks with residual branches"
-
-
 class OfBranches(Architecture):
     """A technique that gives residual branches other parameters.
 
@@ -49,7 +44,7 @@ class OfBranches(Architecture):
         force: whether to also change a module that was loaded.
     """
 
-    change_at: ClassVar[Change] = Change.STRUCTURE
+    change_at = Change.STRUCTURE
     branches: Any
     force: bool
     _count = 0
@@ -87,6 +82,12 @@ class OfBranches(Architecture):
 
 class BranchScale(OfBranches):
     """Computes ``x + s F(x)`` for each residual branch F of a module, with a learnt s per branch."""
+
+    control = Control(
+        "the baseline for as many seconds with its learning rate decayed to zero: a step costs one product more per number"
+        " of the layers that end a branch"
+    )
+    constraints = "modules with residual branches"
 
     def _take(self, branches: Sequence[str] | None, force: bool) -> None:
         """Keep the arguments that all have."""

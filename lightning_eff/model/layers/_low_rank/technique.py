@@ -13,6 +13,7 @@ from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Fraction
+from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._low_rank.factored import Factored
 from lightning_eff.model.layers._low_rank.factors import decomposition, energy_of_rank, factors, rank_of_energy
 from lightning_eff.model.layers._shared.choosing import ByName
@@ -58,8 +59,9 @@ class LowRank(ByName, Architecture):
         names: patterns of paths; None takes every module that is found.
     """
 
-    change_at: ClassVar[Change] = Change.STRUCTURE
+    change_at = Change.STRUCTURE
     what: ClassVar[str]
+    control = Control("the baseline for the same time, and a baseline with narrower layers and as many weights")
     rank: int | float | None
     energy: float | None
     _floor: tuple[str, int] | None = None  # an argument, and the highest value at which it would take another module

@@ -5,8 +5,6 @@ as in Carter & Wegman 1979 (J. Comput. Syst. Sci. 18), mixed, in integers that f
 device.
 """
 
-import copy
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from lightning_eff._core._architecture.derived import Derived, derived
 from lightning_eff._core._architecture.folding import CannotFold
 
 PRIME = 2**31 - 1
@@ -121,12 +120,13 @@ class NgramTable(nn.Embedding):
         return super().forward(input)
 
 
-class Ngrams(nn.Embedding):
+class Ngrams(Derived, nn.Embedding):
     """An embedding that adds the row of each n-gram to its output.
 
     N-grams of several orders share one table, with the rows of each order after those of the order before.
     """
 
+    prefix = "Ngram"
     as_before = ("weight",)  # heads keep using it
 
     ngrams: NgramTable
@@ -165,8 +165,8 @@ class Ngrams(nn.Embedding):
                 f"its output depends on {max(self.orders)} tokens, and that of nn.Embedding on one. Keep the module, and"
                 " build it with lightning_eff.apply(plain, NgramEmbedding(...)) to load its checkpoints"
             )
-        if self.max_norm is not None or type(self).__mro__[2].forward is not nn.Embedding.forward:
-            raise CannotFold(f"the output of {type(self).__mro__[2].__name__} is not just rows of its weight")
+        if self.max_norm is not None or type(self).__bases__[1].forward is not nn.Embedding.forward:
+            raise CannotFold(f"the output of {type(self).__bases__[1].__name__} is not just rows of its weight")
         ids = torch.arange(self.num_embeddings, device=self.weight.device)[None]
         added = self.ngrams.weight[self.rows_of(ids, 1)[0, 0]]
         return {"weight": self.weight + added.to(self.weight.dtype) if bool(added.any()) else self.weight}
@@ -175,20 +175,6 @@ class Ngrams(nn.Embedding):
     def extra_repr(self) -> str:
         kinds = ", ".join(f"n={n} {'exact' if self.exact(k) else 'hashed'}" for k, n in enumerate(self.orders))
         return f"{super().extra_repr()}, {kinds}"
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _blank, (type(self).__mro__[2],), self.__dict__
-
-
-@functools.cache
-def _with_ngrams(cls: type[nn.Embedding]) -> type[Ngrams]:
-    return cast("type[Ngrams]", type(f"Ngram{cls.__name__}", (Ngrams, cls), {"__module__": __name__}))
-
-
-def _blank(cls: type[nn.Embedding]) -> Ngrams:
-    made = _with_ngrams(cls)
-    return made.__new__(made)
 
 
 def beside(
@@ -203,8 +189,6 @@ def beside(
         rows: the number of rows of each order.
         batch_first: whether ids have shape (B, T).
     """
-    made = _blank(type(plain))
-    made.__dict__.update({k: copy.copy(v) if isinstance(v, dict | set) else v for k, v in plain.__dict__.items()})
-    made.orders, made.rows, made.batch_first = tuple(orders), tuple(rows), batch_first
+    made = derived(Ngrams, plain, orders=tuple(orders), rows=tuple(rows), batch_first=batch_first)
     made.ngrams = table
     return made

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_eff._core._architecture.linear_maps import is_conv1d
+from lightning_eff._core._architecture.linear_maps import forward_with
 from lightning_eff._core._branches.ffns import FFN, Part
 from lightning_eff._core._stack.partial_views import Worn, worn_by
 from lightning_eff._core.patches import hook_behind
@@ -66,20 +66,10 @@ class Thinned:
 
     def run(self, m: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run ``plain.forward`` of ``m`` with the kept part in place of its parameters."""
-        names = self._owners[id(m)][1]
-        held: dict[str, Any] = m._parameters
-        before, nf = {name: held[name] for name in names}, m.__dict__.get("nf")
-        held.update({name: self._taken(p) for name, p in before.items()})
-        if is_conv1d(m):
-            m.__dict__["nf"] = held["weight"].shape[1]
-        try:
-            return plain.forward(m, *args, **kwargs)
-        finally:
-            held.update(before)
-            if is_conv1d(m):
-                m.__dict__["nf"] = nf
+        narrow = {name: self._taken(m._parameters[name]) for name in self._owners[id(m)][1]}
+        return forward_with(m, plain, narrow, args, kwargs)
 
-    def _taken(self, p: Tensor) -> Tensor:
+    def _taken(self, p: Any) -> Tensor:
         part, i = self._parts[id(p)]
         pattern = self.patterns[i]
         if pattern.period == 1:

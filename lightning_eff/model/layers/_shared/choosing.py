@@ -1,7 +1,7 @@
 """Divides the modules that a technique could act on into those that it takes and those that it leaves."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -17,15 +17,12 @@ class ByName:
         names: patterns of paths; None looks for modules, and an empty list is plain training.
     """
 
+    neutral_at: ClassVar[Mapping[str, Any]] = {"names": []}
+
     names: list[str] | None
 
     def _take_names(self, names: Sequence[str] | None) -> None:
         self.names = None if names is None else list(names)
-
-    @property
-    def neutral(self) -> bool:
-        """Whether no module is meant."""
-        return self.names == []
 
 
 def is_named(path: str, names: Sequence[str] | None) -> bool:

@@ -125,6 +125,8 @@ class Masked(Technique):
     """
 
     needs_optimizer: ClassVar[bool] = True
+    neutral_at: ClassVar[Mapping[str, Any]] = {"sparsity": 0.0, "names": []}
+    checkpointed = ("masks",)
 
     masks: dict[str, Tensor]
     weights: dict[str, Weight]
@@ -146,7 +148,6 @@ class Masked(Technique):
         """Keep the arguments that all have."""
         self.names, self.dense = None if names is None else list(names), list(dense)
         self.sparsity, self.distribution, self.block = float(sparsity), distribution, (block[0], block[1])
-        self._reset()
 
     def _reset(self) -> None:
         self.masks, self.weights = {}, {}
@@ -154,11 +155,6 @@ class Masked(Technique):
         self._handles: list[RemovableHandle] = []
         self._dirty = True
         self._kept = self._total = 0
-
-    @property
-    @override
-    def neutral(self) -> bool:
-        return self.sparsity == 0.0 or self.names == []
 
     # -- methods of subclasses
 
@@ -233,10 +229,6 @@ class Masked(Technique):
                 f"{who}: the checkpoint's masks were made with {state['asked']}, and this run has {self.asked()}. Resume with"
                 " the settings of the checkpoint."
             )
-
-    @override
-    def attach(self, session: Session) -> None:
-        self._reset()
 
     @override
     def on_model(self, session: Session) -> None:
@@ -318,9 +310,9 @@ class Masked(Technique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"asked": self.asked(), "masks": dict(self.masks), "numbers": [self._kept, self._total]}
+        return {**super().state_dict(), "asked": self.asked(), "numbers": [self._kept, self._total]}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.masks = dict(state_dict["masks"])
+        super().load_state_dict(state_dict)
         self._kept, self._total = state_dict["numbers"]

@@ -60,6 +60,8 @@ class Rewired(ActsLate, Masked):
     interval: int
     until: float
     needs_budget: ClassVar[bool] = True
+    saves = "no time on today's hardware: it trains a sparse network in one training"
+    constraints = "optimizers with separate moments for each weight"
 
     @override
     def _reset(self) -> None:

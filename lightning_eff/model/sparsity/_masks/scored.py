@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,13 @@ from lightning_eff._core._branches.sharded_step import step_of
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.batches import map_tensors, num_samples
 from lightning_eff._core.passes import training_batches
+from lightning_eff._core.search_space import SearchSpace, Uniform
 from lightning_eff._core.session import Session
+from lightning_eff._core.technique import Control
 from lightning_eff.model._derivatives.passes import differentiable, unshortened
 from lightning_eff.model.sparsity._masks.finding import largest
-from lightning_eff.model.sparsity._masks.masked import Masked, agreed
+from lightning_eff.model.sparsity._masks.masked import Masked, agreed, no_time
+from lightning_eff.model.sparsity._random_mask import fixed
 
 #: For ``conflicts``: techniques that leave weights without a gradient before the first step.
 ZEROS: Mapping[str, str] = dict.fromkeys(
@@ -51,7 +54,9 @@ class Scored(Masked):
     """
 
     batches: int
-    needs_automatic_optimization: ClassVar[bool] = True
+    saves = "no time on today's hardware: it trains a sparse network in one training"
+    search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
+    control = Control("a fixed random mask of the same size", fixed)
 
     @abstractmethod
     def scores(self, session: Session, data: Sequence[Any], batch_idx: int) -> dict[str, Tensor] | None:

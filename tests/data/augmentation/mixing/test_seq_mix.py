@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
-from lightning_eff.data.augmentation.mixing.seq_mix import made_of, seq_mix
+from lightning_eff.data.augmentation.mixing._hook import mixed_rows
+from lightning_eff.data.augmentation.mixing.seq_mix import made_of
 from tests.cases import Case, classifier
 from tests.data.augmentation.modules import CLASSES, Ids, Spied
 from tests.models import VOCAB, HuggingFace, TinyGPT, Translator, flat, hugging_face, make_batch, trainer
@@ -81,7 +82,7 @@ def test_mixed_codes_times_the_embedding_are_mixed_embeddings() -> None:
     g = torch.Generator().manual_seed(0)
     table, ids = torch.randn(VOCAB, 5, generator=g), torch.randint(0, VOCAB, (4, 7), generator=g)
     partner, share = torch.tensor([2, 3, 0, 1]), torch.tensor([0.5, 0.7, 0.9, 1.0])
-    made = seq_mix(table, ids, partner, share)
+    made = mixed_rows(table[ids], partner, share)
     torch.testing.assert_close(made, codes(ids, partner, share) @ table)
     assert torch.equal(made[3], table[ids[3]])
 
@@ -227,7 +228,7 @@ def test_places_that_a_module_makes_of_ids_by_itself_are_not_mixed() -> None:
     net, one, loss = Texts(), technique(), Loss()
     twin, spied = copy.deepcopy(net), Spied(one)
     train(net, one, loss, data=[{"input_ids": ids, "labels": y}])
-    h = seq_mix(twin.embed.weight, ids, spied.partners[0], spied.shares[0])
+    h = mixed_rows(twin.embed.weight[ids], spied.partners[0], spied.shares[0])
     z = twin.head((h * twin.place.weight).mean(1)).log_softmax(-1)
     assert loss.found[0] == pytest.approx(-(spied.targets(0, y) * z).sum(-1).mean().item(), rel=1e-5)
 

@@ -186,18 +186,16 @@ class CoMixup(ByGradients):
         & Zabih 2001, "Fast Approximate Energy Minimization via Graph Cuts".
     """
 
-    paper: ClassVar[str] = "Kim et al. 2021, arXiv:2102.03065"
+    paper = "Kim et al. 2021, arXiv:2102.03065"
     refuses: ClassVar[Reasons] = BACKWARD
-    survey: ClassVar[Survey | None] = Survey("data augmentation (Co-Mixup)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace(
-        {"beta": Choice((0.16, 0.32)), "until": Choice((0.8, 1.0))}, no_mixing
-    )
-    control: ClassVar[Control] = Control(
+    survey = Survey("data augmentation (Co-Mixup)", shen="3.1")
+    search_space = SearchSpace({"beta": Choice((0.16, 0.32)), "until": Choice((0.8, 1.0))}, no_mixing)
+    control = Control(
         "the baseline without augmentation, trained for the same time, and SaliencyMix(saliency='gradient'), which costs as"
         " much and mixes two images"
     )
     larger_first: ClassVar[bool] = False
-    logged: ClassVar[tuple[str, ...]] = ("sources",)
+    logged = ("sources",)
 
     def __init__(
         self,

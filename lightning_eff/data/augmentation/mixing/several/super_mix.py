@@ -106,15 +106,15 @@ class SuperMix(Mixing):
         Dabouei et al. 2021, "SuperMix: Supervising the Mixing Data Augmentation", arXiv:2003.05034.
     """
 
-    paper: ClassVar[str] = "Dabouei et al. 2021, arXiv:2003.05034"
-    constraints: ClassVar[str] = f"{Mixing.constraints}, and a teacher"
-    survey: ClassVar[Survey | None] = Survey("data augmentation (SuperMix)", shen="3.1")
-    search_space: ClassVar[SearchSpace | None] = SearchSpace({}, _pointless, _of_brightness)
-    control: ClassVar[Control] = Control(
+    paper = "Dabouei et al. 2021, arXiv:2003.05034"
+    constraints = f"{Mixing.constraints}, and a teacher"
+    survey = Survey("data augmentation (SuperMix)", shen="3.1")
+    search_space = SearchSpace({}, _pointless, _of_brightness)
+    control = Control(
         "the baseline without augmentation, trained for the same time, and TokenMix or CutMix, which need no search for masks"
     )
     larger_first: ClassVar[bool] = False
-    logged: ClassVar[tuple[str, ...]] = ("accepted", "passes")
+    logged = ("accepted", "passes")
 
     def __init__(
         self,
