@@ -113,11 +113,6 @@ class Stacking(Growing):
             return
         stack.watch(scales=False)
         stack.freeze_inactive()
-        if stack.active < len(stack):
-            rank_zero_info(
-                f"{type(self).__name__}: {stack.active} of {len(stack)} blocks run at first. The others take no gradients"
-                " until they run, although model summaries count them as trainable."
-            )
 
     @override
     def on_optimizers(self, session: Session) -> None:

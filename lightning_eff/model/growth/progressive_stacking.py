@@ -36,7 +36,8 @@ class ProgressiveStacking(Stacking):
     ``stages`` says how many blocks run from which fraction of the budget on. When ``L`` blocks grow to more, new block
     ``j`` starts as a copy of block ``j mod L``. The module is built at its full depth and keeps it. Blocks that do not
     run yet cost no compute, no activation memory, no gradient and no optimizer state. Every checkpoint has the plain
-    module's names. Validation, test and prediction under this callback run the blocks that training has reached.
+    module's names. Validation, test and prediction under this callback run the blocks that training has reached. Model
+    summaries count the waiting blocks as trainable.
 
     Use it to pretrain deep transformers whose blocks have the same shape. The loss rises for a while at each switch.
 
