@@ -28,7 +28,7 @@ from docs.making import facts
 from examples.gpt.data import SPLIT_PERIOD, VAL_FILE, read_bytes, stdlib_files
 from examples.gpt.module import GPT
 from examples.vit.data import Digits, shift
-from lightning_eff._catalogue import catalogue
+from lightning_eff._catalogue.facts import facts as read_facts
 from lightning_eff._core._images.images import resize
 from lightning_eff._core.technique import Technique
 from lightning_eff._exports.techniques import technique_classes
@@ -641,7 +641,7 @@ def test_what_a_search_begins_with_is_what_was_measured() -> None:
                 told = one["speedup"]["estimate"], one["verdict"]
                 shown.setdefault(RECIPES[recipe], {}).setdefault(task, []).append(told)
     single = {"SharpnessAwareMinimization", "ScheduleFree", "NgramEmbedding", "MaskRateSchedule", "ProgressiveStacking"}
-    speeds = catalogue.facts()["speed"]
+    speeds = read_facts()["speed"]
     for name in single:
         best = [max(of_task) for of_task in shown[name].values()]
         mean = math.prod(speed for speed, _ in best) ** (1 / len(best))

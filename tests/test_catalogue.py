@@ -2,13 +2,16 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from docs.making import facts
 from lightning_eff import cli
-from lightning_eff._catalogue import catalogue
+from lightning_eff._catalogue import catalogue, collecting
+from lightning_eff._catalogue.facts import facts as read_facts
 from lightning_eff._catalogue.row import GROUPS, Row
 from lightning_eff._exports import public
 from lightning_eff._exports.techniques import technique_classes
@@ -41,7 +44,7 @@ def test_every_row_says_what_does_it_or_why_nothing_does() -> None:
         assert (entry.status == catalogue.ABSENT) == bool(entry.why)
         assert entry.source or entry.group == "beside", entry
         assert not entry.by or (entry.paper and entry.saves and entry.constraints), entry
-    for rows in catalogue.ROWS.values():
+    for rows in collecting.ROWS.values():
         assert all(not (row.by and row.absent) for row in rows)
 
 
@@ -52,7 +55,7 @@ def test_the_tests_that_it_names_are_there() -> None:
 
 def test_its_verdicts_are_those_of_the_committed_results() -> None:
     """Else run ``python -m docs.making facts``; ``make evidence`` does."""
-    assert catalogue.facts()["measured"] == facts.measured()
+    assert read_facts()["measured"] == facts.measured()
     (stacking,) = (entry for entry in ENTRIES if entry.name == "progressive stacking")
     told = facts.committed()["bench"]["gpt"]["summary"]["stacking"]
     assert stacking.measured["GPT"].endswith(told["verdict"])
@@ -60,7 +63,7 @@ def test_its_verdicts_are_those_of_the_committed_results() -> None:
 
 
 def test_a_setting_that_a_row_names_is_one_of_its_class() -> None:
-    shapes = [re.fullmatch(r"shape='(\w+)'", row.how) for row in catalogue.ROWS["budget"]]
+    shapes = [re.fullmatch(r"shape='(\w+)'", row.how) for row in collecting.ROWS["budget"]]
     found = [match[1] for match in shapes if match is not None]
     assert len(found) >= 5
     for shape in found:
@@ -69,15 +72,21 @@ def test_a_setting_that_a_row_names_is_one_of_its_class() -> None:
 
 def test_a_class_that_comes_later_is_found_by_its_name_or_by_its_survey(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that waits for a class, one whose class says so itself, and a class of which no row knows."""
-    monkeypatch.setitem(catalogue.ROWS, "growth", (Row("DropIn", "–"), Row("mixture of depths", "–", ("Unheard",))))
-    catalogue.entries.cache_clear()
-    try:
-        found = {entry.name: entry for entry in catalogue.entries() if entry.group == "growth"}
-        assert found["DropIn"].by == ("DropIn",), "by its survey"
-        assert found["mixture of depths"].status == catalogue.NOT_YET
-        assert found["layer freezing"].by == ("LayerFreezing",), "no row names it: it stands in its room's group"
-    finally:
-        catalogue.entries.cache_clear()
+    monkeypatch.setitem(collecting.ROWS, "growth", (Row("DropIn", "–"), Row("mixture of depths", "–", ("Unheard",))))
+    found = {entry.name: entry for entry in collecting.collected() if entry.group == "growth"}
+    assert found["DropIn"].by == ("DropIn",), "by its survey"
+    assert found["mixture of depths"].status == catalogue.NOT_YET
+    assert found["layer freezing"].by == ("LayerFreezing",), "no row names it: its folder's group has it"
+
+
+def test_the_file_has_what_the_classes_declare() -> None:
+    """Else run ``python -m docs.making facts``."""
+    assert facts.ENTRIES.read_text() == facts.entries()
+
+
+def test_the_table_is_printed_without_torch() -> None:
+    code = "import sys; from lightning_eff.cli import main; main(['techniques']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 # -- the command line

@@ -1,4 +1,4 @@
-"""Writes ``lightning_eff/_catalogue/facts.json``, the catalogue's facts from outside the package."""
+"""Write ``facts.json`` and ``entries.json`` of ``lightning_eff/_catalogue/``: committed results, and the catalogue itself."""
 
 import json
 import math
@@ -12,12 +12,15 @@ from torch.optim import Optimizer
 
 from benchmarks import evidence_further
 from benchmarks import evidence_page as evidence
+from lightning_eff._catalogue.catalogue import as_json
+from lightning_eff._catalogue.collecting import collected
 from lightning_eff._exports import public
 from lightning_eff._exports.techniques import technique_classes
 from tests import selection
 
 ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "lightning_eff" / "_catalogue" / "facts.json"
+ENTRIES = FILE.with_name("entries.json")
 
 
 @cache
@@ -122,6 +125,11 @@ def tests() -> dict[str, str]:
             if own:
                 off[name] = own[0].relative_to(ROOT).as_posix()
     return off
+
+
+def entries() -> str:
+    """Return the text of the catalogue's entries."""
+    return as_json(collected()) + "\n"
 
 
 def text() -> str:
