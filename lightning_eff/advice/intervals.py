@@ -27,24 +27,37 @@ class Turn:
         samples: in them.
         tokens: in them without padding; 0 where samples are no sequences.
         batches: how many.
+        queued: of ``seconds``, those in which this thread was ready to run and other processes had the core.
+        workers: whether processes of the run's own loader competed for the cores.
     """
 
     seconds: float
     samples: int
     tokens: int
     batches: int
+    queued: float = 0.0
+    workers: bool = False
 
-    def per(self, unit: str) -> float:
-        """Seconds per sample, or per token where ``unit`` is "token" and there are any."""
-        return self.seconds / max((unit == "token" and self.tokens) or self.samples or self.batches, 1)
+    def per(self, unit: str, *, alone: bool = False) -> float:
+        """Seconds per sample, or per token where ``unit`` is "token" and there are any.
+
+        Args:
+            unit: what is counted.
+            alone: without the time in which other processes had the core.
+        """
+        seconds = self.seconds - self.queued if alone else self.seconds
+        return seconds / max((unit == "token" and self.tokens) or self.samples or self.batches, 1)
 
 
 def speed_up(baseline: Sequence[Turn], trial: Sequence[Turn], unit: str = "sample") -> Interval | None:
     """How many times as fast as the baseline a trial is: Student's t on logarithms of ratios, paired by turn.
 
+    The time in which other processes had the core does not count, unless a loader's own workers may have been these processes.
     A turn in which either run took over :data:`DISTURBED` times its own median is left out, unless there are many of them.
     """
-    pairs = [(t.per(unit), b.per(unit)) for b, t in zip(baseline, trial, strict=False)]
+    both = list(zip(baseline, trial, strict=False))
+    alone = not any(one.workers for pair in both for one in pair)
+    pairs = [(t.per(unit, alone=alone), b.per(unit, alone=alone)) for b, t in both]
     pairs = [pair for pair in pairs if pair[0] > 0 and pair[1] > 0]
     if len(pairs) > LEAST:
         typical = [median(values) for values in zip(*pairs, strict=True)]

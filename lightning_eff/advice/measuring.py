@@ -109,6 +109,7 @@ def measure(
     step_seconds: float,
     deadline: float,
     thorough: bool = False,
+    tell: Callable[[], object] | None = None,
 ) -> list[Track]:
     """Train the baseline and trials in turns.
 
@@ -118,6 +119,7 @@ def measure(
         step_seconds: the time per batch of the baseline, about, which decides the length of a turn.
         deadline: by :func:`time.monotonic`, after which every run ends with its turn.
         thorough: measure also what is clearly slower.
+        tell: called after each turn.
 
     Returns:
         The baseline's track, and those of the trials.
@@ -133,6 +135,8 @@ def measure(
         def run(pass_on: Callable[[], None]) -> Track:
             def switch() -> None:
                 mine = _flags()
+                if tell is not None:
+                    tell()
                 pass_on()
                 _set(mine)
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,14 @@ from lightning_eff.monitor._held import held_bytes
 now: Callable[[], float] = time.perf_counter
 WARM_UP = 2  # batches that no turn counts
 _LONGEST = 60  # batches that a technique may take to settle its settings
+
+
+def queued_seconds() -> float:
+    """Seconds in which this thread was ready to run and another one had the core; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 class Enough(Exception):
@@ -65,6 +74,7 @@ class Stopwatch(Callback):
         self._loss: float | None = None
         self._count = self._in_turn = self._samples = self._tokens = 0
         self._mark = self._began = self._last = now()
+        self._queued = 0.0
         self.turns: list[Turn] = []
         self.numbers: Numbers | None = None
         self.start_seconds = self.first_seconds = 0.0  # up to the first step, and of the first step
@@ -147,11 +157,13 @@ class Stopwatch(Callback):
         if not counted:
             self._in_turn = 0
         self._samples = self._tokens = 0
-        self._last = now()
+        self._last, self._queued = now(), queued_seconds()
 
     def _end(self, trainer: Trainer) -> None:
         _synchronize(trainer)
-        self.turns.append(Turn(now() - self._last, self._samples, self._tokens, self.batches))
+        seconds, queued = now() - self._last, queued_seconds() - self._queued
+        workers = lookahead(trainer) > 0
+        self.turns.append(Turn(seconds, self._samples, self._tokens, self.batches, min(queued, 0.95 * seconds), workers))
         if not self._go_on():
             raise Enough
         self._pass_on()

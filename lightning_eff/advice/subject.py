@@ -94,6 +94,8 @@ class Subject:
         self._make, self.configs, self.notes = _maker(module), tuple(configs), list[str]()
         self.folder = folder
         self._data = _prepared(data)
+        self.validation: dict[str, Any] = {}  # how the Trainer validates, which trials do not
+        self.rates: dict[str, int] = {}  # how often it draws its bar, and logs
         first = self._make()
         self.name = type(getattr(first, "_orig_mod", first)).__name__
         self._trainer: Any = like(first, Trainer)
@@ -118,6 +120,16 @@ class Subject:
                 f"The Trainer uses {type(trainer.strategy).__name__} on {trainer.world_size} device(s). Trials ran on one"
                 " device without it."
             )
+        self.validation = {
+            "limit_val_batches": trainer.limit_val_batches,
+            "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+            "val_check_interval": trainer.val_check_interval,
+        }
+        bar: Any = trainer.progress_bar_callback
+        self.rates = {
+            "progress_bar_rate": 0 if bar is None else int(getattr(bar, "refresh_rate", 1) or 0),
+            "log_every_n_steps": trainer.log_every_n_steps,
+        }
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         return settings, [one for one in callbacks if not is_a(one, *LEFT_OUT)]
 

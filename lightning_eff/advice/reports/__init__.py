@@ -1,0 +1,1 @@
+"""What an advice is written as: a table, a page, a recipe and JSON."""
