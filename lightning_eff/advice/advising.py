@@ -141,7 +141,9 @@ def advise(
     """
     _check(minutes)
     if trainer is not None and not is_a(trainer, Trainer):
-        raise UsageError(f"advise(trainer={type(trainer).__name__}): expected a Lightning Trainer. Pass trainer=Trainer(...).")
+        raise UsageError(
+            f"advise(trainer={type(trainer).__name__}): expected a Lightning Trainer. Pass trainer=Trainer(...)."
+        )
     if data is not None and not is_a(data, LightningDataModule) and not hasattr(data, "__iter__"):
         raise UsageError(
             f"advise(data={type(data).__name__}): expected a LightningDataModule or loaders. Pass advise(module, datamodule)."

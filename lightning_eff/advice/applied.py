@@ -32,7 +32,15 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """
     if (why := plain_loader(loader)) is not None:
         raise ValueError(f"DataLoader: {why}. Change it in your code.")
-    names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers", "generator")
+    names = (
+        "num_workers",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "prefetch_factor",
+        "persistent_workers",
+        "generator",
+    )
     same = {name: getattr(loader, name) for name in names}
     same |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "collate_fn": loader.collate_fn}
     sampler = loader.sampler

@@ -10,8 +10,6 @@ from io import StringIO
 from typing import Any
 
 import torch
-from lightning.pytorch import seed_everything
-
 from lightning_eff._cli.errors import UsageError
 from lightning_eff._exports import public
 from lightning_eff.advice.intervals import EXACT, PRECISION, keeps_numbers, speed_up
@@ -21,7 +19,7 @@ from lightning_eff.advice.outcomes import Outcome, Stack, judged, noise_between
 from lightning_eff.advice.problems import Problem, Problems
 from lightning_eff.advice.progress import Watchman
 from lightning_eff.advice.stopwatch import Enough, Stopwatch
-from lightning_eff.advice.subject import SEED, Change, Subject
+from lightning_eff.advice.subject import Change, Subject
 from lightning_eff.advice.suggestions import Suggestion, suggestions
 from lightning_eff.advice.trials import Trial, candidates
 from lightning_eff.bench.arms import undisturbed
@@ -133,7 +131,7 @@ class Engine:
         watch = Stopwatch(1, lambda: False, lambda: None, numbers=False, skip=0)
         try:
             with redirect_stdout(StringIO()), undisturbed():
-                seed_everything(SEED, workers=True, verbose=False)
+                self.subject.seed()
                 built = self.subject.build(change, [watch])
                 built.trainer.fit(built.module, **built.data)
         except Enough:
@@ -160,7 +158,9 @@ class Engine:
             arms = [Arm(trial.name, trial.tried, trial.unit) for trial in group]
             baseline, *tracks = self._measure(found.view, arms, deadline)
             if not baseline.turns and baseline.error:
-                found.notes.append(f"{', '.join(arm.name for arm in arms)}: the baseline failed beside them: {baseline.error}")
+                found.notes.append(
+                    f"{', '.join(arm.name for arm in arms)}: the baseline failed beside them: {baseline.error}"
+                )
                 continue
             if self._numbers is None:
                 self._numbers = baseline.numbers
@@ -204,7 +204,11 @@ class Engine:
         """Add the best exact trials one after another, as long as each makes the stack faster."""
         loader = found.view.waiting > 0.15  # what computes faster shows only once data do
         able = [o for o in found.outcomes if o.kind == EXACT and o.trial.recipe and o.speed is not None and not o.error]
-        able = [o for o in able if o.faster or (loader and o.speed is not None and o.speed.estimate > 1 and not o.trial.late)]
+        able = [
+            o
+            for o in able
+            if o.faster or (loader and o.speed is not None and o.speed.estimate > 1 and not o.trial.late)
+        ]
         able.sort(key=lambda o: (-o.faster, -(o.speed.estimate if o.speed else 0.0)))
         if not able or not able[0].faster:
             return
@@ -230,7 +234,11 @@ class Engine:
                 continue
             ratio = speed_up(before.turns, after.turns)
             keeps = baseline.numbers is None or after.numbers is None or self._keeps(baseline, after)
-            told = "not measured" if ratio is None else f"{ratio.estimate:.2f} times as fast [{ratio.low:.2f}, {ratio.high:.2f}]"
+            told = (
+                "not measured"
+                if ratio is None
+                else f"{ratio.estimate:.2f} times as fast [{ratio.low:.2f}, {ratio.high:.2f}]"
+            )
             if ratio is not None and ratio.low > 1 and keeps:
                 stack.trials.append(following)
                 stack.tried.append(f"{following.name} was added: with it, the stack is {told}.")
@@ -246,11 +254,10 @@ class Engine:
         """Measure the stack, and the stack with lower precision, against the baseline on turns of their own."""
         lower = [o for o in found.outcomes if o.kind == PRECISION and o.faster and o.trial.recipe and not o.trial.late]
         lower.sort(key=lambda o: -(o.speed.estimate if o.speed else 0.0))
-        for one in lower:
-            if conflict([*found.stack.trials, one.trial]) is None:
-                found.lower.trials = [*found.stack.trials, one.trial]
-                break
-        stacks = [stack for stack in (found.stack, found.lower) if stack.trials]
+        able = [[*found.stack.trials, one.trial] for one in lower]
+        able = [trials for trials in able if conflict(trials) is None][:1] + [[one.trial] for one in lower[:1]]
+        lowers = [Stack(trials) for i, trials in enumerate(able) if trials not in able[:i]]
+        stacks = [stack for stack in (found.stack, *lowers) if stack.trials]
         if not stacks:
             return
         self.watch.say("measuring the best stack again")
@@ -260,13 +267,16 @@ class Engine:
         for stack, track in zip(stacks, tracks, strict=True):
             if track.error:
                 found.notes.append(f"The stack {', '.join(t.name for t in stack.trials)} failed: {track.error}")
-            stack.compare(baseline, track)
-        for stack in stacks:
-            if stack.gains:
-                self.watch.say("looking at where the stack's time goes")
+            else:
+                stack.compare(baseline, track)
+        found.lower = max(
+            [found.lower, *(s for s in lowers if s.gains)], key=lambda s: s.speed.estimate if s.speed else 0.0
+        )
+        self.watch.say("looking at where the time goes then")
+        for stack in (found.stack, found.lower):
+            if stack.gains and (self.watch.left > 0.04 * self.watch.seconds or stack is found.stack):
                 with suppress(Exception):
-                    stack.view = look(self.subject, stack.measured, limit=max(0.04 * self.watch.seconds, 1.0))
-                break
+                    stack.view = look(self.subject, stack.measured, limit=max(0.03 * self.watch.seconds, 1.0))
 
 
 def validated(subject: Subject, eye: Any, *, limit: float) -> None:
@@ -274,7 +284,7 @@ def validated(subject: Subject, eye: Any, *, limit: float) -> None:
     from lightning_eff.advice.rehearsal import Rehearsal
 
     with redirect_stdout(StringIO()), undisturbed():
-        seed_everything(SEED, workers=True, verbose=False)
+        subject.seed()
         built = subject.build(Change(trainer=subject.validation), [eye, Rehearsal(limit)])
         with suppress(Enough):
             built.trainer.fit(built.module, **built.data)
@@ -302,4 +312,3 @@ def together(view: View) -> int:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**33
         own = 2 * sum(view.memory.values())
     return min(max(math.floor(0.5 * total / max(own, 1)) - 1, 1), TOGETHER)
-

@@ -45,7 +45,9 @@ class Pending(Tensor):
     grad_mode: bool
 
     @staticmethod
-    def made(like: "Pending | None", shape: torch.Size, dtype: torch.dtype, device: torch.device, **state: Any) -> "Pending":
+    def made(
+        like: "Pending | None", shape: torch.Size, dtype: torch.dtype, device: torch.device, **state: Any
+    ) -> "Pending":
         """A tensor of this shape without content."""
         names = ("query", "key", "scale", "mask", "weights", "dropout", "site", "grad_mode")
         before = {name: getattr(like, name) for name in names} if like is not None else {}
@@ -152,7 +154,7 @@ def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
         dim = kwargs.get("dim", second)
         dtype = kwargs.get("dtype", args[2] if func is not F.softmax and len(args) > 2 else None)
         if dim in (-1, first.ndim - 1) and dtype in (None, first.dtype):
-            return then(weights=True)
+            return then(weights=True, dtype=first.dtype if _mixed(first) is None else torch.float32)
     return None
 
 
@@ -175,14 +177,21 @@ def _fits(mask: Tensor, scores: Tensor) -> bool:
 def _attended(weights: Pending, value: Tensor) -> Tensor | None:
     """Torch's fused attention in place of weights times values."""
     query, key = weights.query, weights.key.transpose(-2, -1)
-    alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and query.dtype == key.dtype == value.dtype
+    alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+    alike &= _mixed(query) is not None or query.dtype == key.dtype == value.dtype
     if not alike or type(value) is not Tensor or value.shape[-2] != key.shape[-2]:
         return None
-    mask = weights.mask if weights.mask is None else weights.mask.to(query.dtype)
+    mask = weights.mask if weights.mask is None else weights.mask.to(_mixed(query) or query.dtype)
     object.__setattr__(weights, "fused", True)
     if _MODES:
         _MODES[-1].sites[weights.site] = _MODES[-1].sites.get(weights.site, 0) + 1
     return F.scaled_dot_product_attention(query, key, value, mask, weights.dropout, scale=weights.scale)
+
+
+def _mixed(of: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast computes products; None outside of it."""
+    kind = of.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and of.dtype != torch.float64 else None
 
 
 _MODES: list["ByHand"] = []
@@ -219,15 +228,15 @@ class ByHand(TorchFunctionMode):
                 call = (func, args, {})
                 state = {"query": q, "key": k, "scale": 1.0, "mask": None, "weights": False, "dropout": 0.0}
                 state |= {"site": _place(), "grad_mode": torch.is_grad_enabled()}
-                return Pending.made(None, shape, q.dtype, q.device, _call=call, **state)
+                return Pending.made(None, shape, _mixed(q) or q.dtype, q.device, _call=call, **state)
         return func(*args, **kwargs)
 
 
 def _may_be_scores(q: Any, k: Any) -> bool:
-    """Whether a product could be that of queries and keys: two batches of matrices in full precision, alike in size."""
+    """Whether a product could be that of queries and keys: two batches of matrices, alike in size."""
     if type(q) is not Tensor or type(k) is not Tensor or q.ndim < 3 or q.ndim != k.ndim:
         return False
-    if torch.is_autocast_enabled(q.device.type) or not q.is_floating_point() or q.shape[:-2] != k.shape[:-2]:
+    if not q.is_floating_point() or not k.is_floating_point() or q.shape[:-2] != k.shape[:-2]:
         return False
     return q.shape[-1] == k.shape[-2] and q.shape[-1] <= 512 and math.prod(q.shape) > 0
 

@@ -9,7 +9,7 @@ from io import StringIO
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -21,7 +21,7 @@ from lightning_eff._core.search_space import RunProfile
 from lightning_eff.advice.applied import cannot_fuse, plain_loader
 from lightning_eff.advice.fused_attention import ByHand
 from lightning_eff.advice.stopwatch import Enough, lookahead
-from lightning_eff.advice.subject import SEED, Change, Subject
+from lightning_eff.advice.subject import Change, Subject
 from lightning_eff.bench.arms import undisturbed
 from lightning_eff.data.tokens._packing.padding import find_padding
 from lightning_eff.monitor.machine import peak_memory
@@ -171,7 +171,9 @@ class _Eye(Callback):
         self._view.step_seconds = (time.perf_counter() - self._since) / counted
         if watch is not None:
             phases = {name: watch.seconds[name] - self._phases.get(name, 0.0) for name in (*watch.seconds,)}
-            self._view.phases = {n: s / counted for n, s in phases.items() if s > 0 and n not in ("counting", "validation")}
+            self._view.phases = {
+                n: s / counted for n, s in phases.items() if s > 0 and n not in ("counting", "validation")
+            }
         self._view.logs = self._logs / (self._batches - 1)
         self._view.samples = self._samples / self._batches * trainer.accumulate_grad_batches
         self._view.padding = 1 - self._tokens / self._places if self._places else None
@@ -200,7 +202,9 @@ class _Eye(Callback):
         convolutions = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
         view.layers = {
             "convolutions": sum(isinstance(m, convolutions) for m in modules),
-            "norms": sum("norm" in type(m).__name__.lower() and "batch" not in type(m).__name__.lower() for m in modules),
+            "norms": sum(
+                "norm" in type(m).__name__.lower() and "batch" not in type(m).__name__.lower() for m in modules
+            ),
             "linear": sum(isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D" for m in modules),
             "dropout": sum(isinstance(m, nn.Dropout) and m.p > 0 for m in modules),
         }
@@ -246,7 +250,7 @@ def look(subject: Subject, change: Change | None = None, *, limit: float = 20.0)
     hooks: list[Any] = [eye, _Eye(view, eye, limit, inside=inside)]
     trainer: Any = None
     with redirect_stdout(StringIO()), undisturbed():
-        seed_everything(SEED, workers=True, verbose=False)
+        subject.seed()
         built = subject.build(change or Change(), hooks)
         trainer = built.trainer
         try:
@@ -280,5 +284,3 @@ def _sum_up(view: View, eye: Look, trainer: Any) -> None:
     view.run = RunProfile(**fields)
     view.decays = eye.decays
     view.rates = dict(rates)
-
-

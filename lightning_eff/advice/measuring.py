@@ -9,11 +9,9 @@ from io import StringIO
 from typing import Any
 
 import torch
-from lightning.pytorch import seed_everything
-
 from lightning_eff.advice.intervals import LEAST, Numbers, Turn, narrow, speed_up
 from lightning_eff.advice.stopwatch import Enough, Stopwatch
-from lightning_eff.advice.subject import SEED, Change, Subject
+from lightning_eff.advice.subject import Change, Subject
 from lightning_eff.bench.arms import undisturbed
 from lightning_eff.bench.reports.intervals import Interval
 from lightning_eff.bench.running.turns import Stopped, in_turns
@@ -168,7 +166,7 @@ def _fit(subject: Subject, change: Change, watch: Stopwatch, track: Track) -> No
     """One run, until the referee ends it; what goes wrong is kept in ``track``."""
     trainer = None
     try:
-        seed_everything(SEED, workers=True, verbose=False)
+        subject.seed()
         built = subject.build(change, [watch])
         trainer = built.trainer
         trainer.fit(built.module, **built.data)
@@ -217,4 +215,3 @@ def _set(flags: Mapping[str, Any]) -> None:
     torch.backends.cudnn.benchmark = flags["benchmark"]
     torch.use_deterministic_algorithms(flags["deterministic"], warn_only=flags["warn_only"])
     torch.autograd.set_detect_anomaly(flags["anomaly"], flags["nan"])
-

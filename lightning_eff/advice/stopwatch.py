@@ -163,7 +163,9 @@ class Stopwatch(Callback):
         _synchronize(trainer)
         seconds, queued = now() - self._last, queued_seconds() - self._queued
         workers = lookahead(trainer) > 0
-        self.turns.append(Turn(seconds, self._samples, self._tokens, self.batches, min(queued, 0.95 * seconds), workers))
+        self.turns.append(
+            Turn(seconds, self._samples, self._tokens, self.batches, min(queued, 0.95 * seconds), workers)
+        )
         if not self._go_on():
             raise Enough
         self._pass_on()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
@@ -93,6 +93,7 @@ class Subject:
     ) -> None:
         self._make, self.configs, self.notes = _maker(module), tuple(configs), list[str]()
         self.folder = folder
+        self._seeds_workers = bool(configs) or os.environ.get("PL_SEED_WORKERS") == "1"  # LightningCLI seeds them
         self._data = _prepared(data)
         self.validation: dict[str, Any] = {}  # how the Trainer validates, which trials do not
         self.rates: dict[str, int] = {}  # how often it draws its bar, and logs
@@ -145,9 +146,9 @@ class Subject:
         """The class names of the run's own callbacks."""
         return tuple(type(one).__name__ for one in self._callbacks)
 
-    def module(self) -> LightningModule:
-        """A fresh copy of the module."""
-        return self._make()
+    def seed(self) -> None:
+        """Seed a trial: every trial begins with the same random state, and seeds its loader's workers as the run does."""
+        seed_everything(SEED, workers=self._seeds_workers, verbose=False)
 
     def build(self, change: Change, hooks: Sequence[Any] = (), *, first: Sequence[Any] = ()) -> Built:
         """A fresh Trainer and module with a change.

@@ -61,7 +61,11 @@ class Trial:
 def candidates(view: View, subject: Subject) -> tuple[list[Trial], dict[str, str]]:
     """The trials that could gain something on a run, the most promising first, and why the others could not."""
     left: dict[str, str] = {}
-    found = [trial for part in (_data, _padding, _attention, _steps, _precision, _batches, _memory) for trial in part(view, subject, left)]
+    found = [
+        trial
+        for part in (_data, _padding, _attention, _steps, _precision, _batches, _memory)
+        for trial in part(view, subject, left)
+    ]
     own = {name.split(".")[-1] for name in subject.callbacks}
     for trial in [t for t in found if own & set(t.change.classes)]:
         found.remove(trial)
@@ -73,7 +77,11 @@ def _technique(name: str, **arguments: Any) -> Change:
     cls = public.found(name)
     from lightning.pytorch.plugins import Precision
 
-    return Change(plugins=(entry(cls, **arguments),)) if is_subclass(cls, Precision) else Change((entry(cls, **arguments),))
+    return (
+        Change(plugins=(entry(cls, **arguments),))
+        if is_subclass(cls, Precision)
+        else Change((entry(cls, **arguments),))
+    )
 
 
 def _cores() -> int:
@@ -97,7 +105,9 @@ def _data(view: View, subject: Subject, left: dict[str, str]) -> Iterator[Trial]
     )
     workers = min(max(_cores(), 2), 8)
     if not view.loader["plain"]:
-        left["num_workers"] = f"the training loader cannot be built again: {view.loader['why'] or 'it is none of torch'}"
+        left["num_workers"] = (
+            f"the training loader cannot be built again: {view.loader['why'] or 'it is none of torch'}"
+        )
     elif (view.loader["workers"] or 0) >= workers:
         left["num_workers"] = f"the loader has {view.loader['workers']} workers, for {_cores()} cores"
     else:
@@ -114,7 +124,11 @@ def _data(view: View, subject: Subject, left: dict[str, str]) -> Iterator[Trial]
 
 def _padding(view: View, subject: Subject, left: dict[str, str]) -> Iterator[Trial]:
     if view.padding is None or view.padding < PADDING:
-        why = "batches have no mask of padding" if view.padding is None else f"{view.padding:.1%} of positions are padding"
+        why = (
+            "batches have no mask of padding"
+            if view.padding is None
+            else f"{view.padding:.1%} of positions are padding"
+        )
         left.update({"SequencePacking": why, "TokenBudgetBatches": why})
         return
     reason = f"{view.padding:.0%} of the positions in a batch are padding"
@@ -139,7 +153,7 @@ def _attention(view: View, subject: Subject, left: dict[str, str]) -> Iterator[T
             Change((entry(FusedAttention),)),
             EXACT,
             f"attention is computed by hand at {places}",
-            code="F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p) in your code",
+            code="F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)",
         )
     else:
         left["FusedAttention"] = "no attention is computed by hand"
@@ -257,7 +271,9 @@ def _precision(view: View, subject: Subject, left: dict[str, str]) -> Iterator[T
             group="precision",
         )
     else:
-        left["FP8Precision"] = "the device has no FP8 matrix units" if view.layers["linear"] else "there is no linear layer"
+        left["FP8Precision"] = (
+            "the device has no FP8 matrix units" if view.layers["linear"] else "there is no linear layer"
+        )
     if not cuda:
         left["TF32"] = "only GPUs have TF32"
     elif torch.get_float32_matmul_precision() != "highest":
@@ -277,7 +293,9 @@ def _precision(view: View, subject: Subject, left: dict[str, str]) -> Iterator[T
 def _batches(view: View, subject: Subject, left: dict[str, str]) -> Iterator[Trial]:
     size, window = view.loader["batch_size"], int(subject.settings.get("accumulate_grad_batches", 1))
     if not view.loader["plain"] or not size:
-        left["larger batches"] = f"the training loader cannot be built again: {view.loader['why'] or 'it is none of torch'}"
+        left["larger batches"] = (
+            f"the training loader cannot be built again: {view.loader['why'] or 'it is none of torch'}"
+        )
         return
     length = view.loader["length"]
     if window > 1:

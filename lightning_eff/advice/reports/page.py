@@ -19,7 +19,13 @@ from lightning_eff.advice.reports.table import (
 from lightning_eff.bench.reports.report_html import document, figure_html, list_html, section_html, table_html
 from lightning_eff.bench.reports.words import Column
 
-COLUMNS = (("speed-up", "speed"), ("memory", "memory"), ("numbers", "numbers"), ("costs", "cost"), ("verdict", "verdict"))
+COLUMNS = (
+    ("speed-up", "speed"),
+    ("memory", "memory"),
+    ("numbers", "numbers"),
+    ("costs", "cost"),
+    ("verdict", "verdict"),
+)
 
 
 def page(found: Findings) -> str:

@@ -37,7 +37,9 @@ def memory(found: Findings) -> Drawing:
     return _bars("memory", rows, KINDS, f"{unit} of tensors", "Where memory goes")
 
 
-def _bars(name: str, rows: list[tuple[str, Mapping[str, float]]], parts: tuple[str, ...], unit: str, head: str) -> Drawing:
+def _bars(
+    name: str, rows: list[tuple[str, Mapping[str, float]]], parts: tuple[str, ...], unit: str, head: str
+) -> Drawing:
     shown = [part for part in parts if any(row.get(part) for _, row in rows)]
     with style():
         figure, axes = one(1.1 + 0.4 * len(rows))
@@ -47,13 +49,17 @@ def _bars(name: str, rows: list[tuple[str, Mapping[str, float]]], parts: tuple[s
             widths = [row.get(part, 0.0) for _, row in rows]
             places = [-i for i in range(len(rows))]
             colour = COLOURS[index % len(COLOURS)]
-            bars.append(axes.barh(places, widths, left=ends, height=0.6, color=colour, edgecolor=PAPER, linewidth=0.8)[0])
+            bars.append(
+                axes.barh(places, widths, left=ends, height=0.6, color=colour, edgecolor=PAPER, linewidth=0.8)[0]
+            )
             ends = [end + width for end, width in zip(ends, widths, strict=True)]
         axes.set_yticks([-i for i in range(len(rows))], [row for row, _ in rows])
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(unit)
         figure.legend(bars, shown, loc="outside upper center", ncols=min(len(shown), 3) or 1)
-    told = "; ".join(f"{row}: " + ", ".join(f"{part} {values.get(part, 0.0):.3g}" for part in shown) for row, values in rows)
+    told = "; ".join(
+        f"{row}: " + ", ".join(f"{part} {values.get(part, 0.0):.3g}" for part in shown) for row, values in rows
+    )
     return Drawing(name, f"{head}, in {unit}.", f"{head}, in {unit}: {told}.", figure)
 
 

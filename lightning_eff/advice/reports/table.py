@@ -53,6 +53,8 @@ def row(found: Findings, one: Outcome) -> dict[str, str]:
     assert one.speed is not None
     speed = f"{one.speed.estimate:.2f} × [{one.speed.low:.2f}, {one.speed.high:.2f}]"
     taken = "in the recipe" if found.stack.gains and one.trial in found.stack.trials else ""
+    if one.faster and one.kind == EXACT and one.trial.recipe and found.stack.trials:
+        taken = taken or "faster alone, not in the stack"
     verdict = taken or ("faster" if one.faster else "slower" if one.slower else "no measurable difference")
     if one.error:
         verdict += ", then it failed"
@@ -79,8 +81,9 @@ def code_of(found: Findings) -> list[str]:
     """Changes of the user's own code that pay, and settings that techniques found."""
     lines = []
     for one in found.outcomes:
-        if one.faster and one.trial.code and (not one.trial.recipe or one.trial.name.startswith(("Fused", "num_", "fused"))):
-            lines.append(f"{one.trial.name}: {one.trial.code} ({one.trial.reason})")
+        used = found.stack.gains and one.trial in found.stack.trials
+        if one.faster and one.kind == EXACT and (not one.trial.recipe or (used and "callbacks=" not in one.trial.code)):
+            lines.append(f"{one.trial.name}: write {one.trial.code}, because {one.trial.reason}.")
         if one.faster and "loader" in one.settings:
             lines.append(f"{one.trial.name} chose {one.settings['loader']}.")
         lines += [f"{one.trial.name}: {note}" for note in one.notes if one.trial.group == "loader" and "stays" in note]
@@ -90,7 +93,9 @@ def code_of(found: Findings) -> list[str]:
 def where(phases: Mapping[str, float]) -> str:
     """Where a step's time goes, in words."""
     total = sum(phases.values()) or 1.0
-    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in sorted(phases.items(), key=lambda kv: -kv[1]) if seconds)
+    return ", ".join(
+        f"{name} {seconds / total:.0%}" for name, seconds in sorted(phases.items(), key=lambda kv: -kv[1]) if seconds
+    )
 
 
 def text(found: Findings, width: int = 110) -> str:
@@ -124,7 +129,9 @@ def _capital(words: str) -> str:
 
 def _part(head: str, entries: Iterable[str], width: int) -> list[str]:
     wrapped = [
-        textwrap.fill(" ".join(entry.split()), width, initial_indent="  - ", subsequent_indent="    ", break_long_words=False)
+        textwrap.fill(
+            " ".join(entry.split()), width, initial_indent="  - ", subsequent_indent="    ", break_long_words=False
+        )
         for entry in entries
     ]
     return ["", head, "", *wrapped] if wrapped else []
