@@ -13,6 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning_eff._cli.errors import UsageError
 from lightning_eff._core import rng
 from lightning_eff._core._lightning.names import is_a
+from lightning_eff.advice._running.subject import Subject, from_configs
 from lightning_eff.advice.engine import Engine, Findings
 from lightning_eff.advice.outcomes import Outcome, Stack
 from lightning_eff.advice.problems import Problem
@@ -20,7 +21,6 @@ from lightning_eff.advice.progress import Watchman
 from lightning_eff.advice.reports.page import page
 from lightning_eff.advice.reports.recipe import python, recipe
 from lightning_eff.advice.reports.table import headline, record, text
-from lightning_eff.advice.subject import Subject, from_configs
 from lightning_eff.advice.suggestions import Suggestion
 from lightning_eff.bench.reports.drawing import require_extra
 

@@ -10,16 +10,17 @@ from io import StringIO
 from typing import Any
 
 import torch
+
 from lightning_eff._cli.errors import UsageError
 from lightning_eff._exports import public
+from lightning_eff.advice._running.measuring import Arm, Track, measure
+from lightning_eff.advice._running.stopwatch import Enough, Stopwatch
+from lightning_eff.advice._running.subject import Change, Subject
 from lightning_eff.advice.intervals import EXACT, PRECISION, keeps_numbers, speed_up
 from lightning_eff.advice.looking import View, look
-from lightning_eff.advice.measuring import Arm, Track, measure
 from lightning_eff.advice.outcomes import Outcome, Stack, judged, noise_between
 from lightning_eff.advice.problems import Problem, Problems
 from lightning_eff.advice.progress import Watchman
-from lightning_eff.advice.stopwatch import Enough, Stopwatch
-from lightning_eff.advice.subject import Change, Subject
 from lightning_eff.advice.suggestions import Suggestion, suggestions
 from lightning_eff.advice.trials import Trial, candidates
 from lightning_eff.bench.arms import undisturbed
@@ -281,7 +282,7 @@ class Engine:
 
 def validated(subject: Subject, eye: Any, *, limit: float) -> None:
     """Train for some steps and validate on some batches, with ``eye`` among the callbacks."""
-    from lightning_eff.advice.rehearsal import Rehearsal
+    from lightning_eff.advice._running.rehearsal import Rehearsal
 
     with redirect_stdout(StringIO()), undisturbed():
         subject.seed()

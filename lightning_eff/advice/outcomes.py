@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lightning_eff.advice._running.measuring import Track
+from lightning_eff.advice._running.subject import Change
 from lightning_eff.advice.intervals import BATCHES, EXACT, PRECISION, Numbers, keeps_numbers, speed_up
 from lightning_eff.advice.looking import View
-from lightning_eff.advice.measuring import Track
-from lightning_eff.advice.subject import Change
 from lightning_eff.advice.trials import Trial
 from lightning_eff.bench.reports.intervals import Interval
 

@@ -9,11 +9,11 @@ import torch
 
 from lightning_eff._core._lightning.names import is_subclass
 from lightning_eff._exports import public
+from lightning_eff.advice._running.subject import Change, Subject, entry
 from lightning_eff.advice.applied import Float32Products, FusedOptimizer, LargerBatch, LoaderWorkers, Unlogged
 from lightning_eff.advice.fused_attention import FusedAttention
 from lightning_eff.advice.intervals import BATCHES, EXACT, PRECISION
 from lightning_eff.advice.looking import View
-from lightning_eff.advice.subject import Change, Subject, entry
 
 WAITING = 0.03  #: the fraction of the time, from which waiting for data is worth a trial
 PADDING = 0.05  #: the fraction of positions, from which padding is

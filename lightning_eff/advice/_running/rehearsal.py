@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core.patches import Patches
-from lightning_eff.advice.stopwatch import Enough
+from lightning_eff.advice._running.stopwatch import Enough
 
 STEPS = 14  #: batches of training
 VALIDATED = 4  #: batches of validation

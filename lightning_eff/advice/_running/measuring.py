@@ -9,9 +9,10 @@ from io import StringIO
 from typing import Any
 
 import torch
+
+from lightning_eff.advice._running.stopwatch import Enough, Stopwatch
+from lightning_eff.advice._running.subject import Change, Subject
 from lightning_eff.advice.intervals import LEAST, Numbers, Turn, narrow, speed_up
-from lightning_eff.advice.stopwatch import Enough, Stopwatch
-from lightning_eff.advice.subject import Change, Subject
 from lightning_eff.bench.arms import undisturbed
 from lightning_eff.bench.reports.intervals import Interval
 from lightning_eff.bench.running.turns import Stopped, in_turns
