@@ -10,7 +10,7 @@ import torch
 from lightning_eff.bench.reports.intervals import Interval, paired_ratio
 
 NARROW = 0.06  #: width of a ratio's interval, relative to the ratio, at which a trial has been measured enough
-LEAST = 4  #: turns of a ratio
+LEAST = 6  #: turns of a ratio
 DISTURBED = 1.5  #: a turn that takes so many times the median of its run was disturbed
 FEW = 0.2  #: the largest fraction of turns that may count as disturbed
 

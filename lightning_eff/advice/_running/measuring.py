@@ -17,7 +17,7 @@ from lightning_eff.bench.arms import undisturbed
 from lightning_eff.bench.reports.intervals import Interval
 from lightning_eff.bench.running.turns import Stopped, in_turns
 
-TURN_SECONDS = 0.25  #: of a turn, about
+TURN_SECONDS = 0.15  #: of a turn, about
 MOST = 60  #: turns
 SLOWER = 0.97  #: a trial whose interval lies below is not measured further
 
@@ -155,7 +155,7 @@ def measure(
 
     with redirect_stdout(StringIO()), undisturbed():
         try:
-            tracks = in_turns([task(index) for index in range(len(every))])
+            tracks = in_turns([task(index) for index in range(len(every))], torch.get_num_threads())
         finally:
             _set(flags)
     if torch.cuda.is_available():
