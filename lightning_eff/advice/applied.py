@@ -10,7 +10,15 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import of_both
+from lightning_eff._core._loaders.proxy import LoaderProxy
 from lightning_eff._core.patches import Patches
+
+
+def users_own(loader: Any) -> Any:
+    """The loader that a run was given, where a technique has put a proxy around it."""
+    while isinstance(loader, LoaderProxy):
+        loader = vars(loader)["_loader"]
+    return loader
 
 
 def plain_loader(loader: Any) -> str | None:
@@ -86,7 +94,7 @@ class _ReplacedLoader(Callback):
 class LoaderWorkers(_ReplacedLoader):
     """Load batches in worker processes, whatever the loader's own setting.
 
-    Workers draw the random numbers of augmentations from their own seeds. Batches then have other, equally random, augmentations.
+    Workers draw the random numbers of augmentations from their own seeds. Augmentations are then others, and equally random.
 
     Args:
         num_workers: worker processes.

@@ -92,6 +92,8 @@ class Engine:
             )
         found = Findings(self.subject.name, view, notes=list(self.subject.notes), configs=self.subject.configs)
         self._look_for_problems(found)
+        if (load := busy()) is not None:
+            found.notes.append(load)
         trials, found.left = candidates(view, self.subject)
         self._try_each(found, trials)
         self._combine(found)
@@ -149,7 +151,9 @@ class Engine:
             deadline = self._deadline(len(left), len(group))
             left = [trial for trial in left if trial not in group]
             if group[0].slow and self.watch.until(TRIALS) - time.monotonic() < COMPILING:
-                text = f"its compilation may take more than the {max(self.watch.left, 0):.0f} s that were left. Use more minutes"
+                text = (
+                    f"compiling may take more than the {max(self.watch.left, 0):.0f} s that were left. Use more minutes"
+                )
                 found.left.update({trial.name: text for trial in group})
                 continue
             if group[0].late and time.monotonic() > self.watch.until(TRIALS):
@@ -289,6 +293,18 @@ def validated(subject: Subject, eye: Any, *, limit: float) -> None:
         built = subject.build(Change(trainer=subject.validation), [eye, Rehearsal(limit)])
         with suppress(Enough):
             built.trainer.fit(built.module, **built.data)
+
+
+def busy() -> str | None:
+    """What to say of a machine on which much else runs; None where little does."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= cores + 1:
+        return None
+    return (
+        f"Other processes kept this machine busy (a load of {load:.0f} on {cores} cores). Intervals are wide then, and a loader's"
+        " workers gain less. Repeat it on an idle machine."
+    )
 
 
 def conflict(trials: Sequence[Trial]) -> str | None:

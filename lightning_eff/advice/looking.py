@@ -20,7 +20,7 @@ from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff.advice._running.stopwatch import Enough, lookahead
 from lightning_eff.advice._running.subject import Change, Subject
-from lightning_eff.advice.applied import cannot_fuse, plain_loader
+from lightning_eff.advice.applied import cannot_fuse, plain_loader, users_own
 from lightning_eff.advice.fused_attention import ByHand
 from lightning_eff.bench.arms import undisturbed
 from lightning_eff.data.tokens._packing.padding import find_padding
@@ -182,7 +182,7 @@ class _Eye(Callback):
 
     def _facts(self, trainer: Trainer, module: LightningModule) -> None:
         view = self._view
-        loader: Any = trainer.train_dataloader
+        loader: Any = users_own(trainer.train_dataloader)
         view.loader = {
             "plain": plain_loader(loader) is None if isinstance(loader, DataLoader) else False,
             "why": plain_loader(loader),

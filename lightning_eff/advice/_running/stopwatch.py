@@ -70,7 +70,7 @@ class Stopwatch(Callback):
         self._go_on, self._pass_on = go_on, pass_on
         self._patches = Patches()
         self._wants_numbers = numbers
-        self._stepped = self._settled = False
+        self._stepped = self._settled = self._ready = False
         self._loss: float | None = None
         self._count = self._in_turn = self._samples = self._tokens = 0
         self._mark = self._began = self._last = now()
@@ -132,8 +132,12 @@ class Stopwatch(Callback):
         if self._count <= WARM_UP or not self._has_settled(trainer):
             self._begin(trainer)
             return
-        if self._count == WARM_UP + 1:
+        if not self._ready:  # the first turn is counted once every run has been built and has warmed up
+            self._ready = True
             self._measure_memory(trainer, pl_module)
+            self._pass_on()
+            self._begin(trainer)
+            return
         self._in_turn += 1
         if self._in_turn == self._skipped(trainer):
             self._begin(trainer, counted=True)
