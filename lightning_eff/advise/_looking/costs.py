@@ -138,10 +138,10 @@ def _twice(seen: Watched) -> Iterator[Problem]:
     (second, first), _ = by_line.most_common(1)[0]
     path = paths.most_common(1)[0][0]
     what = f"{path} is computed" if path else "The same products are computed"
+    where = f"at {second} and at {first}" if second != first else f"at {second}"
     yield Problem(
         "duplicate-work",
-        f"{what} twice per step on the same inputs: at {second} what {first} had computed. This is {share:.0%} of the"
-        " step's multiplications.",
+        f"{what} twice per step on the same inputs, {where}. The second time is {share:.0%} of the step's multiplications.",
         "Keep the first result in a variable and use it in both places.",
         share,
     )

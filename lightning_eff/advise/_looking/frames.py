@@ -99,6 +99,30 @@ def place(own: frozenset[str] = frozenset()) -> Place | None:
     return None
 
 
+def chain(own: frozenset[str] = frozenset()) -> tuple[Place, ...]:
+    """The lines of the user's code that call each other and are being run, the outermost first.
+
+    Args:
+        own: installed packages that count as the user's.
+    """
+    found: list[Place] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        who = owner(frame.f_code.co_filename)
+        if who == "user" or who in own:
+            found.append(Place(frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def parting(first: tuple[Place, ...], second: tuple[Place, ...]) -> tuple[Place | None, Place | None]:
+    """Where two chains of calls part, or end."""
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            return one, other
+    return (first[-1] if first else None), (second[-1] if second else None)
+
+
 def _part(file: str) -> str:
     """The parts of torch that decide by themselves what they need to know: "torch.optim", "torch.distributions" or ""."""
     head = file.removeprefix(_TORCH).split(os.sep)[0]
