@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -135,7 +136,8 @@ class Shows(Well):
 
 def test_a_progress_bar_and_a_logger_of_every_step(tmp_path: Any) -> None:
     assert set(watch(Shows(), progress_bar_rate=1)) == {"progress-bar-synchronisation"}
-    assert set(watch(Shows(), enable_progress_bar=True)) == {"progress-bar-synchronisation"}
+    assert set(watch(Shows(), TQDMProgressBar(1), enable_progress_bar=True)) == {"progress-bar-synchronisation"}
+    assert watch(Shows(), TQDMProgressBar(20), enable_progress_bar=True) == {}
     assert watch(Shows(), progress_bar_rate=20) == {}
     assert watch(Seldom(), progress_bar_rate=1) == {}
     assert watch(Shows()) == {}

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff.advise._looking.frames import Place
+from lightning_eff.advise._looking.operations import CHECKS
 from lightning_eff.advise._looking.parameters import listed
 from lightning_eff.advise._looking.problem import Problem
 from lightning_eff.advise._looking.watched import Watched
@@ -21,10 +22,7 @@ PADDING = 0.2  # of the positions
 VALIDATION = 0.4  # of the run
 OFTEN = 4  # a progress bar that is refreshed after so many steps or fewer is refreshed often
 _KINDS = {"item": "reads a value on the host", "print": "prints a tensor", "copy": "copies a tensor to the host"}
-_FIXES = {
-    "torchmetrics": "Pass validate_args=False to the metric.",
-    "torch.distributions": "Pass validate_args=False to the distribution.",
-}
+_FIXES = {name: f"Pass validate_args=False to {name.split()[0]}." for name in CHECKS}
 
 
 def costs(seen: Watched) -> Iterator[Problem]:

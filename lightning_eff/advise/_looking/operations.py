@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_eff._core.patches import Patches
-from lightning_eff.advise._looking.frames import Place, chain, parting, place, running
+from lightning_eff.advise._looking.frames import CHECKING, Place, chain, parting, place, running
 
 _aten = torch.ops.aten
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -37,7 +37,7 @@ _FILLS = (
     "clone",
 )
 #: Libraries that look at values only to check their arguments.
-CHECKS = ("torchmetrics", "torch.distributions")
+CHECKS = (f"torchmetrics{CHECKING}", f"torch.distributions{CHECKING}", "torch.distributions")
 _UNSET = ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like", "empty_permuted")
 
 
