@@ -83,7 +83,7 @@ class Problems(Callback):
         self._operations.on_backward = self._after_engine
         self._logged = Logged()
         bar = trainer.progress_bar_callback
-        shown = int(getattr(bar, "refresh_rate", 1)) if bar is not None and getattr(bar, "is_enabled", True) else 0
+        shown = 0 if bar is None else int(getattr(bar, "refresh_rate", 1))
         seen.bar_rate = shown if self._bar is None else self._bar
         written = trainer.log_every_n_steps if trainer.loggers else 0  # pyright: ignore[reportAttributeAccessIssue]
         seen.log_rate = written if self._log is None else self._log

@@ -9,10 +9,18 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_eff._core._lightning.names import is_a
+<<<<<<< HEAD:lightning_eff/advice/_looking/costs.py
 from lightning_eff.advice._looking.frames import Place
 from lightning_eff.advice._looking.parameters import listed
 from lightning_eff.advice._looking.problem import Problem
 from lightning_eff.advice._looking.watched import Watched
+=======
+from lightning_eff.advise._looking.frames import Place
+from lightning_eff.advise._looking.operations import CHECKS
+from lightning_eff.advise._looking.parameters import listed
+from lightning_eff.advise._looking.problem import Problem
+from lightning_eff.advise._looking.watched import Watched
+>>>>>>> A2:lightning_eff/advise/_looking/costs.py
 
 DATA, DATA_SECONDS = 0.15, 2e-3  # of a step, and seconds of it, that may pass before its batch is there
 METRICS = 0.05  # of a step, for metrics
@@ -21,10 +29,7 @@ PADDING = 0.2  # of the positions
 VALIDATION = 0.4  # of the run
 OFTEN = 4  # a progress bar that is refreshed after so many steps or fewer is refreshed often
 _KINDS = {"item": "reads a value on the host", "print": "prints a tensor", "copy": "copies a tensor to the host"}
-_FIXES = {
-    "torchmetrics": "Pass validate_args=False to the metric.",
-    "torch.distributions": "Pass validate_args=False to the distribution.",
-}
+_FIXES = {name: f"Pass validate_args=False to {name.split()[0]}." for name in CHECKS}
 
 
 def costs(seen: Watched) -> Iterator[Problem]:
@@ -138,10 +143,10 @@ def _twice(seen: Watched) -> Iterator[Problem]:
     (second, first), _ = by_line.most_common(1)[0]
     path = paths.most_common(1)[0][0]
     what = f"{path} is computed" if path else "The same products are computed"
+    where = f"at {second} and at {first}" if second != first else f"at {second}"
     yield Problem(
         "duplicate-work",
-        f"{what} twice per step on the same inputs: at {second} what {first} had computed. This is {share:.0%} of the"
-        " step's multiplications.",
+        f"{what} twice per step on the same inputs, {where}. The second time is {share:.0%} of the step's multiplications.",
         "Keep the first result in a variable and use it in both places.",
         share,
     )

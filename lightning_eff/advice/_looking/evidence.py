@@ -36,11 +36,11 @@ class Result:
     verdict: str
 
     def __str__(self) -> str:
-        task = TASKS.get(self.task, self.task)
-        given = f" ({self.settings})" if self.settings else ""
+        where = f"On {TASKS.get(self.task, self.task)}{f' ({self.settings})' if self.settings else ''}"
         interval = f"{self.speed:.2f} [{self.low:.2f}, {self.high:.2f}]"
-        verdict = "no measurable difference" if self.verdict == "undecided" else self.verdict
-        return f"{verdict} on the task {task!r}{given}: {interval} times as fast as the baseline to the same loss"
+        if self.verdict == "undecided":
+            return f"{where} there was no measurable difference: {interval}."
+        return f"{where} it was {self.verdict}: {interval} times as fast as the baseline to the same loss."
 
 
 def kind(run: RunProfile) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ def evidence(technique: str, run: RunProfile) -> tuple[float | None, str]:
             best[one.task] = one
     like = [best[task] for task in kind(run) if task in best]
     if like:
-        return _speed(like[0]), f"On a task like this one: {like[0]}."
+        return _speed(like[0]), str(like[0])
     if not best:
         return None, "There is no committed evidence."
     others = sorted(best.values(), key=lambda one: -_speed(one))
@@ -89,7 +89,7 @@ def evidence(technique: str, run: RunProfile) -> tuple[float | None, str]:
         mean *= speed ** (1 / len(speeds))
     return (
         mean,
-        f"There is no committed evidence on a task like this one. On others: {'; '.join(map(str, others[:2]))}.",
+        f"There is no committed evidence on a task like this one. {' '.join(map(str, others[:2]))}",
     )
 
 

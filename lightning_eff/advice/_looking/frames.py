@@ -19,6 +19,7 @@ _OURS = str(Path(__file__).parents[2]) + os.sep
 _TORCH = str(Path(str(torch.__file__)).parent) + os.sep
 _CHECKOUT = str(Path(str(lightning.__file__)).parent) + os.sep  # Lightning need not be installed as a wheel
 _STANDARD = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
+CHECKING = " that checks its arguments"
 _CALLS = ("_call_impl", "_wrapped_call_impl")
 
 
@@ -29,7 +30,8 @@ class Place:
     Attributes:
         file: its path.
         line: its number.
-        through: the library or part of torch that the line called, such as "torchmetrics" or "torch.distributions".
+        through: the library or part of torch that the line called, such as "torchmetrics" or "torch.distributions", with
+            :data:`CHECKING` where it does so.
     """
 
     file: str
@@ -86,17 +88,44 @@ def place(own: frozenset[str] = frozenset()) -> Place | None:
         own: installed packages that count as the user's.
     """
     frame: FrameType | None = sys._getframe(1)
-    through = ""
+    through, checks = "", False
     while frame is not None:
         who = owner(frame.f_code.co_filename)
         if who == "user" or who in own:
-            return Place(frame.f_code.co_filename, frame.f_lineno, through)
+            return Place(
+                frame.f_code.co_filename, frame.f_lineno, through + CHECKING if checks and through else through
+            )
         if who == "lightning" and not through:
             return None
         if not through and who not in ("python", "ours", "lightning"):
             through = _part(frame.f_code.co_filename) if who == "torch" else who
+        checks = checks or "validat" in frame.f_code.co_name
         frame = frame.f_back
     return None
+
+
+def chain(own: frozenset[str] = frozenset()) -> tuple[Place, ...]:
+    """The lines of the user's code that call each other and are being run, the outermost first.
+
+    Args:
+        own: installed packages that count as the user's.
+    """
+    found: list[Place] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        who = owner(frame.f_code.co_filename)
+        if who == "user" or who in own:
+            found.append(Place(frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def parting(first: tuple[Place, ...], second: tuple[Place, ...]) -> tuple[Place | None, Place | None]:
+    """Where two chains of calls part, or end."""
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            return one, other
+    return (first[-1] if first else None), (second[-1] if second else None)
 
 
 def _part(file: str) -> str:

@@ -18,7 +18,11 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_eff._core.patches import Patches
+<<<<<<< HEAD:lightning_eff/advice/_looking/operations.py
 from lightning_eff.advice._looking.frames import Place, place, running
+=======
+from lightning_eff.advise._looking.frames import CHECKING, Place, chain, parting, place, running
+>>>>>>> A2:lightning_eff/advise/_looking/operations.py
 
 _aten = torch.ops.aten
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -36,6 +40,8 @@ _FILLS = (
     "lift_fresh",
     "clone",
 )
+#: Libraries that look at values only to check their arguments.
+CHECKS = (f"torchmetrics{CHECKING}", f"torch.distributions{CHECKING}", "torch.distributions")
 _UNSET = ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like", "empty_permuted")
 
 
@@ -151,7 +157,7 @@ class Operations(TorchDispatchMode):
         self._host: dict[int, Tensor] = {}
         self._count = 0
         self._generation = 0
-        self._heavy: dict[Any, tuple[bool, Place | None]] = {}
+        self._heavy: dict[Any, tuple[bool, tuple[Place, ...], float]] = {}
         self.seen = Seen()
         self.on_backward: Callable[[], None] = lambda: None
 
@@ -318,6 +324,10 @@ class Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is _aten._to_copy.default and self._leaves(inputs[0], kwargs):
             self.seen.wait(place(self._own), "copy")
+        if torch.Tag.dynamic_output_shape in func.tags and any(map(self._waits_for, inputs)):
+            where = place(self._own)
+            if where is not None and where.through in CHECKS:  # a user who selects values by a mask needs them
+                self.seen.wait(where, "size")
         grad = torch.is_grad_enabled()
         keys = self._key(args, grad), self._key(tuple(sorted(kwargs.items())), grad)
         output = func(*args, **kwargs)
@@ -380,11 +390,11 @@ class Operations(TorchDispatchMode):
             first = self._heavy.get(("drawn", hash(drawn)))
             if first is not None and first[0] == with_graph:
                 first = None
-        where = place(self._own)
+        where = chain(self._own)
         if first is not None:
-            self.seen.twice.append(Twice(first[1], where, running(self._names), cost))
+            self.seen.twice.append(Twice(*parting(first[1], where), running(self._names), min(cost, first[2])))
             return
-        self._heavy[("values", hash(exact))] = self._heavy[("drawn", hash(drawn))] = (with_graph, where)
+        self._heavy[("values", hash(exact))] = self._heavy[("drawn", hash(drawn))] = (with_graph, where, cost)
 
     def _finite(self, func: OpOverload, inputs: list[Tensor], output: Any) -> None:
         name = func.overloadpacket.__name__
