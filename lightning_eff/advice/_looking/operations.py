@@ -18,11 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_eff._core.patches import Patches
-<<<<<<< HEAD:lightning_eff/advice/_looking/operations.py
-from lightning_eff.advice._looking.frames import Place, place, running
-=======
-from lightning_eff.advise._looking.frames import CHECKING, Place, chain, parting, place, running
->>>>>>> A2:lightning_eff/advise/_looking/operations.py
+from lightning_eff.advice._looking.frames import CHECKING, Place, chain, parting, place, running
 
 _aten = torch.ops.aten
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_eff.advise.problems import Problem, Problems
+from lightning_eff.advice.problems import Problem, Problems
 
 STEPS = 12
 
@@ -73,6 +73,41 @@ class Experts(Well):
         return self.head(self.experts[self.global_step % 3](self.encoder(x)))
 
 
+class Gan(pl.LightningModule):
+    """Two networks that are trained in turns, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.critic = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(), nn.Linear(32, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real = batch[0]
+        first, second = self.optimizers()  # pyright: ignore[reportGeneralTypeIssues]
+        fake = self.generator(torch.randn(len(real), 4, device=self.device))
+        self.toggle_optimizer(first)
+        first.zero_grad()
+        self.manual_backward(F.softplus(-self.critic(fake)).mean())
+        first.step()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        second.zero_grad()
+        loss = F.softplus(self.critic(fake.detach())).mean() + F.softplus(-self.critic(real)).mean()
+        self.manual_backward(loss)
+        second.step()
+        self.untoggle_optimizer(second)
+        self.log("critic", loss)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.Adam(self.generator.parameters(), 2e-4),
+            torch.optim.Adam(self.critic.parameters(), 2e-4),
+        )
+
+
 def rows(**kwargs: Any) -> DataLoader[Any]:
     return DataLoader(Rows(**kwargs), batch_size=8)
 
@@ -91,7 +126,10 @@ def fit(
         **kwargs,
     }
     trainer = pl.Trainer(callbacks=list(callbacks), **arguments)
-    trainer.fit(module, rows() if train is None else train, rows(size=32) if val is None else val)
+    if isinstance(train, pl.LightningDataModule):
+        trainer.fit(module, train)
+    else:
+        trainer.fit(module, rows() if train is None else train, rows(size=32) if val is None else val)
     return trainer
 
 

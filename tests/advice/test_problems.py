@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from lightning_eff import ExponentialMovingAverage, ScheduleFree
-from lightning_eff.advise.problems import Problems
-from tests.advise.planted import STEPS, Experts, Well, fit, watch
+from lightning_eff.advice.problems import Problems
+from tests.advice.planted import STEPS, Experts, Well, fit, watch
 
 
 def line_of(function: Any, text: str) -> str:
