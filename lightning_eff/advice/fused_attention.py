@@ -69,8 +69,8 @@ class Pending(Tensor):
         """
         if self.fused and self.dropout:
             raise RuntimeError(
-                f"{WHO}: the attention weights at {self.site} are also used elsewhere after dropout, and torch's fused attention"
-                f" does not return them. Remove {WHO}."
+                f"{WHO}: the attention weights at {self.site} are also used elsewhere after dropout. Torch's fused attention does"
+                f" not return them. Remove {WHO}."
             )
         if self._value is None:
             function, args, kwargs = self._call
