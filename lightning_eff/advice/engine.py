@@ -302,8 +302,8 @@ def busy() -> str | None:
     if load <= cores + 1:
         return None
     return (
-        f"Other processes kept this machine busy (a load of {load:.0f} on {cores} cores). Intervals are wide then, and workers of"
-        " a loader gain less. Repeat it on an idle machine."
+        f"Other processes keep this machine busy (a load of {load:.0f} on {cores} cores). Intervals are wide then, and loaders'"
+        " workers gain less. Repeat it on an idle machine."
     )
 
 

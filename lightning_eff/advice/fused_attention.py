@@ -43,13 +43,28 @@ class Pending(Tensor):
     fused: bool
     site: str
     grad_mode: bool
+    filled: Tensor | None  # which scores a finite number has replaced
+    versions: tuple[tuple[Tensor, int], ...]  # of the tensors that are read later
+    autocast: torch.dtype | None
 
     @staticmethod
     def made(
         like: "Pending | None", shape: torch.Size, dtype: torch.dtype, device: torch.device, **state: Any
     ) -> "Pending":
         """A tensor of this shape without content."""
-        names = ("query", "key", "scale", "mask", "weights", "dropout", "site", "grad_mode")
+        names = (
+            "query",
+            "key",
+            "scale",
+            "mask",
+            "weights",
+            "dropout",
+            "site",
+            "grad_mode",
+            "filled",
+            "versions",
+            "autocast",
+        )
         before = {name: getattr(like, name) for name in names} if like is not None else {}
         state = {**before, "_value": None, "fused": False, **state}
         gradient = state["grad_mode"] and any(t.requires_grad for t in (state["query"], state["key"]))
@@ -69,16 +84,26 @@ class Pending(Tensor):
         """
         if self.fused and self.dropout:
             raise RuntimeError(
-                f"{WHO}: the attention weights at {self.site} are also used elsewhere after dropout. Torch's fused attention does"
-                f" not return them. Remove {WHO}."
+                f"{WHO}: the attention weights at {self.site} are also used elsewhere after dropout. Fused attention does not"
+                f" return them. Remove {WHO}."
             )
         if self._value is None:
+            self.check()
             function, args, kwargs = self._call
-            with torch.set_grad_enabled(self.grad_mode):
+            kind = self.query.device.type
+            mixed = torch.autocast(kind, self.autocast or torch.bfloat16, enabled=self.autocast is not None)
+            with torch.set_grad_enabled(self.grad_mode), mixed:
                 found = function(*_plain(args), **_plain(kwargs))
             object.__setattr__(self, "_value", found)
         assert self._value is not None
         return self._value
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if a tensor that is read now was changed in place after the user's code read it."""
+        if any(t._version != version for t, version in self.versions):
+            raise RuntimeError(
+                f"{WHO}: a tensor that the attention at {self.site} reads was changed in place afterwards. Remove {WHO}."
+            )
 
     @classmethod
     @override
@@ -126,6 +151,8 @@ def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
 
     def then(**state: Any) -> Pending:
         dtype = state.pop("dtype", first.dtype)
+        state["versions"] = (*first.versions, *_versions(args))
+        state["autocast"] = _mixed(first)
         return Pending.made(first, first.shape, dtype, first.device, _call=(func, args, kwargs), **state)
 
     if func in _PRODUCTS or func is torch.einsum:
@@ -144,18 +171,40 @@ def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
         by = _SCALES[func](float(second))
         return then(scale=first.scale * by, mask=None if first.mask is None else first.mask * by)
     if func in _ADDS and len(args) == 2 and not kwargs and isinstance(second, Tensor):
-        return then(mask=_added(first.mask, second)) if _fits(second, first) and second.is_floating_point() else None
-    if func in _FILLS and len(args) == 3 and not kwargs and isinstance(args[2], int | float):
-        if isinstance(second, Tensor) and second.dtype == torch.bool and _fits(second, first) and args[2] < -1e3:
-            zeros = torch.zeros(second.shape, dtype=first.query.dtype, device=second.device)
-            return then(mask=_added(first.mask, zeros.masked_fill(second, args[2])))
-        return None
+        able = _fits(second, first) and second.is_floating_point() and first.filled is None
+        return then(mask=_added(first.mask, second)) if able else None
+    if func in _FILLS and len(args) == 3 and not kwargs:
+        return _filled(first, second, args[2], then)
     if func in _SOFTMAX:
         dim = kwargs.get("dim", second)
         dtype = kwargs.get("dtype", args[2] if func is not F.softmax and len(args) > 2 else None)
         if dim in (-1, first.ndim - 1) and dtype in (None, first.dtype):
             return then(weights=True, dtype=first.dtype if _mixed(first) is None else torch.float32)
     return None
+
+
+def _filled(scores: Pending, hidden: Any, value: Any, then: Callable[..., Pending]) -> Pending | None:
+    """Scores with ``value`` where ``hidden``, as a mask that is added; None where adding is not the same.
+
+    A row that is hidden as a whole by a finite number has equal weights and no gradient, which no added mask gives.
+    """
+    if not isinstance(value, int | float) or value >= -1e3:
+        return None
+    if not isinstance(hidden, Tensor) or hidden.dtype != torch.bool or not _fits(hidden, scores):
+        return None
+    every = scores.filled
+    if value != -math.inf:
+        if scores.mask is not None and every is None:
+            return None
+        every = hidden if every is None else every | hidden
+        if bool(every.all(-1).any()):
+            return None
+    zeros = torch.zeros(hidden.shape, dtype=scores.query.dtype, device=hidden.device)
+    return then(mask=_added(scores.mask, zeros.masked_fill(hidden, value)), filled=every)
+
+
+def _versions(args: tuple[Any, ...]) -> tuple[tuple[Tensor, int], ...]:
+    return tuple((t, t._version) for t in args if type(t) is Tensor)
 
 
 def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, bool]:
@@ -181,7 +230,10 @@ def _attended(weights: Pending, value: Tensor) -> Tensor | None:
     alike &= _mixed(query) is not None or query.dtype == key.dtype == value.dtype
     if not alike or type(value) is not Tensor or value.shape[-2] != key.shape[-2]:
         return None
-    mask = weights.mask if weights.mask is None else weights.mask.to(_mixed(query) or query.dtype)
+    weights.check()
+    mask = weights.mask
+    if mask is not None:
+        mask = mask[(None,) * (query.ndim - mask.ndim)].to(_mixed(query) or query.dtype)
     object.__setattr__(weights, "fused", True)
     if _MODES:
         _MODES[-1].sites[weights.site] = _MODES[-1].sites.get(weights.site, 0) + 1
@@ -227,7 +279,8 @@ class ByHand(TorchFunctionMode):
                 shape = torch.Size((*q.shape[:-1], k.shape[-1]))
                 call = (func, args, {})
                 state = {"query": q, "key": k, "scale": 1.0, "mask": None, "weights": False, "dropout": 0.0}
-                state |= {"site": _place(), "grad_mode": torch.is_grad_enabled()}
+                state |= {"site": _place(), "grad_mode": torch.is_grad_enabled(), "filled": None}
+                state |= {"versions": _versions(args), "autocast": _mixed(q)}
                 return Pending.made(None, shape, _mixed(q) or q.dtype, q.device, _call=call, **state)
         return func(*args, **kwargs)
 
