@@ -11,8 +11,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from lightning_eff import ExponentialMovingAverage, ScheduleFree
+from lightning_eff.advise._looking import clock
 from lightning_eff.advise.problems import Problems
 from tests.advise.planted import STEPS, Experts, Well, fit, watch
+
+
+@pytest.fixture(autouse=True)
+def time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "perf_counter", lambda: 0.0)
 
 
 def line_of(function: Any, text: str) -> str:
@@ -211,7 +217,16 @@ class Teacher(Well):
         return super().loss(batch) + F.cross_entropy(self(batch[0] + 0.1), target)
 
 
-@pytest.mark.parametrize("cls", [Frozen, Experts, Tied, Teacher])
+class Averaged(Unused):
+    """Whoever moves parameters without a gradient does so on purpose."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for p in self.spare.parameters():
+                p.mul_(0.9)
+
+
+@pytest.mark.parametrize("cls", [Frozen, Experts, Tied, Teacher, Averaged])
 def test_parameters_that_are_frozen_shared_or_used_now_and_then_are_no_problem(cls: type[Well]) -> None:
     assert watch(cls()) == {}
 
