@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from lightning_eff import ExponentialMovingAverage, ScheduleFree
+from lightning_eff import ExponentialMovingAverage, LearningRateSchedule, ScheduleFree
 from lightning_eff.advise._looking import clock
 from lightning_eff.advise.problems import Problems
 from tests.advise.planted import STEPS, Experts, Well, fit, watch
@@ -73,12 +73,24 @@ class ByHand(Well):
             group["lr"] = 1e-3 * 0.9**self.current_epoch
 
 
+class InItsStep(Well):
+    """Hands its learning rate to a function of another module."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
 DECAYED = {
     "linear": (Well(), ()),
     "late, but within the plan": (Scheduled(lambda o: StepLR(o, step_size=900), interval="step"), ()),
     "by epochs": (Scheduled(lambda o: StepLR(o, step_size=1)), ()),
     "a metric": (Scheduled(lambda o: ReduceLROnPlateau(o), monitor="val_loss"), ()),
     "by hand": (ByHand(), ()),
+    "in optimizer_step": (InItsStep(), ()),
+    "by a callback": (Scheduled(None), (LearningRateSchedule("cosine"),)),
     "a cycle that ends high": (Scheduled(lambda o: LambdaLR(o, lambda s: abs(1 - s % 100 / 50)), interval="step"), ()),
     "schedule-free": (Scheduled(None), (ScheduleFree(),)),
     "averaged": (Scheduled(None), (ExponentialMovingAverage(half_life=10),)),

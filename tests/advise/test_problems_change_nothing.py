@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -10,6 +10,7 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from examples.gpt.data import StdlibText
@@ -210,6 +211,47 @@ def test_two_fits_are_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.name for one in problems.problems()] == ["loss-not-finite"]
     fit(Well(), problems)
     assert problems.problems() == []
+
+
+class Spied(torch.autograd.Function):
+    """Notes the mode under which its backward pass runs."""
+
+    modes: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        Spied.modes.append(_get_current_dispatch_mode())
+        return gradients[0]
+
+
+def test_autograd_runs_without_a_mode_and_compiled_parts_stay_compiled() -> None:
+    """Under a mode autograd takes other ways, and torch.compile falls back to eager mode."""
+    compiled = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    class Inner(Gan):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.compile(self.generator, backend=backend)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(Spied.apply(self.generator(batch[0][:, :4])).mean())
+            (gradient,) = torch.autograd.grad(Spied.apply(self.critic(batch[0])).mean(), [self.critic[0].weight])
+            assert gradient.ndim == 2
+
+    torch.compiler.reset()
+    Spied.modes.clear()
+    fit(Inner(), Problems(), max_epochs=1, max_steps=-1)
+    assert len(Spied.modes) == 16 and set(Spied.modes) == {None}
+    assert compiled == 1
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

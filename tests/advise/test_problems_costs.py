@@ -254,9 +254,20 @@ class AtOnce(Gan):
         second.step()
 
 
-@pytest.mark.parametrize("cls", [Siamese, RDrop, Repeats, Gan, AtOnce])
+class ByTask(AtOnce):
+    """A backward pass for each task, after which the graph is gone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, _ = self.optimizers()  # pyright: ignore[reportGeneralTypeIssues]
+        first.zero_grad()
+        for task in (1.0, -1.0):
+            self.manual_backward((self.generator(batch[0][:, :4]) - task).square().mean())
+        first.step()
+
+
+@pytest.mark.parametrize("cls", [Siamese, RDrop, Repeats, Gan, AtOnce, ByTask])
 def test_passes_that_differ_are_no_duplicates(cls: type[pl.LightningModule]) -> None:
-    assert watch(cls()) == {}
+    assert "duplicate-work" not in watch(cls())
 
 
 # -- time, by a clock of our own
