@@ -10,9 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
-from lightning_eff import ExponentialMovingAverage, ScheduleFree
+from lightning_eff import ExponentialMovingAverage, LearningRateSchedule, ScheduleFree
+from lightning_eff.advice._looking import clock
 from lightning_eff.advice.problems import Problems
 from tests.advice.planted import STEPS, Experts, Well, fit, watch
+
+
+@pytest.fixture(autouse=True)
+def time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "perf_counter", lambda: 0.0)
 
 
 def line_of(function: Any, text: str) -> str:
@@ -67,12 +73,24 @@ class ByHand(Well):
             group["lr"] = 1e-3 * 0.9**self.current_epoch
 
 
+class InItsStep(Well):
+    """Hands its learning rate to a function of another module."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
 DECAYED = {
     "linear": (Well(), ()),
     "late, but within the plan": (Scheduled(lambda o: StepLR(o, step_size=900), interval="step"), ()),
     "by epochs": (Scheduled(lambda o: StepLR(o, step_size=1)), ()),
     "a metric": (Scheduled(lambda o: ReduceLROnPlateau(o), monitor="val_loss"), ()),
     "by hand": (ByHand(), ()),
+    "in optimizer_step": (InItsStep(), ()),
+    "by a callback": (Scheduled(None), (LearningRateSchedule("cosine"),)),
     "a cycle that ends high": (Scheduled(lambda o: LambdaLR(o, lambda s: abs(1 - s % 100 / 50)), interval="step"), ()),
     "schedule-free": (Scheduled(None), (ScheduleFree(),)),
     "averaged": (Scheduled(None), (ExponentialMovingAverage(half_life=10),)),
@@ -211,7 +229,16 @@ class Teacher(Well):
         return super().loss(batch) + F.cross_entropy(self(batch[0] + 0.1), target)
 
 
-@pytest.mark.parametrize("cls", [Frozen, Experts, Tied, Teacher])
+class Averaged(Unused):
+    """Whoever moves parameters without a gradient does so on purpose."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for p in self.spare.parameters():
+                p.mul_(0.9)
+
+
+@pytest.mark.parametrize("cls", [Frozen, Experts, Tied, Teacher, Averaged])
 def test_parameters_that_are_frozen_shared_or_used_now_and_then_are_no_problem(cls: type[Well]) -> None:
     assert watch(cls()) == {}
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -10,6 +10,7 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from examples.gpt.data import StdlibText
@@ -18,7 +19,7 @@ from examples.huggingface.module import HuggingFaceGPT2
 from examples.mae.module import MaskedAutoencoder
 from examples.vit.data import Digits
 from examples.vit.module import ViT
-from lightning_eff.advice._looking.clock import Times
+from lightning_eff.advice._looking import clock
 from lightning_eff.advice.problems import Problems
 from tests import models
 from tests.advice.planted import STEPS, Experts, Gan, Well, fit
@@ -159,6 +160,7 @@ def state(module: pl.LightningModule, trainer: pl.Trainer) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("name", MODULES)
 def test_a_watched_run_is_the_same_and_a_good_module_has_no_problem(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "perf_counter", lambda: 0.0)  # how long things take is no matter of the module here
     runs: list[list[Tensor]] = []
     attributes: list[list[set[str]]] = []
     problems = Problems()
@@ -172,8 +174,6 @@ def test_a_watched_run_is_the_same_and_a_good_module_has_no_problem(name: str, m
     plain, watched = runs
     assert attributes[0] == attributes[1]
     assert len(plain) == len(watched) and all(map(torch.equal, plain, watched))
-    # how long things take is not a matter of the module here
-    monkeypatch.setattr(Times, "known", False)
     assert problems.problems() == []
 
 
@@ -199,7 +199,8 @@ def test_what_was_patched_is_put_back() -> None:
     assert patched() == before
 
 
-def test_two_fits_are_two_runs() -> None:
+def test_two_fits_are_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "perf_counter", lambda: 0.0)
     problems = Problems()
 
     class Bad(Well):
@@ -212,9 +213,51 @@ def test_two_fits_are_two_runs() -> None:
     assert problems.problems() == []
 
 
+class Spied(torch.autograd.Function):
+    """Notes the mode under which its backward pass runs."""
+
+    modes: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        Spied.modes.append(_get_current_dispatch_mode())
+        return gradients[0]
+
+
+def test_autograd_runs_without_a_mode_and_compiled_parts_stay_compiled() -> None:
+    """Under a mode autograd takes other ways, and torch.compile falls back to eager mode."""
+    compiled = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    class Inner(Gan):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.compile(self.generator, backend=backend)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(Spied.apply(self.generator(batch[0][:, :4])).mean())
+            (gradient,) = torch.autograd.grad(Spied.apply(self.critic(batch[0])).mean(), [self.critic[0].weight])
+            assert gradient.ndim == 2
+
+    torch.compiler.reset()
+    Spied.modes.clear()
+    fit(Inner(), Problems(), max_epochs=1, max_steps=-1)
+    assert len(Spied.modes) == 16 and set(Spied.modes) == {None}
+    assert compiled == 1
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_runs_as_before() -> None:
+def test_flex_attention_runs_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """A higher-order operator, which modes refuse unless they take it."""
+    monkeypatch.setattr(clock, "perf_counter", lambda: 0.0)
     from torch.nn.attention.flex_attention import flex_attention
 
     class Flexible(Well):

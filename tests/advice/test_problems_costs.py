@@ -11,12 +11,10 @@ import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_eff.advice._looking import clock
-from tests.advice.planted import Experts, Gan, Rows, Well, rows, watch
+from tests.advice.planted import Gan, Well, rows, watch
 
 # -- synchronisations
 
@@ -94,6 +92,23 @@ def test_a_copy_counts_once_with_what_is_read_from_it() -> None:
 
     what = watch(Reads(read))["host-synchronisation"].what
     assert "waits for it 1 times" in what and "here = t.cpu()" in what
+
+
+class Packed(Well):
+    """A recurrent network on texts of several lengths, which torch reads on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.GRU(1, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.arange(len(x)) % 8 + 1
+        packed = nn.utils.rnn.pack_padded_sequence(x[..., None], lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.encoder(packed)[1][-1])
+
+
+def test_lengths_that_lie_on_the_host_are_no_synchronisation() -> None:
+    assert watch(Packed()) == {}
 
 
 class Seldom(Well):
@@ -175,6 +190,22 @@ def test_a_forward_pass_that_is_done_twice(cls: type[Well]) -> None:
     assert ("encoder" in problem.what and "test_problems_costs.py:" in problem.what) or cls is DropsForMetrics
 
 
+def test_the_lines_that_do_work_twice() -> None:
+    what = watch(ForMetrics())["duplicate-work"].what
+    lines, first = inspect.getsourcelines(ForMetrics.training_step)
+    again = next(i for i, line in enumerate(lines) if "self.loss(batch)" in line)
+    once = next(i for i, line in enumerate(lines) if "argmax" in line)
+    assert (
+        f"test_problems_costs.py:{first + again} and at " in what and f"test_problems_costs.py:{first + once}." in what
+    )
+
+    class InALoop(Well):
+        def loss(self, batch: Any) -> Tensor:
+            return torch.stack([self(batch[0]).square().mean() for _ in range(2)]).sum()
+
+    assert "at tests/advice/test_problems_costs.py:" in watch(InALoop())["duplicate-work"].what
+
+
 class Siamese(Well):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -223,9 +254,20 @@ class AtOnce(Gan):
         second.step()
 
 
-@pytest.mark.parametrize("cls", [Siamese, RDrop, Repeats, Gan, AtOnce])
+class ByTask(AtOnce):
+    """A backward pass for each task, after which the graph is gone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, _ = self.optimizers()  # pyright: ignore[reportGeneralTypeIssues]
+        first.zero_grad()
+        for task in (1.0, -1.0):
+            self.manual_backward((self.generator(batch[0][:, :4]) - task).square().mean())
+        first.step()
+
+
+@pytest.mark.parametrize("cls", [Siamese, RDrop, Repeats, Gan, AtOnce, ByTask])
 def test_passes_that_differ_are_no_duplicates(cls: type[pl.LightningModule]) -> None:
-    assert watch(cls()) == {}
+    assert "duplicate-work" not in watch(cls())
 
 
 # -- time, by a clock of our own
@@ -236,14 +278,14 @@ class Ticks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(clock, "perf_counter", lambda: self.now)
 
     def pass_by(self, seconds: float, sample: Any = None) -> Any:
         self.now += seconds
         return sample
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     return Ticks(monkeypatch)
 
@@ -302,99 +344,3 @@ def test_metrics_that_cost_much_of_each_step(ticks: Ticks, monkeypatch: pytest.M
     problem = watch(Costly(1), train=rows(size=128))["costly-metrics"]
     assert problem.share is not None and problem.share > 0.1 and "Slow at " in problem.what
     assert watch(Costly(20), train=rows(size=128)) == {}
-
-
-# -- batches
-
-
-class Texts(Well):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 32), nn.ReLU())
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch["ids"]).mean(1), batch["label"])
-
-
-def texts(fill: Callable[[int, Tensor], Tensor], *, mask: bool = False) -> DataLoader[Any]:
-    """Rows of 16 tokens, of which the last ``n % 12`` are what ``fill`` makes of them."""
-
-    def collate(samples: list[Any]) -> dict[str, Tensor]:
-        ids = torch.stack([torch.arange(16) % 7 + 3 + i % 5 for i in range(len(samples))])
-        kept = torch.ones_like(ids)
-        for i in range(len(samples)):
-            n = 5 + i % 7
-            ids[i] = fill(n, ids[i])
-            kept[i, 16 - n :] = 0
-        batch = {"ids": ids, "label": torch.stack([y for _, y in samples])}
-        return {**batch, "attention_mask": kept} if mask else batch
-
-    return DataLoader(Rows(), batch_size=8, collate_fn=collate)
-
-
-def padded(n: int, ids: Tensor) -> Tensor:
-    return torch.cat([ids[: 16 - n], torch.zeros(n, dtype=torch.int64)])
-
-
-@pytest.mark.parametrize("mask", [True, False])
-def test_padding(mask: bool) -> None:
-    problem = watch(Texts(), train=texts(padded, mask=mask), val=texts(padded))["padding"]
-    expected = sum(5 + i % 7 for i in range(8)) / 128
-    assert problem.share == pytest.approx(expected) and f"{expected:.0%} of the positions" in problem.what
-
-
-def test_full_batches_have_no_padding() -> None:
-    full = texts(lambda n, ids: ids)
-    assert watch(Texts(), train=full, val=full) == {}
-    same_end = texts(lambda n, ids: torch.cat([ids[:15], torch.tensor([2])]))
-    assert watch(Texts(), train=same_end, val=full) == {}
-
-
-# -- settings
-
-
-def test_anomaly_detection_and_deterministic_algorithms() -> None:
-    assert set(watch(Well(), detect_anomaly=True)) == {"detect-anomaly"}
-    try:
-        assert set(watch(Well(), deterministic=True)) == {"deterministic-algorithms"}
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_a_search_for_unused_parameters_that_finds_none() -> None:
-    def strategy() -> DDPStrategy:
-        return DDPStrategy(find_unused_parameters=True, process_group_backend="gloo")
-
-    try:
-        assert set(watch(Well(), strategy=strategy(), devices=1)) == {"find-unused-parameters"}
-        assert watch(Experts(), strategy=strategy(), devices=1) == {}
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-
-def test_float64() -> None:
-    class Wide(Well):
-        def loss(self, batch: Any) -> Tensor:
-            return super().loss((batch[0].float(), batch[1]))
-
-    doubled = rows(change=lambda sample: (sample[0].double(), sample[1]))
-    assert "batch[0]" in watch(Wide(), train=doubled)["float64-batch"].what
-    unread = rows(change=lambda sample: (*sample, torch.tensor(1.0).double()))
-
-    class Ignores(Well):
-        def loss(self, batch: Any) -> Tensor:
-            return super().loss(batch[:2])
-
-    assert watch(Ignores(), train=unread) == {}
-
-    class WideWeights(Wide):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = self.head.double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.encoder(x).double())
-
-    assert "head.weight" in watch(WideWeights())["float64-parameters"].what
-    assert watch(Well(), precision="64-true") == {}

@@ -1,9 +1,9 @@
 """How long steps, the waiting for their data, their metrics and validation batches take."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import median
+from statistics import fmean, median, quantiles
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class Clock:
 
     def now(self) -> Mark:
         if not self._cuda:
-            return time.perf_counter()
+            return perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -89,15 +89,26 @@ class Times:
     @property
     def known(self) -> bool:
         """Whether there are enough of them."""
-        return len(self._steps) >= 3
+        return len(self._steps) >= 3 and self.step() > 0
 
     def step(self) -> float:
         """Seconds of a step, from the end of the last one."""
         return median(self._clock.between(before, end) for before, _, end in self._steps)
 
-    def waiting(self) -> float:
-        """Seconds of a step that pass before its batch is there."""
-        return median(self._clock.between(before, begin) for before, begin, _ in self._steps)
+    def waiting(self, workers: int | None) -> tuple[float, float]:
+        """Seconds of a step that pass before its batch is there, and those of the whole step.
+
+        Without workers each batch is waited for alike, so the lower quartile leaves out what other processes disturb. With
+        workers some batches are there at once and others are not, so the mean counts.
+
+        Args:
+            workers: of the loader; None if it does not tell.
+        """
+        waits = [self._clock.between(before, begin) for before, begin, _ in self._steps]
+        steps = [self._clock.between(before, end) for before, _, end in self._steps]
+        if workers == 0:
+            return quantiles(waits, n=4)[0], median(steps)
+        return (fmean(waits), fmean(steps)) if workers else (median(waits), median(steps))
 
     def validation_batch(self) -> float | None:
         """Seconds of a validation batch; the first one is slower than the others."""
@@ -114,11 +125,11 @@ class Times:
                 if self._measuring:
                     return method(metric, *args, **kwargs)
                 self._measuring = True
-                since = time.perf_counter()
+                since = perf_counter()
                 try:
                     return method(metric, *args, **kwargs)
                 finally:
-                    self.metric_seconds += time.perf_counter() - since
+                    self.metric_seconds += perf_counter() - since
                     self._measuring = False
                     name = type(metric).__name__
                     if name not in self.metrics:

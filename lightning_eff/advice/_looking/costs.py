@@ -34,11 +34,11 @@ def costs(seen: Watched) -> Iterator[Problem]:
 def _data(seen: Watched) -> Iterator[Problem]:
     if not seen.times.known:
         return
-    step, waiting = seen.times.step(), seen.times.waiting()
-    if waiting < DATA_SECONDS or waiting < DATA * step:
-        return
     loader: Any = seen.trainer.train_dataloader
     workers = getattr(loader, "num_workers", None)
+    waiting, step = seen.times.waiting(workers)
+    if waiting < DATA_SECONDS or waiting < DATA * step:
+        return
     told = f" The loader has num_workers={workers}." if workers is not None else ""
     yield Problem(
         "waiting-for-data",
@@ -147,7 +147,7 @@ def _twice(seen: Watched) -> Iterator[Problem]:
 
 def _metrics(seen: Watched) -> Iterator[Problem]:
     times = seen.times
-    if times.timed < 3 or not times.metrics:
+    if times.timed < 3 or not times.metrics or not times.known:
         return
     per_step = times.metric_seconds / max(seen.steps - len(seen.close), 1)
     share = per_step / times.step()

@@ -32,11 +32,13 @@ class Place:
         line: its number.
         through: the library or part of torch that the line called, such as "torchmetrics" or "torch.distributions", with
             :data:`CHECKING` where it does so.
+        function: the name of the function that has the line, where it is of interest.
     """
 
     file: str
     line: int
     through: str = ""
+    function: str = ""
 
     def __str__(self) -> str:
         return f"{shown(self.file)}:{self.line}"
@@ -105,7 +107,7 @@ def place(own: frozenset[str] = frozenset()) -> Place | None:
 
 
 def chain(own: frozenset[str] = frozenset()) -> tuple[Place, ...]:
-    """The lines of the user's code that call each other and are being run, the outermost first.
+    """The lines of the user's code that call each other in the step that is being run, the outermost first.
 
     Args:
         own: installed packages that count as the user's.
@@ -114,18 +116,21 @@ def chain(own: frozenset[str] = frozenset()) -> tuple[Place, ...]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         who = owner(frame.f_code.co_filename)
+        if who == "lightning" and found:
+            break
         if who == "user" or who in own:
-            found.append(Place(frame.f_code.co_filename, frame.f_lineno))
+            found.append(Place(frame.f_code.co_filename, frame.f_lineno, function=frame.f_code.co_name))
         frame = frame.f_back
     return tuple(reversed(found))
 
 
 def parting(first: tuple[Place, ...], second: tuple[Place, ...]) -> tuple[Place | None, Place | None]:
-    """Where two chains of calls part, or end."""
+    """Where two chains of calls part; the line that calls a ``forward`` twice, where they are the same."""
     for one, other in zip(first, second, strict=False):
         if one != other:
             return one, other
-    return (first[-1] if first else None), (second[-1] if second else None)
+    calls = [place for place in first if place.function != "forward"] or list(first)
+    return (calls[-1], calls[-1]) if calls else (None, None)
 
 
 def _part(file: str) -> str:

@@ -358,6 +358,9 @@ class Operations(TorchDispatchMode):
                     k.device |= device
                     k.graph |= with_graph
         for i, tensor in enumerate(each_tensor((output,))):
+            device = device and not (
+                i == 1 and func is _aten._pack_padded_sequence.default
+            )  # batch sizes stay on the host
             if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
                 continue
             if _address(tensor) in before:

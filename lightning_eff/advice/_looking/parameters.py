@@ -65,8 +65,11 @@ class Gradients:
         return [name for name, some in self._alive.items() if not bool(some)]
 
     def never(self, module: nn.Module) -> list[str]:
-        """The parameters that never got a gradient, other than experts and the like, which may be used now and then."""
-        absent = [n for n, p in self.trained.items() if n not in self.got and p.requires_grad]
+        """The parameters that never got a gradient and stayed as they were.
+
+        Experts and the like, which may be used now and then, are left out.
+        """
+        absent = [n for n, p in self.trained.items() if n not in self.got and p.requires_grad and not self.moved(n)]
         return [name for name in absent if not self._now_and_then(name, module)]
 
     def _now_and_then(self, name: str, module: nn.Module) -> bool:

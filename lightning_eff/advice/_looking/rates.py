@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_eff._core._lightning.names import is_overridden
 
@@ -114,9 +114,7 @@ def _trajectory(
         return None  # several that follow each other, no end, or a module that steps them when it wants
     (config,) = configs
     scheduler = config.scheduler
-    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-        return None
-    if is_overridden("lr_scheduler_step", module):
+    if not isinstance(scheduler, LRScheduler) or is_overridden("lr_scheduler_step", module):
         return None
     calls = steps // config.frequency
     if config.interval == "epoch":
@@ -142,7 +140,7 @@ def _trajectory(
         for _ in range(calls):
             try:
                 followed.step()
-            except Exception:  # it ends before the run does, as OneCycleLR, or needs to know more
+            except Exception:  # it ends before the run does, as OneCycleLR, or follows a metric
                 return values if len(values) > 1 else None
             values.append(_rates(bare))
     return values
