@@ -1,4 +1,4 @@
-"""Advice on a run: what makes it faster without changing its numbers, measured on the run itself."""
+"""Advice on a run: exact changes that make it faster, measured on the run itself."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ class Advice:
 
     @property
     def trials(self) -> list[Outcome]:
-        """What became of each trial."""
+        """The result of each trial."""
         return self.found.outcomes
 
     @property
@@ -59,7 +59,7 @@ class Advice:
 
     @property
     def suggestions(self) -> list[Suggestion]:
-        """What changes training and is worth a bench or a tune."""
+        """Techniques that change training and are worth a bench or a tune."""
         return self.found.suggestions
 
     @property
@@ -114,9 +114,9 @@ def advise(
 ) -> Advice:
     """Find out what makes a run faster without changing its numbers, by trying it.
 
-    It trains copies of the module for some steps, tries each exact technique and setting that could gain something, measures
-    the best ones together, and compares loss and gradients with those of the plain run. It also lists techniques that change
-    training and are worth a ``bench``, and problems of the run. Your module, its data, the Trainer, the random state and the
+    It trains copies of the module for some steps, and tries each exact technique and setting that could gain something. It
+    measures the best ones together, and compares loss and gradients with those of the plain run. It also lists techniques that
+    change training and are worth a ``bench``, and problems of the run. Your module, its data, the Trainer, the random state and the
     current folder stay unchanged.
 
     Args:

@@ -195,7 +195,7 @@ class Float32Products(Callback):
 
 @of_both
 class Unlogged(Callback):
-    """Skip the module's calls of ``self.log`` and ``self.log_dict`` in training, to measure what they cost."""
+    """Skip the module's calls of ``self.log`` and ``self.log_dict`` in training, to measure their cost."""
 
     def __init__(self) -> None:
         self._patches = Patches()

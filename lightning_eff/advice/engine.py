@@ -34,13 +34,13 @@ FEW = 6  #: suggestions
 
 @dataclass
 class Findings:
-    """All that an advice found.
+    """The findings of an advice.
 
     Attributes:
         name: of the module.
         view: the profile.
         outcomes: of the trials.
-        left: what was not tried, and why.
+        left: trials that were skipped, with the reason.
         stack: the best exact stack.
         lower: the same with the best lower precision; without trials where none is faster.
         problems: of the run.
@@ -256,7 +256,7 @@ class Engine:
         return keeps_numbers(*baseline.numbers.differences(own.numbers), self.subject.precision, self._noise)
 
     def _measure_again(self, found: Findings) -> None:
-        """Measure the stack, and the stack with lower precision, against the baseline on turns of their own."""
+        """Measure the stack, and the stack with lower precision, against the baseline on new turns."""
         lower = [o for o in found.outcomes if o.kind == PRECISION and o.faster and o.trial.recipe and not o.trial.late]
         lower.sort(key=lambda o: -(o.speed.estimate if o.speed else 0.0))
         able = [[*found.stack.trials, one.trial] for one in lower]
@@ -296,7 +296,7 @@ def validated(subject: Subject, eye: Any, *, limit: float) -> None:
 
 
 def busy() -> str | None:
-    """What to say of a machine on which much else runs; None where little does."""
+    """The note for a machine on which other programs run; None if it is idle."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load <= cores + 1:
@@ -321,7 +321,7 @@ def conflict(trials: Sequence[Trial]) -> str | None:
 
 
 def together(view: View) -> int:
-    """How many trials fit into memory beside the baseline."""
+    """The number of trials that fit into memory together with the baseline."""
     if view.run.accelerator == "cuda":
         total = torch.cuda.get_device_properties(torch.device("cuda")).total_memory
         own = view.peak_bytes

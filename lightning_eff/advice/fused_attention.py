@@ -138,7 +138,7 @@ def _plain(value: Any) -> Any:
 
 
 def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """What an operation of attention makes of pending scores or weights; None for any other operation."""
+    """The result of an operation of attention on pending scores or weights; None for any other operation."""
     first, second = (*args, None, None)[:2]
     if func in _ADDS and not isinstance(first, Pending) and isinstance(second, Pending):
         first, second = second, first

@@ -20,7 +20,7 @@ EXACT, PRECISION, BATCHES = "exact", "rounding", "other batches"
 
 @dataclass(frozen=True)
 class Turn:
-    """What a run did in a turn, without its first batches.
+    """The time and size of a turn, without its first batches.
 
     Attributes:
         seconds: of all batches.

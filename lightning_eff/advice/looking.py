@@ -36,7 +36,7 @@ _STEPPED = 20_000  #: steps of a scheduler that are tried
 
 @dataclass
 class View:
-    """What a profile found.
+    """The result of a profile.
 
     Attributes:
         run: what techniques are asked by whether they could gain anything.
@@ -235,7 +235,7 @@ def _rates(trainer: Trainer, steps: int | None) -> dict[str, float]:
 
 
 def look(subject: Subject, change: Change | None = None, *, limit: float = 20.0) -> View:
-    """Train the run for some steps, and say what it is and where its time and memory go.
+    """Train the run for some steps, and profile its time and memory.
 
     Args:
         subject: the run.

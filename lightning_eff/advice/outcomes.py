@@ -1,4 +1,4 @@
-"""What became of each trial, and what all of them come to."""
+"""Results of trials, and of the stack that they add up to."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ OTHER = "other numbers"  #: a change that should be exact, and whose loss or gra
 
 @dataclass
 class Outcome:
-    """What became of a trial.
+    """The result of a trial.
 
     Attributes:
         trial: which.
@@ -63,11 +63,11 @@ class Outcome:
 
 
 def judged(trial: Trial, baseline: Track, own: Track, precision: str, noise: float) -> Outcome:
-    """The outcome of a trial, from its run and the baseline's beside it.
+    """The outcome of a trial, from its run and the baseline's run in the same group.
 
     Args:
         trial: which.
-        baseline: the run beside it.
+        baseline: the baseline's run in the same group.
         own: its run.
         precision: of the baseline.
         noise: of gradients, between two runs of the baseline.
@@ -99,7 +99,7 @@ class Stack:
 
     Attributes:
         trials: in the order in which they were added.
-        speed: against the baseline, on turns of its own.
+        speed: against the baseline, on new turns.
         bytes: as :class:`Outcome` has it.
         loss: as :class:`Outcome` has it.
         gradients: as :class:`Outcome` has it.

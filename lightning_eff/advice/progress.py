@@ -1,4 +1,4 @@
-"""The time of an advice: how much is left, and a bar that says what is being tried."""
+"""The time of an advice, and a bar that shows the current trial and the time left."""
 
 import sys
 import time
@@ -43,7 +43,7 @@ class Watchman:
         return self._began + share * self.seconds
 
     def say(self, text: str = "") -> None:
-        """Show what is being done, and the time that is left."""
+        """Show the current work and the time left."""
         left = max(self.left, 0.0)
         told = f"{int(left // 60)}:{int(left % 60):02d} left, {text or self._doing}"
         if text and self._enabled and self._bar.disable:

@@ -1,4 +1,4 @@
-"""What is tried: exact techniques and settings, and those that change rounding or batches, each with the reason for it here."""
+"""Trials: exact techniques and settings, and those that change rounding or batches, each with its reason in this run."""
 
 import os
 from collections.abc import Iterator

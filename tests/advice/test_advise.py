@@ -182,6 +182,7 @@ def test_a_recipe_with_changes_trains_with_the_config(
     model, data = ({"class_path": f"tests.advice.tasks.{name}"} for name in ("Plain", "Table"))
     config.write_text(yaml.safe_dump({"model": model, "data": data, "trainer": settings}))
     only(monkeypatch, trial("less", Cheaper, factor=0.5))
+    monkeypatch.chdir(tmp_path)
     out = tmp_path / "advice"
     cli.main(["advise", "-c", str(config), "--minutes", str(MINUTES), "--out", str(out), "--quiet"])
     told = capsys.readouterr().out

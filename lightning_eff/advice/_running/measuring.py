@@ -24,7 +24,7 @@ SLOWER = 0.97  #: a trial whose interval lies below is not measured further
 
 @dataclass
 class Track:
-    """What one run showed.
+    """The measurements of one run.
 
     Attributes:
         turns: in order.
@@ -186,7 +186,7 @@ def _fit(subject: Subject, change: Change, watch: Stopwatch, track: Track) -> No
 
 
 def _listen(trainer: Any, track: Track) -> None:
-    """What techniques of the run chose and said."""
+    """Take the settings and notes of the run's techniques."""
     for one in trainer.callbacks:
         track.notes += [str(text) for text in getattr(one, "_said", ())]
         chosen = getattr(one, "chosen", None)

@@ -31,7 +31,7 @@ _SAME = (
 
 @dataclass(frozen=True)
 class Change:
-    """What a trial changes in the run's configuration.
+    """A change of the run's configuration.
 
     Attributes:
         callbacks: entries of ``trainer.callbacks``, as a config has them.
@@ -149,6 +149,10 @@ class Subject:
     def seed(self) -> None:
         """Seed a trial: every trial begins with the same random state, and seeds its loader's workers as the run does."""
         seed_everything(SEED, workers=self._seeds_workers, verbose=False)
+
+    def module(self) -> LightningModule:
+        """A fresh copy of the module."""
+        return self._make()
 
     def build(self, change: Change, hooks: Sequence[Any] = (), *, first: Sequence[Any] = ()) -> Built:
         """A fresh Trainer and module with a change.

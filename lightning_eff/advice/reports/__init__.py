@@ -1,1 +1,1 @@
-"""What an advice is written as: a table, a page, a recipe and JSON."""
+"""The forms of an advice: a table, a page, a recipe and JSON."""

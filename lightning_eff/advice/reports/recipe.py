@@ -26,7 +26,7 @@ def recipe(found: Findings, stack: Stack, name: str) -> str:
 
 
 def trainer_section(stack: Stack) -> dict[str, Any]:
-    """What a recipe adds to the section ``trainer`` of a config; nothing where the stack gains nothing."""
+    """The entries that a recipe adds to the section ``trainer`` of a config; empty if the stack gains nothing."""
     if not stack.gains:
         return {}
     change = stack.change
@@ -39,7 +39,7 @@ def trainer_section(stack: Stack) -> dict[str, Any]:
 
 
 def explained(found: Findings, stack: Stack) -> list[str]:
-    """What a stack is, in lines."""
+    """A stack in words, line by line."""
     if not stack.gains or stack.speed is None:
         return ["Nothing to gain here: no exact change that was tried makes this run faster."]
     speed = stack.speed

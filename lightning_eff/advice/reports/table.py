@@ -32,7 +32,7 @@ def headline(found: Findings) -> str:
 
 
 def lower_line(found: Findings) -> str:
-    """What lower precision adds, in a sentence; empty where it gains nothing."""
+    """The gain from lower precision in a sentence; empty if there is none."""
     stack = found.lower
     if not stack.gains or stack.speed is None:
         return ""
