@@ -116,8 +116,8 @@ def advise(
 
     It trains copies of the module for some steps, and tries each exact technique and setting that could gain something. It
     measures the best ones together, and compares loss and gradients with those of the plain run. It also lists techniques that
-    change training and are worth a ``bench``, and problems of the run. Your module, its data, the Trainer, the random state and the
-    current folder stay unchanged.
+    change training and are worth a ``bench``, and problems of the run. Your module, its data, the Trainer, the random state and
+    the current folder stay unchanged.
 
     Args:
         module: the LightningModule, or a function that returns a new one.

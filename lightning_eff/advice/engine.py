@@ -13,7 +13,7 @@ import torch
 
 from lightning_eff._cli.errors import UsageError
 from lightning_eff._exports import public
-from lightning_eff.advice._running.measuring import Arm, Track, measure
+from lightning_eff.advice._running.measuring import Arm, Track, least_seconds, measure
 from lightning_eff.advice._running.stopwatch import Enough, Stopwatch
 from lightning_eff.advice._running.subject import Change, Subject
 from lightning_eff.advice.intervals import EXACT, PRECISION, keeps_numbers, speed_up
@@ -116,7 +116,7 @@ class Engine:
     def _suggest(self, found: Findings) -> None:
         self.watch.say("trying what changes training for two steps")
         try:
-            every = suggestions(found.view.found(self.subject.callbacks))
+            every = suggestions(found.view.found(self.subject.callbacks), self.subject.module())
         except Exception as error:
             found.notes.append(f"Suggestions were not made: {type(error).__name__}: {error}")
             return
@@ -148,16 +148,23 @@ class Engine:
     def _try_each(self, found: Findings, trials: Sequence[Trial]) -> None:
         left = list(trials)
         for group in self._groups(found.view, trials):
-            deadline = self._deadline(len(left), len(group))
+            deadline = self._deadline(found, len(left), len(group))
             left = [trial for trial in left if trial not in group]
-            if group[0].slow and self.watch.until(TRIALS) - time.monotonic() < COMPILING:
+            if group[0].slow and self._end_of_trials(found) - time.monotonic() < COMPILING:
                 text = (
                     f"compiling may take more than the {max(self.watch.left, 0):.0f} s that were left. Use more minutes"
                 )
                 found.left.update({trial.name: text for trial in group})
                 continue
-            if group[0].late and time.monotonic() > self.watch.until(TRIALS):
-                found.left.update({trial.name: "there was no time left. Use more minutes" for trial in group})
+            window = int(self.subject.settings.get("accumulate_grad_batches", 1))
+            time_left = self._end_of_trials(found) - time.monotonic()
+            fits = [
+                k for k in range(1, len(group) + 1) if least_seconds(found.view.step_seconds, window, k + 1) < time_left
+            ]
+            able = max(fits, default=0) or (0 if found.outcomes else 1)
+            found.left.update({trial.name: "there was no time left. Use more minutes" for trial in group[able:]})
+            group = group[:able]
+            if not group:
                 continue
             self.watch.say(f"trying {', '.join(trial.name for trial in group)}")
             arms = [Arm(trial.name, trial.tried, trial.unit) for trial in group]
@@ -177,10 +184,14 @@ class Engine:
                 if one.speed is not None and found.first is None:
                     found.first = self.watch.spent
 
-    def _deadline(self, left: int, group: int) -> float:
+    def _end_of_trials(self, found: Findings) -> float:
+        """When the trials must end: later, if there is nothing yet that could be stacked."""
+        return self.watch.until(TRIALS if any(one.faster for one in found.outcomes) else STACK)
+
+    def _deadline(self, found: Findings, left: int, group: int) -> float:
         """When a group of trials must end, with ``left`` trials to go."""
         now = time.monotonic()
-        return now + max(self.watch.until(TRIALS) - now, 0.0) * min(group / max(left, 1), 1.0)
+        return now + max(self._end_of_trials(found) - now, 0.0) * min(group / max(left, 1), 1.0)
 
     def _measure(self, view: View, arms: Sequence[Arm], deadline: float, *, thorough: bool = False) -> list[Track]:
         return measure(
@@ -267,7 +278,7 @@ class Engine:
             return
         self.watch.say("measuring the best stack again")
         arms = [Arm(f"stack {i}", stack.measured) for i, stack in enumerate(stacks)]
-        deadline = max(self.watch.until(FRESH), time.monotonic() + 2.0)
+        deadline = max(self.watch.until(FRESH), time.monotonic() + 1.0)
         baseline, *tracks = self._measure(found.view, arms, deadline, thorough=True)
         for stack, track in zip(stacks, tracks, strict=True):
             if track.error:

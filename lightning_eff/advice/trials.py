@@ -63,7 +63,7 @@ def candidates(view: View, subject: Subject) -> tuple[list[Trial], dict[str, str
     left: dict[str, str] = {}
     found = [
         trial
-        for part in (_data, _padding, _attention, _steps, _precision, _batches, _memory)
+        for part in (_data, _padding, _attention, _precision, _steps, _batches, _memory)
         for trial in part(view, subject, left)
     ]
     own = {name.split(".")[-1] for name in subject.callbacks}

@@ -24,7 +24,7 @@ from lightning_eff.advice.advising import Advice, advise
 from lightning_eff.advice.intervals import BATCHES, EXACT, PRECISION
 from lightning_eff.advice.outcomes import OTHER
 from lightning_eff.advice.reports import table
-from lightning_eff.advice.trials import Trial
+from lightning_eff.advice.trials import Trial, candidates
 from tests.advice.tasks import Breaks, Cheaper, HandWritten, Plain, Rows, Table, planted_clock, token_loader
 
 MINUTES = 0.5  # more than a test needs, since intervals of planted costs are narrow at once
@@ -48,7 +48,7 @@ def trial(name: str, cls: Any, *, kind: str = EXACT, recipe: bool = True, **argu
 def only(monkeypatch: pytest.MonkeyPatch, *trials: Trial, suggested: tuple[Any, ...] = ()) -> None:
     """Try these alone."""
     monkeypatch.setattr(engine, "candidates", lambda view, subject: (list(trials), {"left": "planted"}))
-    monkeypatch.setattr(engine, "suggestions", lambda found: list(suggested))
+    monkeypatch.setattr(engine, "suggestions", lambda found, module: list(suggested))
 
 
 def outcome(advice: Advice, name: str) -> Any:
@@ -121,8 +121,13 @@ def test_nothing_of_the_users_changes(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert mine.global_step == 0 and mine.callbacks[-1] is callback  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_slow_loader_is_found_and_workers_are_advised() -> None:
-    loader = DataLoader(Rows(seconds=1.0, real=0.002), 4, shuffle=True)
+def test_a_slow_loader_is_found_and_workers_are_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_loaders(view: Any, subject: Any) -> Any:
+        every, left = candidates(view, subject)
+        return [one for one in every if one.group == "loader"], left
+
+    monkeypatch.setattr(engine, "candidates", of_loaders)
+    loader = DataLoader(Rows(seconds=1.0, real=0.001), 4, shuffle=True)
     advice = advise(Plain(), loader, trainer=trainer(), minutes=MINUTES, progress=False)
     assert advice.found.view.waiting > 0.3
     workers = next(one for one in advice.trials if one.trial.name.startswith("num_workers="))

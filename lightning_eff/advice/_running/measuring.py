@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_eff.advice._running.stopwatch import Enough, Stopwatch
+from lightning_eff.advice._running.stopwatch import WARM_UP, Enough, Stopwatch
 from lightning_eff.advice._running.subject import Change, Subject
 from lightning_eff.advice.intervals import LEAST, Numbers, Turn, narrow, speed_up
 from lightning_eff.bench.arms import undisturbed
@@ -19,6 +19,8 @@ from lightning_eff.bench.running.turns import Stopped, in_turns
 
 TURN_SECONDS = 0.15  #: of a turn, about
 MOST = 60  #: turns
+LONG = 0.15  #: seconds of a batch, from which cold caches hardly matter and one batch is a turn
+GRACE = 8.0  #: seconds after the deadline, in which a trial may make its second turn
 SLOWER = 0.97  #: a trial whose interval lies below is not measured further
 
 
@@ -89,16 +91,35 @@ class Referee:
         """Whether run ``me`` is measured further; the baseline, as long as any trial is."""
         if 0 in self.gone:
             return False
-        late = time.monotonic() > self._deadline
+        late, very = (time.monotonic() > self._deadline + more for more in (0.0, GRACE))
         if me == 0:
             return len(self.gone) < len(self._units)
         turns = min(len(self.tracks[0]), len(self.tracks[me]))
         found = self.ratio(me)
         slow = found is not None and found.high < SLOWER and not self._thorough
-        if (turns >= LEAST and (narrow(found) or slow or late)) or turns >= MOST or (late and turns >= 2):
+        if (turns >= LEAST and (narrow(found) or slow or late)) or turns >= MOST or very or (late and turns >= 2):
             self.gone.add(me)
             return False
         return True
+
+
+def turn_of(step_seconds: float, window: int) -> tuple[int, int]:
+    """The batches of a turn that count, and those before them that do not.
+
+    Args:
+        step_seconds: of a batch.
+        window: batches of an optimizer step.
+    """
+    if step_seconds > LONG:
+        return window, 0
+    batches = max(math.ceil(TURN_SECONDS / max(step_seconds, 1e-4)), 2)
+    return min(math.ceil(batches / window) * window, max(64, window)), 1
+
+
+def least_seconds(step_seconds: float, window: int, arms: int) -> float:
+    """About how long a group of so many runs takes at least."""
+    batches, skip = turn_of(step_seconds, window)
+    return arms * (WARM_UP + 1 + 2 * (batches + skip)) * step_seconds
 
 
 def measure(
@@ -125,9 +146,7 @@ def measure(
     """
     every = [Arm("baseline", Change()), *arms]
     referee = Referee([arm.unit for arm in arms], deadline, thorough=thorough)
-    window = int(subject.settings.get("accumulate_grad_batches", 1))
-    batches = max(math.ceil(TURN_SECONDS / max(step_seconds, 1e-4)), 2)
-    batches = min(math.ceil(batches / window) * window, max(64, window))
+    batches, skip = turn_of(step_seconds, int(subject.settings.get("accumulate_grad_batches", 1)))
     flags = _flags()
 
     def task(index: int) -> Callable[[Callable[[], None]], Track]:
@@ -141,7 +160,7 @@ def measure(
 
             _set(flags)
             track = Track()
-            watch = Stopwatch(batches, lambda: referee.go_on(index), switch)
+            watch = Stopwatch(batches, lambda: referee.go_on(index), switch, skip=skip)
             watch.turns = track.turns = referee.tracks[index]
             try:
                 _fit(subject, every[index].change, watch, track)

@@ -139,9 +139,10 @@ class Stopwatch(Callback):
             self._begin(trainer)
             return
         self._in_turn += 1
-        if self._in_turn == self._skipped(trainer):
+        skipped = self._skipped(trainer)
+        if self._in_turn == skipped:
             self._begin(trainer, counted=True)
-        elif self._in_turn >= self._skipped(trainer) + self.batches:
+        elif self._in_turn >= skipped + self.batches:
             self._end(trainer)
 
     def _has_settled(self, trainer: Trainer) -> bool:
