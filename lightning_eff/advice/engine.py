@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from io import StringIO
@@ -15,7 +15,8 @@ from lightning_eff._cli.errors import UsageError
 from lightning_eff._exports import public
 from lightning_eff.advice._running.measuring import Arm, Track, least_seconds, measure
 from lightning_eff.advice._running.stopwatch import Enough, Stopwatch
-from lightning_eff.advice._running.subject import Change, Subject
+from lightning_eff.advice._running.subject import Change, Subject, entry
+from lightning_eff.advice.applied import LargerBatch
 from lightning_eff.advice.intervals import EXACT, PRECISION, keeps_numbers, speed_up
 from lightning_eff.advice.looking import View, look
 from lightning_eff.advice.outcomes import Outcome, Stack, judged, noise_between
@@ -96,6 +97,7 @@ class Engine:
             found.notes.append(load)
         trials, found.left = candidates(view, self.subject)
         self._try_each(found, trials)
+        self._find_largest_batch(found)
         self._combine(found)
         self._measure_again(found)
         self._suggest(found)
@@ -214,6 +216,28 @@ class Engine:
         for part in parts:
             yield from (part[i : i + size] for i in range(0, len(part), 1 if part is slow else size))
 
+    def _find_largest_batch(self, found: Findings) -> None:
+        """Note the largest batch that fits into the GPU's memory, also with recomputed blocks."""
+        name, size = "largest batch", found.view.loader["batch_size"]
+        if found.view.run.accelerator != "cuda":
+            found.left[name] = f"memory of a {found.view.run.accelerator.upper()} is not limited as a GPU's is"
+            return
+        if not found.view.loader["plain"] or not size:
+            found.left[name] = "the training loader cannot be built again"
+            return
+        self.watch.say("looking for the largest batch that fits")
+        recomputed = Change((entry(public.found("Rematerialization")),))
+        stacks = [("", Change()), *([(" with Rematerialization", recomputed)] if found.view.run.num_blocks else [])]
+        for words, change in stacks:
+
+            def fails(factor: int, change: Change = change) -> str | None:
+                larger = Change((entry(LargerBatch, factor=factor),))
+                return self._refused(change.plus(larger))
+
+            deadline = time.monotonic() + 0.04 * self.watch.seconds
+            factor, why = largest(fails, found.view.loader["length"] or 1, deadline)
+            found.notes.append(f"The largest batch that was tried and fits{words} has {size * factor} samples ({why}).")
+
     # -- the stack
 
     def _combine(self, found: Findings) -> None:
@@ -285,6 +309,12 @@ class Engine:
                 found.notes.append(f"The stack {', '.join(t.name for t in stack.trials)} failed: {track.error}")
             else:
                 stack.compare(baseline, track)
+        if found.stack.trials and not found.stack.gains and found.stack.speed is not None:
+            speed = found.stack.speed
+            found.stack.tried.append(
+                f"On new turns, {' + '.join(trial.name for trial in found.stack.trials)} is {speed.estimate:.2f} times as fast"
+                f" [{speed.low:.2f}, {speed.high:.2f}]. That confirms no gain."
+            )
         found.lower = max(
             [found.lower, *(s for s in lowers if s.gains)], key=lambda s: s.speed.estimate if s.speed else 0.0
         )
@@ -293,6 +323,24 @@ class Engine:
             if stack.gains and (self.watch.left > 0.04 * self.watch.seconds or stack is found.stack):
                 with suppress(Exception):
                     stack.view = look(self.subject, stack.measured, limit=max(0.03 * self.watch.seconds, 1.0))
+
+
+def largest(fails: Callable[[int], str | None], most: int, deadline: float) -> tuple[int, str]:
+    """The largest power of two that does not fail, and why no larger one was taken.
+
+    Args:
+        fails: whether steps with batches of so many times the size fail, and why.
+        most: the largest factor that the data allow.
+        deadline: by :func:`time.monotonic`.
+    """
+    factor = 1
+    while 2 * factor <= most:
+        if time.monotonic() > deadline:
+            return factor, "there was no time to try larger ones"
+        if (why := fails(2 * factor)) is not None:
+            return factor, "twice as many do not fit" if "memory" in why.lower() else f"twice as many fail: {why}"
+        factor *= 2
+    return factor, "an epoch has no larger ones"
 
 
 def validated(subject: Subject, eye: Any, *, limit: float) -> None:

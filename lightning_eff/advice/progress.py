@@ -18,11 +18,12 @@ class Watchman:
     def __init__(self, seconds: float, *, enabled: bool) -> None:
         self.seconds, self._began = seconds, time.monotonic()
         self._enabled, self._doing, self._shown = enabled, "", 0
+        postfix: Any = ["starts"]
         self._bar: Any = tqdm(
             total=round(seconds),
             disable=not (enabled and sys.stderr.isatty()),
             bar_format="advise {percentage:3.0f}%|{bar}| {postfix[0]}",
-            postfix=["starts"],
+            postfix=postfix,
             dynamic_ncols=True,
             mininterval=0.2,
             leave=False,

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from lightning_eff.advice._running.measuring import Referee
 from lightning_eff.advice._running.subject import Change
 from lightning_eff.advice.applied import FusedOptimizer, LargerBatch, LoaderWorkers, rebuilt
-from lightning_eff.advice.engine import conflict
+from lightning_eff.advice.engine import conflict, largest
 from lightning_eff.advice.fused_attention import ByHand, FusedAttention
 from lightning_eff.advice.intervals import LEAST, Numbers, Turn, keeps_numbers, narrow, speed_up
 from lightning_eff.advice.trials import Trial
@@ -122,6 +122,16 @@ def test_declared_conflicts_and_two_precisions_are_not_stacked() -> None:
     assert "RegionalCompilation" in str(conflict(of("SequencePacking", "RegionalCompilation")))
     plugin = trial(Change(plugins=({"class_path": "lightning_eff.StochasticRoundingBF16"},)))
     assert conflict([plugin, trial(Change(trainer={"precision": "bf16-mixed"}))]) == "a Trainer has one precision"
+
+
+def test_the_largest_batch_doubles_until_memory_the_data_or_the_time_ends() -> None:
+    def fails(factor: int) -> str | None:
+        return "CUDA out of memory" if factor > 8 else None
+
+    assert largest(fails, 100, math.inf) == (8, "twice as many do not fit")
+    assert largest(fails, 7, math.inf) == (4, "an epoch has no larger ones")
+    assert largest(fails, 100, 0.0) == (1, "there was no time to try larger ones")
+    assert largest(lambda factor: "odd shapes", 100, math.inf) == (1, "twice as many fail: odd shapes")
 
 
 # -- loaders

@@ -208,7 +208,7 @@ def _listen(trainer: Any, track: Track) -> None:
     """Take the settings and notes of the run's techniques."""
     for one in trainer.callbacks:
         track.notes += [str(text) for text in getattr(one, "_said", ())]
-        chosen = getattr(one, "chosen", None)
+        chosen: Any = getattr(one, "chosen", None)
         if callable(chosen):
             track.settings.update(chosen())
         goal = getattr(one, "_goal", None)

@@ -129,7 +129,7 @@ class Subject:
         bar: Any = trainer.progress_bar_callback
         self.rates = {
             "progress_bar_rate": 0 if bar is None else int(getattr(bar, "refresh_rate", 1) or 0),
-            "log_every_n_steps": trainer.log_every_n_steps,
+            "log_every_n_steps": int(getattr(trainer, "log_every_n_steps", 50)),
         }
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         return settings, [one for one in callbacks if not is_a(one, *LEFT_OUT)]

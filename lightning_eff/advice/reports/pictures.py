@@ -1,7 +1,7 @@
 """Where a step's time and memory go, before and after."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lightning_eff.advice.engine import Findings
 from lightning_eff.advice.looking import View
@@ -38,7 +38,7 @@ def memory(found: Findings) -> Drawing:
 
 
 def _bars(
-    name: str, rows: list[tuple[str, Mapping[str, float]]], parts: tuple[str, ...], unit: str, head: str
+    name: str, rows: Sequence[tuple[str, Mapping[str, float]]], parts: tuple[str, ...], unit: str, head: str
 ) -> Drawing:
     shown = [part for part in parts if any(row.get(part) for _, row in rows)]
     with style():
