@@ -59,7 +59,7 @@ def results(technique: str) -> list[Result]:
         task, _, settings = name.partition(", ")
         match = _RESULT.match(text)
         if match is not None:
-            found.append(Result(task, settings, *(float(match[i]) for i in (1, 2, 3)), match[4]))
+            found.append(Result(task, settings, float(match[1]), float(match[2]), float(match[3]), match[4]))
     return found
 
 

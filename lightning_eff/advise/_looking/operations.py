@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _tensor_str, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -214,7 +214,7 @@ class Operations(TorchDispatchMode):
     def _methods(self) -> Iterator[None]:
         """Notice the methods of tensors that wait for an accelerator, and dispatch nothing on a CPU."""
         before = {name: vars(Tensor).get(name) for name in ("cpu", "to", "numpy", "tolist")}
-        printing = torch._tensor_str._str
+        printing = _tensor_str._str
 
         def noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(method)
@@ -238,7 +238,7 @@ class Operations(TorchDispatchMode):
             return printing(tensor, *args, **kwargs)
 
         patches = Patches()
-        patches.set(torch._tensor_str, "_str", text)
+        patches.set(_tensor_str, "_str", text)
         for name in before:
             setattr(Tensor, name, noticed(name, getattr(Tensor, name)))
         try:

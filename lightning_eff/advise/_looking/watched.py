@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -74,4 +73,3 @@ class Watched:
     deterministic: bool = False
     validation_batches: int | None = None
     validate_every: int | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
