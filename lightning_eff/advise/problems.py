@@ -209,7 +209,8 @@ class Problems(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watched.times.interrupt()
+        if self._seen is not None:  # validation alone is no run of training
+            self._seen.times.interrupt()
 
     @override
     def on_validation_batch_start(

@@ -22,7 +22,7 @@ from examples.vit.module import ViT
 from lightning_eff.advise._looking import clock
 from lightning_eff.advise.problems import Problems
 from tests import models
-from tests.advise.planted import STEPS, Experts, Gan, Well, fit
+from tests.advise.planted import STEPS, Experts, Gan, Well, fit, rows
 
 Made = tuple[pl.LightningModule, dict[str, Any]]
 
@@ -209,6 +209,8 @@ def test_two_fits_are_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fit(Bad(), problems)
     assert [one.name for one in problems.problems()] == ["loss-not-finite"]
+    alone = pl.Trainer(accelerator="cpu", logger=False, callbacks=Problems(), enable_progress_bar=False)
+    alone.validate(Well(), rows(), verbose=False)
     fit(Well(), problems)
     assert problems.problems() == []
 

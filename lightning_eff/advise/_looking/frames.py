@@ -60,8 +60,8 @@ def shown(file: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def owner(file: str) -> str:
     """Who wrote a file: "torch", "lightning", "ours", "python", the name of an installed package, or "user"."""
-    if file.startswith(_TORCH):
-        return "torch"
+    if file.startswith((_TORCH, "<eval_with_key>")) or "torchinductor_" in file:
+        return "torch"  # what torch.compile writes, too
     if file.startswith(_OURS):
         return "ours"
     if file.startswith(_CHECKOUT):

@@ -302,7 +302,7 @@ class Operations(TorchDispatchMode):
             return tuple(one for one, _ in keys), tuple(other for _, other in keys)
         try:
             hash(value)
-        except TypeError:
+        except (TypeError, RuntimeError):  # objects of C++, such as process groups
             return id(value), id(value)
         return (type(value), value), (type(value), value)
 
