@@ -1,1 +1,1 @@
-"""Advice on a run: what makes it faster, what is worth a comparison, and what is wrong with it."""
+"""Advice on a run: exact techniques that make it faster, comparisons worth making, and problems."""

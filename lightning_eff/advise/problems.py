@@ -1,4 +1,4 @@
-"""What is wrong with a run of training, or costs it time for nothing, found by watching some real steps."""
+"""Problems of a training run, found by watching some real steps."""
 
 import math
 from collections.abc import Callable
@@ -69,7 +69,7 @@ class Problems(Callback):
         self._logged = Logged()
 
     def problems(self) -> list[Problem]:
-        """What was found, the worst first."""
+        """The problems that were found, the worst first."""
         return [] if self._seen is None else conclude(self._seen)
 
     # -- the run

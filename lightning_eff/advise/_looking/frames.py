@@ -134,7 +134,7 @@ def parting(first: tuple[Place, ...], second: tuple[Place, ...]) -> tuple[Place 
 
 
 def _part(file: str) -> str:
-    """The parts of torch that decide by themselves what they need to know: "torch.optim", "torch.distributions" or ""."""
+    """ "torch.optim" or "torch.distributions" for files of theirs, which read values by themselves; "" for others."""
     head = file.removeprefix(_TORCH).split(os.sep)[0]
     return f"torch.{head}" if head in ("optim", "distributions") else ""
 

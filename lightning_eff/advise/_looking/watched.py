@@ -1,4 +1,4 @@
-"""What was seen of a run, before anything is concluded from it."""
+"""The observations of a run, before anything is concluded from them."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class NotFinite:
 
 @dataclass
 class Watched:
-    """What was seen of a run.
+    """The observations of a run.
 
     Attributes:
         steps: training steps so far, where each micro-batch is one.
