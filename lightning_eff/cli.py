@@ -12,6 +12,7 @@ from lightning_eff._exports import public
 
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
+       lightning-eff advise --config recipe.yaml
        lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
        lightning-eff tune --baseline a.yaml --target val_loss --budget 120s --search 2h
        lightning-eff select dsir --raw crawl.txt --target books.txt --keep 0.1 --out kept.npz
@@ -22,6 +23,8 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
   fit, validate, test, predict   a LightningModule and data named in a LightningCLI config, by their class_path;
                                  techniques go into trainer.callbacks, and precision plugins into trainer.plugins, by
                                  class name alone. More: lightning-eff fit --help
+  advise                         what makes a config's run faster without changing its numbers, measured in three minutes on
+                                 the run itself; and what is wrong with it. More: lightning-eff advise --help
   bench                          does a recipe pay, by how much, and how sure is that? More: lightning-eff bench --help
   tune                           the recipe that wins on a config, searched and confirmed; or what could be tried, and why not.
                                  More: lightning-eff tune --help
@@ -37,7 +40,7 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
 Modules are looked up from the current folder too. Errors are told in a paragraph; --debug gives the traceback.
 --version prints the version.
 """
-COMMANDS = ("fit", "validate", "test", "predict", "bench", "tune", "select", "plan", "budget", "techniques")
+COMMANDS = ("fit", "validate", "test", "predict", "advise", "bench", "tune", "select", "plan", "budget", "techniques")
 
 
 def techniques_table(width: int, word: str = "", group: str = "") -> str:
@@ -92,6 +95,10 @@ def _run(argv: list[str], *, debug: bool) -> None:
         print(f"lightning-eff {public.version()}")
     elif command == "techniques":
         _techniques(rest)
+    elif command == "advise":
+        from lightning_eff.advice.command import main as advise
+
+        advise(rest, debug=debug)
     elif command == "bench":
         from lightning_eff.bench.command import main as bench
 

@@ -19,10 +19,10 @@ from examples.huggingface.module import HuggingFaceGPT2
 from examples.mae.module import MaskedAutoencoder
 from examples.vit.data import Digits
 from examples.vit.module import ViT
-from lightning_eff.advise._looking import clock
-from lightning_eff.advise.problems import Problems
+from lightning_eff.advice._looking import clock
+from lightning_eff.advice.problems import Problems
 from tests import models
-from tests.advise.planted import STEPS, Experts, Gan, Well, fit, rows
+from tests.advice.planted import STEPS, Experts, Gan, Well, fit, rows
 
 Made = tuple[pl.LightningModule, dict[str, Any]]
 

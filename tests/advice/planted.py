@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_eff.advise.problems import Problem, Problems
+from lightning_eff.advice.problems import Problem, Problems
 
 STEPS = 12
 

@@ -7,12 +7,12 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_eff._core._lightning.names import is_a
-from lightning_eff.advise._looking.costs import costs
-from lightning_eff.advise._looking.modes import contents
-from lightning_eff.advise._looking.parameters import listed, optimizers_of, owned
-from lightning_eff.advise._looking.problem import Problem
-from lightning_eff.advise._looking.rates import FALLS, stands_in
-from lightning_eff.advise._looking.watched import Watched
+from lightning_eff.advice._looking.costs import costs
+from lightning_eff.advice._looking.modes import contents
+from lightning_eff.advice._looking.parameters import listed, optimizers_of, owned
+from lightning_eff.advice._looking.problem import Problem
+from lightning_eff.advice._looking.rates import FALLS, stands_in
+from lightning_eff.advice._looking.watched import Watched
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 ABSURD = 0.5  # a learning rate of Adam's

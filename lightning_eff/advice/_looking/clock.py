@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torchmetrics
 
-from lightning_eff.advise._looking.frames import Place, place
+from lightning_eff.advice._looking.frames import Place, place
 
 Mark = float | torch.cuda.Event
 

@@ -9,11 +9,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_eff._core._lightning.names import is_a
-from lightning_eff.advise._looking.frames import Place
-from lightning_eff.advise._looking.operations import CHECKS
-from lightning_eff.advise._looking.parameters import listed
-from lightning_eff.advise._looking.problem import Problem
-from lightning_eff.advise._looking.watched import Watched
+from lightning_eff.advice._looking.frames import Place
+from lightning_eff.advice._looking.operations import CHECKS
+from lightning_eff.advice._looking.parameters import listed
+from lightning_eff.advice._looking.problem import Problem
+from lightning_eff.advice._looking.watched import Watched
 
 DATA, DATA_SECONDS = 0.15, 2e-3  # of a step, and seconds of it, that may pass before its batch is there
 METRICS = 0.05  # of a step, for metrics

@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAccuracy
 
-from lightning_eff.advise._looking import clock
-from tests.advise.planted import Gan, Well, rows, watch
+from lightning_eff.advice._looking import clock
+from tests.advice.planted import Gan, Well, rows, watch
 
 # -- synchronisations
 
@@ -137,7 +137,7 @@ class Measured(Well):
 
 
 def test_a_library_that_checks_its_arguments_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_eff.advise._looking.costs.METRICS", 1.0)
+    monkeypatch.setattr("lightning_eff.advice._looking.costs.METRICS", 1.0)
     found = watch(Measured(validate_args=True))["host-synchronisation"]
     assert "self.accuracy(logits[:, 0], batch[1] % 2)" in found.what and "validate_args=False" in found.fix
     assert "host-synchronisation" not in watch(Measured(validate_args=False))
@@ -204,7 +204,7 @@ def test_the_lines_that_do_work_twice() -> None:
         def loss(self, batch: Any) -> Tensor:
             return torch.stack([self(batch[0]).square().mean() for _ in range(2)]).sum()
 
-    assert "at tests/advise/test_problems_costs.py:" in watch(InALoop())["duplicate-work"].what
+    assert "at tests/advice/test_problems_costs.py:" in watch(InALoop())["duplicate-work"].what
 
 
 class Siamese(Well):

@@ -10,7 +10,7 @@ import lightning_eff
 from lightning_eff._catalogue.facts import facts
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._exports import public
-from lightning_eff.advise.suggestions import Suggestion, suggestions
+from lightning_eff.advice.suggestions import Suggestion, suggestions
 from lightning_eff.tune.inspection.profiling import Found
 from lightning_eff.tune.space import gather
 from tests.models import hugging_face, module

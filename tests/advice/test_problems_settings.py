@@ -10,8 +10,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_eff.advise._looking import clock
-from tests.advise.planted import Experts, Rows, Well, rows, watch
+from lightning_eff.advice._looking import clock
+from tests.advice.planted import Experts, Rows, Well, rows, watch
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from lightning_eff._core.search_space import RunProfile
-from lightning_eff.advise._looking.evidence import evidence
-from lightning_eff.advise._looking.model import Model, looked_at
+from lightning_eff.advice._looking.evidence import evidence
+from lightning_eff.advice._looking.model import Model, looked_at
 from lightning_eff.tune.inspection.probing import usual
 from lightning_eff.tune.inspection.profiling import Found
 from lightning_eff.tune.space import Candidate, gather

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from lightning_eff import ExponentialMovingAverage, LearningRateSchedule, ScheduleFree
-from lightning_eff.advise._looking import clock
-from lightning_eff.advise.problems import Problems
-from tests.advise.planted import STEPS, Experts, Well, fit, watch
+from lightning_eff.advice._looking import clock
+from lightning_eff.advice.problems import Problems
+from tests.advice.planted import STEPS, Experts, Well, fit, watch
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_eff.advise._looking.clock import Times
-from lightning_eff.advise._looking.frames import Place
-from lightning_eff.advise._looking.operations import Seen
-from lightning_eff.advise._looking.parameters import Gradients
-from lightning_eff.advise._looking.rates import Rates
+from lightning_eff.advice._looking.clock import Times
+from lightning_eff.advice._looking.frames import Place
+from lightning_eff.advice._looking.operations import Seen
+from lightning_eff.advice._looking.parameters import Gradients
+from lightning_eff.advice._looking.rates import Rates
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_eff._core.patches import Patches
-from lightning_eff.advise._looking.frames import CHECKING, Place, chain, parting, place, running
+from lightning_eff.advice._looking.frames import CHECKING, Place, chain, parting, place, running
 
 _aten = torch.ops.aten
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)

@@ -13,17 +13,17 @@ from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
-from lightning_eff.advise._looking import modes
-from lightning_eff.advise._looking.clock import Times
-from lightning_eff.advise._looking.concluding import conclude
-from lightning_eff.advise._looking.frames import package_of
-from lightning_eff.advise._looking.logged import Logged
-from lightning_eff.advise._looking.operations import Operations
-from lightning_eff.advise._looking.padding import padded, wide
-from lightning_eff.advise._looking.parameters import Gradients
-from lightning_eff.advise._looking.problem import Problem as Problem
-from lightning_eff.advise._looking.rates import follow, planned, written_by_hand
-from lightning_eff.advise._looking.watched import NotFinite, Watched
+from lightning_eff.advice._looking import modes
+from lightning_eff.advice._looking.clock import Times
+from lightning_eff.advice._looking.concluding import conclude
+from lightning_eff.advice._looking.frames import package_of
+from lightning_eff.advice._looking.logged import Logged
+from lightning_eff.advice._looking.operations import Operations
+from lightning_eff.advice._looking.padding import padded, wide
+from lightning_eff.advice._looking.parameters import Gradients
+from lightning_eff.advice._looking.problem import Problem as Problem
+from lightning_eff.advice._looking.rates import follow, planned, written_by_hand
+from lightning_eff.advice._looking.watched import NotFinite, Watched
 
 CLOSELY = 6  # steps that are watched operation by operation; later ones are timed
 

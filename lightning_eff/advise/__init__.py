@@ -1,1 +1,0 @@
-"""Advice on a run: exact techniques that make it faster, comparisons worth making, and problems."""
