@@ -1,4 +1,4 @@
-"""What is wrong with a run of training, or costs it time for nothing, found by watching some real steps."""
+"""Problems of a training run, found by watching some real steps."""
 
 import math
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Problems(Callback):
         log_every_n_steps: int | None = None,
     ) -> None:
         self._steps = optimizer_steps
-        self._planned = {"validation_batches": validation_batches, "validate_every": validate_every}
+        self._batches, self._every = validation_batches, validate_every
         self._bar, self._log = progress_bar_rate, log_every_n_steps
         self._patches = Patches()
         self._seen: Watched | None = None
@@ -69,7 +69,7 @@ class Problems(Callback):
         self._logged = Logged()
 
     def problems(self) -> list[Problem]:
-        """What was found, the worst first."""
+        """The problems that were found, the worst first."""
         return [] if self._seen is None else conclude(self._seen)
 
     # -- the run
@@ -77,7 +77,7 @@ class Problems(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device, own = trainer.strategy.root_device, package_of(pl_module)
-        self._seen = seen = Watched(trainer, pl_module, device, own, Times(device), **self._planned)
+        self._seen = seen = Watched(trainer, pl_module, device, own, Times(device))
         names = {id(module): path for path, module in pl_module.named_modules()}
         self._operations = Operations(names, own, on_cpu=device.type == "cpu")
         self._operations.on_backward = self._after_engine
@@ -99,8 +99,8 @@ class Problems(Callback):
         seen.planned = planned(trainer, self._steps)
         seen.rates = follow(trainer, pl_module, self._steps)
         batches, every = validations(trainer)
-        seen.validation_batches = batches if seen.validation_batches is None else seen.validation_batches
-        seen.validate_every = every if seen.validate_every is None else seen.validate_every
+        seen.validation_batches = batches if self._batches is None else self._batches
+        seen.validate_every = every if self._every is None else self._every
         theirs = [c for c in trainer.callbacks if c is not self]  # pyright: ignore[reportAttributeAccessIssue]
         seen.by_hand = written_by_hand(pl_module, theirs)
 
@@ -209,7 +209,8 @@ class Problems(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watched.times.interrupt()
+        if self._seen is not None:  # validation alone is no run of training
+            self._seen.times.interrupt()
 
     @override
     def on_validation_batch_start(

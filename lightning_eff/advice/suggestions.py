@@ -27,7 +27,7 @@ class Suggestion:
         name: of its class, exported from ``lightning_eff``.
         code: of a callback, in Python.
         config: the same for ``trainer.callbacks`` in YAML.
-        reason: what was seen in this run.
+        reason: the observation in this run that speaks for it.
         expected: the gain in committed results, with the task's name.
         speed: the time ratio in committed results, above 1 if it is faster; None without any.
     """
@@ -46,7 +46,7 @@ class _Idea:
 
     Attributes:
         name: of the class that has the evidence.
-        why: what was seen in the run that speaks for it; None if nothing does.
+        why: the observation that speaks for it; None if there is none.
         values: settings of its search space that differ from the middle of their ranges.
         technique: the class in the search space, if it is another one.
         rivals: techniques that do the same; only the one with the best evidence is suggested.
@@ -65,7 +65,7 @@ def suggestions(found: Found, module: nn.Module | None = None) -> list[Suggestio
     """The techniques worth a comparison on a run, those with the best evidence first.
 
     Args:
-        found: what a look at the run found.
+        found: the profile of the run.
         module: the user's, for figures about its parameters. Without it, techniques for pretrained weights are not suggested.
     """
     model = looked_at(module)

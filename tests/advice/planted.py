@@ -1,5 +1,6 @@
 """A small module without problems, from which each test plants one, and how it is watched."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -135,7 +136,7 @@ def fit(
 
 def watch(module: pl.LightningModule, *callbacks: pl.Callback, **kwargs: Any) -> dict[str, Problem]:
     """The problems of a run, by name."""
-    given = {name: kwargs.pop(name) for name in list(kwargs) if name in Problems.__init__.__kwdefaults__}
+    given = {name: kwargs.pop(name) for name in list(kwargs) if name in inspect.signature(Problems).parameters}
     problems = Problems(**given)
     fit(module, *callbacks, problems, **kwargs)
     found = problems.problems()

@@ -207,7 +207,7 @@ class Tied(Well):
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(8, 32, bias=False)
-        self.out.weight = self.encoder[0].weight
+        self.out.weight = next(self.encoder.parameters())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encoder(x) + self.out(x))

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from torch import Tensor, nn
+from torch import Tensor, _tensor_str, nn
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +22,7 @@ from examples.vit.module import ViT
 from lightning_eff.advice._looking import clock
 from lightning_eff.advice.problems import Problems
 from tests import models
-from tests.advice.planted import STEPS, Experts, Gan, Well, fit
+from tests.advice.planted import STEPS, Experts, Gan, Well, fit, rows
 
 Made = tuple[pl.LightningModule, dict[str, Any]]
 
@@ -179,7 +179,7 @@ def test_a_watched_run_is_the_same_and_a_good_module_has_no_problem(name: str, m
 
 def patched() -> list[dict[str, Any]]:
     """What is in the classes and modules of others that a watched step changes."""
-    return [dict(vars(one)) for one in (Tensor, torch.autograd, torch._tensor_str, torchmetrics.Metric)]
+    return [dict(vars(one)) for one in (Tensor, torch.autograd, _tensor_str, torchmetrics.Metric)]
 
 
 def test_what_was_patched_is_put_back() -> None:
@@ -209,6 +209,8 @@ def test_two_fits_are_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fit(Bad(), problems)
     assert [one.name for one in problems.problems()] == ["loss-not-finite"]
+    alone = pl.Trainer(accelerator="cpu", logger=False, callbacks=Problems(), enable_progress_bar=False)
+    alone.validate(Well(), rows(), verbose=False)
     fit(Well(), problems)
     assert problems.problems() == []
 
@@ -244,7 +246,9 @@ def test_autograd_runs_without_a_mode_and_compiled_parts_stay_compiled() -> None
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.manual_backward(Spied.apply(self.generator(batch[0][:, :4])).mean())
-            (gradient,) = torch.autograd.grad(Spied.apply(self.critic(batch[0])).mean(), [self.critic[0].weight])
+            gradient, *_ = torch.autograd.grad(
+                Spied.apply(self.critic(batch[0])).mean(), list(self.critic.parameters())[:1]
+            )
             assert gradient.ndim == 2
 
     torch.compiler.reset()

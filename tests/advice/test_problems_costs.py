@@ -12,6 +12,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torchmetrics.classification import BinaryAccuracy
 
 from lightning_eff.advice._looking import clock
 from tests.advice.planted import Gan, Well, rows, watch
@@ -127,7 +128,7 @@ def test_a_value_that_is_read_now_and_then_is_no_problem() -> None:
 class Measured(Well):
     def __init__(self, *, validate_args: bool) -> None:
         super().__init__()
-        self.accuracy = torchmetrics.classification.BinaryAccuracy(validate_args=validate_args)
+        self.accuracy = BinaryAccuracy(validate_args=validate_args)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
@@ -327,9 +328,9 @@ def test_a_validation_that_takes_most_of_the_run(ticks: Ticks) -> None:
 
 def test_metrics_that_cost_much_of_each_step(ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(torchmetrics.MeanMetric):
-        def update(self, *args: Any) -> None:
+        def update(self, value: Any, weight: Any = 1.0) -> None:
             ticks.pass_by(0.005)
-            super().update(*args)
+            super().update(value, weight)
 
     class Costly(Timed):
         def __init__(self, every: int) -> None:

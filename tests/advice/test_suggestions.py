@@ -9,6 +9,7 @@ import pytest
 import lightning_eff
 from lightning_eff._catalogue.facts import facts
 from lightning_eff._core.search_space import RunProfile
+from lightning_eff._exports import public
 from lightning_eff.advice.suggestions import Suggestion, suggestions
 from lightning_eff.tune.inspection.profiling import Found
 from lightning_eff.tune.space import gather
@@ -65,12 +66,12 @@ def test_suggestions_are_techniques_that_a_search_would_try(name: str) -> None:
     run = RUNS[name]
     space = gather(run, (), {})
     for suggestion in suggestions(found(run)):
-        assert suggestion.name in lightning_eff.__all__
+        assert suggestion.name in public.HOMES
         made = suggestion.config["class_path"].removeprefix("lightning_eff.")
         assert made in space.techniques
         arguments = dict(suggestion.config.get("init_args", {}))
         getattr(lightning_eff, made)(**arguments)
-        built = eval(suggestion.code, {n: getattr(lightning_eff, n) for n in lightning_eff.__all__})
+        built = eval(suggestion.code, {n: getattr(lightning_eff, n) for n in public.HOMES})
         assert type(built).__name__ == made
         assert re.search(r"\d", suggestion.reason) and suggestion.reason.endswith(".")
 

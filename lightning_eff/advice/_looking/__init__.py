@@ -1,1 +1,1 @@
-"""What watches a run for problems."""
+"""Parts of the callback that watches a run for problems."""

@@ -34,10 +34,11 @@ class Clock:
     @staticmethod
     def between(start: Mark, end: Mark) -> float:
         """Seconds, read after the run."""
-        if isinstance(start, float) or isinstance(end, float):
-            return end - start  # pyright: ignore[reportOperatorIssue]
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3
+        assert isinstance(start, float) and isinstance(end, float)
+        return end - start
 
 
 class Times:
@@ -65,7 +66,7 @@ class Times:
         self._ended = now
 
     def interrupt(self) -> None:
-        """What comes now, such as a validation or an epoch's end, belongs to no step."""
+        """Count the time until the next step for no step: it belongs to a validation or an epoch's end."""
         self._ended = None
 
     def begin_validation_batch(self) -> None:
@@ -83,7 +84,7 @@ class Times:
 
     @property
     def _steps(self) -> list[tuple[Mark, Mark, Mark]]:
-        """Those that are judged by: where all were watched closely, the share of waiting comes out too small."""
+        """The steps that count. If all were watched closely, the fraction of waiting comes out too small."""
         return self._timed if len(self._timed) >= 3 else self._slowed[1:]
 
     @property

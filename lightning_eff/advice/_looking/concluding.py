@@ -1,4 +1,4 @@
-"""From what was seen of a run to its problems, in words."""
+"""Turn the observations of a run into problems, in words."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

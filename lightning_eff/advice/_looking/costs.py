@@ -1,4 +1,4 @@
-"""What costs a run time or memory for nothing."""
+"""Problems that cost a run time or memory for nothing."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ _FIXES = {name: f"Pass validate_args=False to {name.split()[0]}." for name in CH
 
 
 def costs(seen: Watched) -> Iterator[Problem]:
-    """What costs time or memory for nothing."""
+    """The problems that cost time or memory for nothing."""
     for look in _COSTS:
         yield from look(seen)
 
@@ -95,7 +95,7 @@ def _waits(seen: Watched) -> Iterator[Problem]:
 
 
 def _can_be_changed(place: Place) -> bool:
-    """Whether a user can spare a synchronisation: libraries and optimizers make some of their own."""
+    """Whether a user can avoid a synchronisation. Libraries and optimizers need some."""
     return place.through in ("", *_FIXES)
 
 

@@ -1,4 +1,4 @@
-"""What the committed results say of a technique, on tasks like the user's."""
+"""The committed results of a technique on tasks like the user's."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Result:
 
     Attributes:
         task: its short name, such as "GPT".
-        settings: the rest of what the results call it, such as "30 s, epsilon 0.05".
+        settings: the settings and budget in words, such as "30 s, epsilon 0.05".
         speed: how many times as fast as its baseline the technique was.
         low: the lower end of the 95 % interval.
         high: the upper end.
@@ -59,14 +59,14 @@ def results(technique: str) -> list[Result]:
         task, _, settings = name.partition(", ")
         match = _RESULT.match(text)
         if match is not None:
-            found.append(Result(task, settings, *(float(match[i]) for i in (1, 2, 3)), match[4]))
+            found.append(Result(task, settings, float(match[1]), float(match[2]), float(match[3]), match[4]))
     return found
 
 
 def evidence(technique: str, run: RunProfile) -> tuple[float | None, str]:
     """The expected speed of a technique on a run, and the results from which it follows, in words.
 
-    Of the settings that were tried on a task, the best counts. Tasks like the run come first, and alone give the speed if there
+    The best of the settings that were tried on a task counts. Tasks like the run come first, and alone give the speed if there
     are any. A difference that was not shown counts as none.
 
     Args:

@@ -60,8 +60,8 @@ def shown(file: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def owner(file: str) -> str:
     """Who wrote a file: "torch", "lightning", "ours", "python", the name of an installed package, or "user"."""
-    if file.startswith(_TORCH):
-        return "torch"
+    if file.startswith((_TORCH, "<eval_with_key>")) or "torchinductor_" in file:
+        return "torch"  # what torch.compile writes, too
     if file.startswith(_OURS):
         return "ours"
     if file.startswith(_CHECKOUT):
@@ -134,7 +134,7 @@ def parting(first: tuple[Place, ...], second: tuple[Place, ...]) -> tuple[Place 
 
 
 def _part(file: str) -> str:
-    """The parts of torch that decide by themselves what they need to know: "torch.optim", "torch.distributions" or ""."""
+    """ "torch.optim" or "torch.distributions" for files of theirs, which read values by themselves; "" for others."""
     head = file.removeprefix(_TORCH).split(os.sep)[0]
     return f"torch.{head}" if head in ("optim", "distributions") else ""
 

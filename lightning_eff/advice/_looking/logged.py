@@ -1,4 +1,4 @@
-"""What the module logged in a step."""
+"""The metrics that a module logged in a step."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from lightning.pytorch import Trainer
 
 
 class Logged:
-    """Tells which metrics a step logged, other than those that are left from an earlier one."""
+    """Distinguishes the metrics that a step logged from those left over from an earlier step."""
 
     def __init__(self) -> None:
         self._last: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Every operation of a training step, as torch dispatches it: what waits, what is computed twice, where NaN starts.
+"""Every operation of a training step, as torch dispatches it, for synchronisations, work done twice and the source of NaN.
 
 The mode only looks. It is left while autograd's engine runs, where torch takes other ways under a mode.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _tensor_str, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -43,7 +43,7 @@ _UNSET = ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_lik
 
 @dataclass
 class _Known:
-    """What is known of a storage.
+    """A storage, as far as it is known.
 
     Attributes:
         ref: keeps its address from being used again, and not its memory.
@@ -74,7 +74,7 @@ class Twice:
 
 @dataclass
 class Seen:
-    """What one step did.
+    """The observations of one step.
 
     Attributes:
         waits: how often each line waited for the device, by the kind of call.
@@ -214,7 +214,7 @@ class Operations(TorchDispatchMode):
     def _methods(self) -> Iterator[None]:
         """Notice the methods of tensors that wait for an accelerator, and dispatch nothing on a CPU."""
         before = {name: vars(Tensor).get(name) for name in ("cpu", "to", "numpy", "tolist")}
-        printing = torch._tensor_str._str
+        printing = _tensor_str._str
 
         def noticed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(method)
@@ -238,7 +238,7 @@ class Operations(TorchDispatchMode):
             return printing(tensor, *args, **kwargs)
 
         patches = Patches()
-        patches.set(torch._tensor_str, "_str", text)
+        patches.set(_tensor_str, "_str", text)
         for name in before:
             setattr(Tensor, name, noticed(name, getattr(Tensor, name)))
         try:
@@ -258,7 +258,7 @@ class Operations(TorchDispatchMode):
         return self._count
 
     def _of(self, tensor: Tensor) -> _Known | None:
-        """What is known of a tensor's storage; None where it has none of its own."""
+        """The record of a tensor's storage; None if the tensor has no plain storage."""
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
@@ -283,7 +283,7 @@ class Operations(TorchDispatchMode):
         return known is not None and known.device and id(tensor) not in self._host
 
     def _key(self, value: Any, grad: bool) -> tuple[Any, Any]:
-        """What an argument is, by its values, and if all random draws were alike."""
+        """Two keys for an argument's values: exact, and as if all random draws were alike."""
         if isinstance(value, Tensor):
             known = self._of(value)
             if known is None:
@@ -302,7 +302,7 @@ class Operations(TorchDispatchMode):
             return tuple(one for one, _ in keys), tuple(other for _, other in keys)
         try:
             hash(value)
-        except TypeError:
+        except (TypeError, RuntimeError):  # objects of C++, such as process groups
             return id(value), id(value)
         return (type(value), value), (type(value), value)
 

@@ -14,7 +14,7 @@ _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint8)
 def padded(batch: Any, looked_up: Collection[int]) -> tuple[int, int]:
     """The positions of tokens in a batch that are padding, and all of them.
 
-    Padding is what a mask says, or the token that ends rows: the same one, several times at the end of most rows.
+    A mask of the batch says which positions are padding. Without one, it is the token that repeats at the ends of most rows.
 
     Args:
         batch: of the step.

@@ -73,7 +73,7 @@ class Gradients:
         return [name for name in absent if not self._now_and_then(name, module)]
 
     def _now_and_then(self, name: str, module: nn.Module) -> bool:
-        """Whether a parameter is in one of several modules in a list or dict, another of which got a gradient."""
+        """Whether a parameter's module is in a list or dict beside one like it that got a gradient."""
         return any(other in self.got for other in self._siblings(name, module))
 
     def _siblings(self, name: str, module: nn.Module) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a problem is."""
+"""The record of a problem."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ class Problem:
 
     Attributes:
         name: short and stable, such as "host-synchronisation".
-        what: what was seen, with figures and the line of the user's code.
+        what: the observation, with figures and the line of the user's code.
         fix: one sentence, or code to paste.
         share: fraction of a step's time, or of the run's, that it costs, where that was measured.
     """

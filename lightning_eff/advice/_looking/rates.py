@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_overridden
 
@@ -47,7 +48,8 @@ class Rates:
 class _Bare(Optimizer):
     """Has the groups of an optimizer, and parameters that nobody trains."""
 
-    def step(self, closure: Any = None) -> None: ...
+    @override
+    def step(self, closure: Any = None) -> Any: ...
 
 
 def _bare(optimizer: Optimizer) -> _Bare:

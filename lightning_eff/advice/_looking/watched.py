@@ -1,8 +1,7 @@
-"""What was seen of a run, before anything is concluded from it."""
+"""The observations of a run, before anything is concluded from them."""
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -33,7 +32,7 @@ class NotFinite:
 
 @dataclass
 class Watched:
-    """What was seen of a run.
+    """The observations of a run.
 
     Attributes:
         steps: training steps so far, where each micro-batch is one.
@@ -74,4 +73,3 @@ class Watched:
     deterministic: bool = False
     validation_batches: int | None = None
     validate_every: int | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
