@@ -14,6 +14,7 @@ from lightning_eff.advice.applied import Float32Products, FusedOptimizer, Larger
 from lightning_eff.advice.fused_attention import FusedAttention
 from lightning_eff.advice.intervals import BATCHES, EXACT, PRECISION
 from lightning_eff.advice.looking import View
+from lightning_eff.bench.arms import short
 
 WAITING = 0.03  #: the fraction of the time, from which waiting for data is worth a trial
 PADDING = 0.05  #: the fraction of positions, from which padding is
@@ -147,7 +148,7 @@ def _padding(view: View, subject: Subject, left: dict[str, str]) -> Iterator[Tri
 
 def _attention(view: View, subject: Subject, left: dict[str, str]) -> Iterator[Trial]:
     if view.by_hand:
-        places = ", ".join(os.path.relpath(place) for place in view.by_hand[:3])
+        places = ", ".join(short(place) for place in view.by_hand[:3])
         yield Trial(
             "FusedAttention",
             Change((entry(FusedAttention),)),

@@ -13,28 +13,36 @@ KINDS = ("parameters", "gradients", "optimizer", "activations")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def _stacks(found: Findings) -> list[tuple[str, View]]:
+def _stacks(found: Findings) -> list[tuple[str, View, float]]:
+    """The run as it is and each recipe: its name, its profile, and how many times as fast it is."""
     after = [
-        (name, stack.view)
+        (name, stack.view, stack.speed.estimate)
         for name, stack in (("recipe", found.stack), ("lower precision", found.lower))
-        if stack.gains and stack.view is not None
+        if stack.gains and stack.view is not None and stack.speed is not None
     ]
-    return [("now", found.view), *after]
+    return [("now", found.view, 1.0), *after]
 
 
 def time(found: Findings) -> Drawing:
-    """A bar of phases for the run as it is, and for the recipe."""
-    rows = [(name, {p: 1000 * s for p, s in view.phases.items()}) for name, view in _stacks(found)]
+    """A bar of phases for the run as it is, and for the recipe. Its length follows from the measured speed-up."""
+    whole = 1000 * math.fsum(found.view.phases.values())
+    rows = [(name, _of(view.phases, whole / speed)) for name, view, speed in _stacks(found)]
     return _bars("time", rows, PHASES, "milliseconds per batch", "Where the time of a batch goes")
 
 
 def memory(found: Findings) -> Drawing:
     """A bar of kinds of memory for the run as it is, and for the recipe."""
     stacks = _stacks(found)
-    largest = max([sum(view.memory.values()) for _, view in stacks] or [1])
+    largest = max([sum(view.memory.values()) for _, view, _ in stacks] or [1])
     size, unit = next(((size, unit) for size, unit in _UNITS if largest >= size), (1, "bytes"))
-    rows = [(name, {k: b / size for k, b in view.memory.items()}) for name, view in stacks]
+    rows = [(name, {k: b / size for k, b in view.memory.items()}) for name, view, _ in stacks]
     return _bars("memory", rows, KINDS, f"{unit} of tensors", "Where memory goes")
+
+
+def _of(phases: Mapping[str, float], whole: float) -> dict[str, float]:
+    """Phases scaled to a sum, since the machine's speed may differ between two profiles."""
+    total = math.fsum(phases.values()) or 1.0
+    return {name: whole * seconds / total for name, seconds in phases.items()}
 
 
 def _bars(
@@ -81,6 +89,7 @@ def speeds(found: Findings) -> Drawing | None:
         axes.grid(visible=False, axis="y")
         ticks = [t for t in (-3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 4) if axes.get_xlim()[0] <= t <= axes.get_xlim()[1]]
         axes.set_xticks(ticks, [f"{2**t:.2g}" for t in ticks])
+        axes.set_ylim(-len(rows) + 0.5, 0.5)
         axes.set_xlabel("times as fast as now")
     told = "; ".join(f"{o.trial.name} {o.speed.estimate:.2f}" for o in rows if o.speed is not None)
     caption = "Speed-up of each trial with its 95 % interval. Right of 1 it is faster."
