@@ -150,9 +150,10 @@ class Engine:
     def _try_each(self, found: Findings, trials: Sequence[Trial]) -> None:
         left = list(trials)
         for group in self._groups(found.view, trials):
-            deadline = self._deadline(found, len(left), len(group))
+            slow = not group[0].slow and any(trial.slow for trial in left)
+            deadline = self._deadline(found, len(left), len(group), slow=slow)
             left = [trial for trial in left if trial not in group]
-            if group[0].slow and self._end_of_trials(found) - time.monotonic() < COMPILING:
+            if group[0].slow and self._end_of_trials(found) - time.monotonic() < 0.75 * COMPILING:
                 text = (
                     f"compiling may take more than the {max(self.watch.left, 0):.0f} s that were left. Use more minutes"
                 )
@@ -190,10 +191,13 @@ class Engine:
         """When the trials must end: later, if there is nothing yet that could be stacked."""
         return self.watch.until(TRIALS if any(one.faster for one in found.outcomes) else STACK)
 
-    def _deadline(self, found: Findings, left: int, group: int) -> float:
-        """When a group of trials must end, with ``left`` trials to go."""
+    def _deadline(self, found: Findings, left: int, group: int, *, slow: bool) -> float:
+        """When a group of trials must end, with ``left`` trials to go; ``slow`` keeps time for one that compiles."""
         now = time.monotonic()
-        return now + max(self._end_of_trials(found) - now, 0.0) * min(group / max(left, 1), 1.0)
+        free = max(self._end_of_trials(found) - now, 0.0)
+        if slow and free > 2 * COMPILING:
+            free -= COMPILING
+        return now + free * min(group / max(left, 1), 1.0)
 
     def _measure(self, view: View, arms: Sequence[Arm], deadline: float, *, thorough: bool = False) -> list[Track]:
         return measure(

@@ -207,9 +207,11 @@ def _fit(subject: Subject, change: Change, watch: Stopwatch, track: Track) -> No
 def _listen(trainer: Any, track: Track) -> None:
     """Take the settings and notes of the run's techniques."""
     for one in trainer.callbacks:
+        if not type(one).__module__.startswith("lightning_eff."):
+            continue
         track.notes += [str(text) for text in getattr(one, "_said", ())]
         chosen: Any = getattr(one, "chosen", None)
-        if callable(chosen):
+        if chosen is not None:
             track.settings.update(chosen())
         goal = getattr(one, "_goal", None)
         if type(one).__name__ == "LoaderTuning" and goal is not None:
