@@ -171,7 +171,7 @@ class Engine:
                 continue
             self.watch.say(f"trying {', '.join(trial.name for trial in group)}")
             arms = [Arm(trial.name, trial.tried, trial.unit) for trial in group]
-            baseline, *tracks = self._measure(found.view, arms, deadline)
+            baseline, *tracks = self._measure(found.view, arms, deadline, compiled=group[0].slow)
             if not baseline.turns and baseline.error:
                 found.notes.append(
                     f"{', '.join(arm.name for arm in arms)}: the baseline failed beside them: {baseline.error}"
@@ -199,13 +199,16 @@ class Engine:
             free -= COMPILING
         return now + free * min(group / max(left, 1), 1.0)
 
-    def _measure(self, view: View, arms: Sequence[Arm], deadline: float, *, thorough: bool = False) -> list[Track]:
+    def _measure(
+        self, view: View, arms: Sequence[Arm], deadline: float, *, thorough: bool = False, compiled: bool = False
+    ) -> list[Track]:
         return measure(
             self.subject,
             arms,
             step_seconds=view.step_seconds,
             deadline=deadline,
             thorough=thorough,
+            compiled=compiled,
             tell=self.watch.say,
         )
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
+from lightning_eff.advice._running import measuring
 from lightning_eff.advice._running.measuring import Referee
 from lightning_eff.advice._running.subject import Change
 from lightning_eff.advice.applied import FusedOptimizer, LargerBatch, LoaderWorkers, rebuilt
@@ -56,7 +57,7 @@ def test_single_disturbed_turns_are_left_out_and_frequent_ones_count() -> None:
     assert often is not None and often.n == 10 and often.estimate == pytest.approx(5**0.4)
 
 
-def test_a_referee_ends_what_is_known_or_slow_and_the_baseline_last() -> None:
+def test_a_referee_ends_what_is_known_or_slow_and_the_baseline_last(monkeypatch: pytest.MonkeyPatch) -> None:
     referee = Referee(["sample", "sample"], deadline=math.inf)
     for place, seconds in ((0, [1.0, 1.1] * LEAST), (1, [0.5, 0.55] * LEAST), (2, [0.5, 1.2] * LEAST)):
         referee.tracks[place] += turns(*seconds)
@@ -72,6 +73,13 @@ def test_a_referee_ends_what_is_known_or_slow_and_the_baseline_last() -> None:
     late.tracks[0] += turns(1.0, 1.0)
     late.tracks[1] += turns(1.0, 3.0)
     assert not late.go_on(1)
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: 5.0)
+    compiled = Referee(["sample"], deadline=0.0, compiled=True)  # its first step has used up the time
+    compiled.tracks[0] += turns(1.0, 1.0)
+    compiled.tracks[1] += turns(1.0, 3.0)
+    assert compiled.go_on(1)
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: 1e9)
+    assert not compiled.go_on(1)
 
 
 def test_trials_end_where_the_baseline_has_failed() -> None:

@@ -76,10 +76,14 @@ class Referee:
         units: of the trials, by their place behind the baseline.
         deadline: by :func:`time.monotonic`.
         thorough: measure also what is clearly slower.
+        compiled: a run's first step may have used up the time; it is then measured a little longer.
     """
 
-    def __init__(self, units: Sequence[str], deadline: float, *, thorough: bool = False) -> None:
+    def __init__(
+        self, units: Sequence[str], deadline: float, *, thorough: bool = False, compiled: bool = False
+    ) -> None:
         self._units, self._deadline, self._thorough = units, deadline, thorough
+        self._grace, self._few = (3 * GRACE, LEAST) if compiled else (GRACE, 2)
         self.tracks: list[list[Turn]] = [[] for _ in range(len(units) + 1)]
         self.gone: set[int] = set()
 
@@ -91,13 +95,18 @@ class Referee:
         """Whether run ``me`` is measured further; the baseline, as long as any trial is."""
         if 0 in self.gone:
             return False
-        late, very = (time.monotonic() > self._deadline + more for more in (0.0, GRACE))
+        late, very = (time.monotonic() > self._deadline + more for more in (0.0, self._grace))
         if me == 0:
             return len(self.gone) < len(self._units)
         turns = min(len(self.tracks[0]), len(self.tracks[me]))
         found = self.ratio(me)
         slow = found is not None and found.high < SLOWER and not self._thorough
-        if (turns >= LEAST and (narrow(found) or slow or late)) or turns >= MOST or very or (late and turns >= 2):
+        if (
+            (turns >= LEAST and (narrow(found) or slow or late))
+            or turns >= MOST
+            or very
+            or (late and turns >= self._few)
+        ):
             self.gone.add(me)
             return False
         return True
@@ -129,6 +138,7 @@ def measure(
     step_seconds: float,
     deadline: float,
     thorough: bool = False,
+    compiled: bool = False,
     tell: Callable[[], object] | None = None,
 ) -> list[Track]:
     """Train the baseline and trials in turns.
@@ -139,13 +149,14 @@ def measure(
         step_seconds: the time per batch of the baseline, about, which decides the length of a turn.
         deadline: by :func:`time.monotonic`, after which every run ends with its turn.
         thorough: measure also what is clearly slower.
+        compiled: a trial compiles in its first step.
         tell: called after each turn.
 
     Returns:
         The baseline's track, and those of the trials.
     """
     every = [Arm("baseline", Change()), *arms]
-    referee = Referee([arm.unit for arm in arms], deadline, thorough=thorough)
+    referee = Referee([arm.unit for arm in arms], deadline, thorough=thorough, compiled=compiled)
     batches, skip = turn_of(step_seconds, int(subject.settings.get("accumulate_grad_batches", 1)))
     flags = _flags()
 
