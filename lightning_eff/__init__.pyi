@@ -15,6 +15,7 @@ from lightning_eff import precision as precision
 from lightning_eff import strategies as strategies
 from lightning_eff._core._architecture.folding import export as export
 from lightning_eff._exports.applying import apply as apply
+from lightning_eff.advice.advising import advise as advise
 from lightning_eff.bench.benchmark import Benchmark as Benchmark
 from lightning_eff.budget.batch_size_warmup import BatchSizeWarmup as BatchSizeWarmup
 from lightning_eff.budget.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale

@@ -12,6 +12,7 @@ from lightning_eff._exports import public
 
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
+       lightning-eff advise --config recipe.yaml
        lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
        lightning-eff tune --baseline a.yaml --target val_loss --budget 120s --search 2h
        lightning-eff select dsir --raw crawl.txt --target books.txt --keep 0.1 --out kept.npz
@@ -21,6 +22,8 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
 
   fit, validate, test, predict   run the module and data of a LightningCLI config. List techniques in trainer.callbacks and
                                  precision plugins in trainer.plugins, by class name. More: lightning-eff fit --help
+  advise                         measure for three minutes what makes a config's run faster without changing its numbers, and
+                                 list problems of the run. More: lightning-eff advise --help
   bench                          measure how much faster a recipe trains than its baseline, with a confidence interval.
                                  More: lightning-eff bench --help
   tune                           search for the best recipe for a config, and confirm it. More: lightning-eff tune --help
@@ -36,7 +39,7 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
 Modules in the current folder are found too. An error prints one paragraph; --debug prints the traceback.
 --version prints the version.
 """
-COMMANDS = ("fit", "validate", "test", "predict", "bench", "tune", "select", "plan", "budget", "techniques")
+COMMANDS = ("fit", "validate", "test", "predict", "advise", "bench", "tune", "select", "plan", "budget", "techniques")
 
 
 def techniques_table(width: int, word: str = "", group: str = "") -> str:
@@ -91,6 +94,10 @@ def _run(argv: list[str], *, debug: bool) -> None:
         print(f"lightning-eff {public.version()}")
     elif command == "techniques":
         _techniques(rest)
+    elif command == "advise":
+        from lightning_eff.advice.command import main as advise
+
+        advise(rest, debug=debug)
     elif command == "bench":
         from lightning_eff.bench.command import main as bench
 

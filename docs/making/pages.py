@@ -22,6 +22,7 @@ ROOMS = {
     "precision": "Precision",
     "strategies": "Strategies",
     "monitor": "Monitor",
+    "advice": "Advice",
     "bench": "Bench",
     "tune": "Tune",
 }

@@ -1,0 +1,1 @@
+"""Parts of the callback that watches a run for problems."""

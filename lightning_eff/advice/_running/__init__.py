@@ -1,0 +1,1 @@
+"""Fresh copies of the run, that train beside each other in turns."""

@@ -1,0 +1,194 @@
+"""Results of trials, and of the stack that they add up to."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightning_eff.advice._running.measuring import Track
+from lightning_eff.advice._running.subject import Change
+from lightning_eff.advice.intervals import BATCHES, EXACT, PRECISION, Numbers, keeps_numbers, speed_up
+from lightning_eff.advice.looking import View
+from lightning_eff.advice.trials import Trial
+from lightning_eff.bench.reports.intervals import Interval
+
+GAIN = 1.02  #: a speed-up below is no gain that would be worth a change
+OTHER = "other numbers"  #: a change that should be exact, and whose loss or gradients differ by more than rounding
+
+
+@dataclass
+class Outcome:
+    """The result of a trial.
+
+    Attributes:
+        trial: which.
+        speed: how many times as fast as the baseline; None where it was not measured.
+        kind: how it affects numbers, as seen.
+        loss: relative difference of the first step's loss.
+        gradients: relative difference of the first step's gradients.
+        bytes: of parameters, gradients, optimizer states and activations, over the baseline's.
+        pays_after: steps after which the seconds of its start have paid for themselves; None where its start costs little.
+        start_seconds: that its start and first step take more than the baseline's.
+        error: why it was not measured, or "".
+        notes: what its technique said.
+        settings: what it chose.
+    """
+
+    trial: Trial
+    speed: Interval | None = None
+    kind: str = EXACT
+    loss: float = 0.0
+    gradients: float = 0.0
+    bytes: float = 1.0
+    pays_after: int | None = None
+    start_seconds: float = 0.0
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def faster(self) -> bool:
+        """Whether its interval lies above 1, by enough to matter."""
+        return self.speed is not None and self.speed.low > 1 and self.speed.estimate >= GAIN
+
+    @property
+    def slower(self) -> bool:
+        """Whether its interval lies below 1."""
+        return self.speed is not None and self.speed.high < 1
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        own = {**asdict(self), "trial": self.trial.name, "reason": self.trial.reason, "cost": self.trial.cost}
+        return {**own, "change": self.trial.change.record(), "code": self.trial.code, "faster": self.faster}
+
+
+def judged(trial: Trial, baseline: Track, own: Track, precision: str, noise: float) -> Outcome:
+    """The outcome of a trial, from its run and the baseline's run in the same group.
+
+    Args:
+        trial: which.
+        baseline: the baseline's run in the same group.
+        own: its run.
+        precision: of the baseline.
+        noise: of gradients, between two runs of the baseline.
+    """
+    found = Outcome(trial, error=own.error, notes=own.notes, settings=own.settings)
+    if own.error and not own.turns:
+        return found
+    found.speed = speed_up(baseline.turns, own.turns, trial.unit)
+    if found.speed is None:
+        found.error = own.error or "there was no time to measure it"
+        return found
+    found.kind = trial.kind
+    if baseline.numbers is not None and own.numbers is not None:
+        found.loss, found.gradients = baseline.numbers.differences(own.numbers)
+        if trial.kind == EXACT and not keeps_numbers(found.loss, found.gradients, precision, noise):
+            found.kind = OTHER
+    found.bytes = own.bytes / baseline.bytes if baseline.bytes and own.bytes else 1.0
+    extra = own.start_seconds + own.first_seconds - baseline.start_seconds - baseline.first_seconds
+    saved = baseline.step_seconds - own.step_seconds
+    if extra > max(1.0, 5 * baseline.step_seconds):
+        found.start_seconds = extra
+        found.pays_after = math.ceil(extra / saved) if saved > 0 and found.faster else None
+    return found
+
+
+@dataclass
+class Stack:
+    """Changes that were measured together.
+
+    Attributes:
+        trials: in the order in which they were added.
+        speed: against the baseline, on new turns.
+        bytes: as :class:`Outcome` has it.
+        loss: as :class:`Outcome` has it.
+        gradients: as :class:`Outcome` has it.
+        view: where its time and memory go; None where that was not looked at.
+        tried: what was tried for it, in sentences.
+    """
+
+    trials: list[Trial] = field(default_factory=list)
+    speed: Interval | None = None
+    bytes: float = 1.0
+    loss: float = 0.0
+    gradients: float = 0.0
+    view: View | None = None
+    tried: list[str] = field(default_factory=list)
+
+    @property
+    def change(self) -> Change:
+        """All its changes."""
+        found = Change()
+        for trial in self.trials:
+            found = found.plus(trial.change)
+        return found
+
+    @property
+    def measured(self) -> Change:
+        """All its changes, as they are measured."""
+        found = Change()
+        for trial in self.trials:
+            found = found.plus(trial.tried)
+        return found
+
+    @property
+    def gains(self) -> bool:
+        """Whether it is faster than the baseline."""
+        return bool(self.trials) and self.speed is not None and self.speed.low > 1 and self.speed.estimate >= GAIN
+
+    def compare(self, baseline: Track, own: Track) -> None:
+        """Take the figures of a fresh measurement."""
+        self.speed = speed_up(baseline.turns, own.turns)
+        if baseline.bytes and own.bytes:
+            self.bytes = own.bytes / baseline.bytes
+        if baseline.numbers is not None and own.numbers is not None:
+            self.loss, self.gradients = baseline.numbers.differences(own.numbers)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "trials": [trial.name for trial in self.trials],
+            "speed": None if self.speed is None else asdict(self.speed),
+            "bytes": self.bytes,
+            "loss": self.loss,
+            "gradients": self.gradients,
+            "tried": self.tried,
+            "trainer": self.change.record(),
+        }
+
+
+def noise_between(first: Numbers | None, second: Numbers | None) -> float:
+    """The difference of gradients between two runs of the baseline; 0 where it is not known."""
+    if first is None or second is None:
+        return 0.0
+    found = first.differences(second)[1]
+    return found if math.isfinite(found) else 0.0
+
+
+def in_words(kind: str, loss: float, gradients: float) -> str:
+    """How a change affects numbers, with the figures."""
+    if loss == gradients == 0.0 and kind == EXACT:
+        return "bit-equal"
+    if kind == BATCHES:
+        return "other batches"
+    figures = f"loss {_small(loss)}, gradients {_small(gradients)}"
+    return f"{ {EXACT: 'equal up to rounding', PRECISION: 'rounds'}.get(kind, 'differs') } ({figures})"
+
+
+def _small(value: float) -> str:
+    return "not comparable" if math.isinf(value) else "0" if value == 0 else f"{value:.0e}"
+
+
+def plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without numbers that JSON does not have."""
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): cleaned(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [cleaned(item) for item in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return value if isinstance(value, str | int | float | bool | type(None)) else str(value)
+
+    return cleaned(record)
