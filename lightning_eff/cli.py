@@ -18,6 +18,7 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
        lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
        lightning-eff budget --hours 5000 --gpu h100
        lightning-eff techniques --search memory
+       lightning-eff recipe {list,show gpt}
 
   fit, validate, test, predict   a LightningModule and data named in a LightningCLI config, by their class_path;
                                  techniques go into trainer.callbacks, and precision plugins into trainer.plugins, by
@@ -33,11 +34,13 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
                                  More: lightning-eff budget --help
   techniques                     everything that two surveys of efficient training name: what does it here, what it saves,
                                  what was measured of it. More: lightning-eff techniques --help
+  recipe                         named sets of techniques, which adapt to a module: fit --recipe gpt.
+                                 More: lightning-eff recipe --help
 
 Modules are looked up from the current folder too. Errors are told in a paragraph; --debug gives the traceback.
 --version prints the version.
 """
-COMMANDS = ("fit", "validate", "test", "predict", "bench", "tune", "select", "plan", "budget", "techniques")
+COMMANDS = ("fit", "validate", "test", "predict", "bench", "tune", "select", "plan", "budget", "techniques", "recipe")
 
 
 def techniques_table(width: int, word: str = "", group: str = "") -> str:
@@ -112,6 +115,10 @@ def _run(argv: list[str], *, debug: bool) -> None:
         from lightning_eff.planner._launch.budget_command import main as budget
 
         budget(rest, debug=debug)
+    elif command == "recipe":
+        from lightning_eff.recipes.command import main as recipe
+
+        recipe(rest)
     elif command in COMMANDS or (command.startswith("-") and not {*argv}.isdisjoint(COMMANDS)):
         _lightning(argv)
     else:
