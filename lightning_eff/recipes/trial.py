@@ -142,7 +142,7 @@ def _batch(loader: Any) -> Any:
     """The first samples in the order of the data set, without workers; else what the loader gives first."""
     dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
     if isinstance(loader, DataLoader) and size and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return loader.collate_fn([dataset[i] for i in range(min(size, len(dataset)))])  # pyright: ignore
+        return loader.collate_fn([dataset[i] for i in range(min(size, len(dataset)))])  # pyright: ignore[reportArgumentType]
     return next(iter(loader))
 
 

@@ -57,7 +57,7 @@ def soap(profile: Profile) -> Choices:
     yield Pick(
         "ReplaceOptimizer",
         {"optimizer": {"class_path": "lightning_eff.SOAP", "init_args": {"lr": lr, "weight_decay": 0.1}}},
-        f"SOAP trains the {profile.run.num_matrices} hidden matrices, and your optimizer the rest; the learning rate is {which}",
+        f"SOAP trains the {profile.run.num_matrices} hidden matrices, and your optimizer the rest; learning rate: {which}",
     )
 
 
