@@ -182,11 +182,40 @@ def resolve(
     run = replace(profile.run, accelerator=accelerator)
     profile = replace(profile, module=type(module).__name__, run=run, steps=known, seconds=seconds)
     if (why := found.fits(profile)) is not None:
-        others = [one.name for one in RECIPES.values() if one is not found and one.fits(profile) is None]
         raise UsageError(
             f"recipe(name={found.name!r}): {profile.module} does not suit it, because {why}. Use a recipe that fits:"
-            f" {', '.join(others)}."
+            f" {', '.join(_fitting(profile, own, module, trainer, trial))}."
         )
+    resolved = _chosen(found, variant, profile, own, module, trainer, trial)
+    if not resolved.picks:
+        reasons = "; ".join(f"{skip.technique} ({skip.why})" for skip in resolved.skips)
+        other = [f"{found.name}:{one}" for one in found.variants if one != variant]
+        raise UsageError(
+            f"recipe(name={found.name!r}, variant={variant!r}): nothing of it is left for {profile.module}: {reasons}. Try"
+            f" {' or '.join(other)}, or train without a recipe."
+        )
+    return resolved
+
+
+def _fitting(
+    profile: Profile, own: Sequence[Callback], module: LightningModule, trainer: Any, trial: Trial | None
+) -> list[str]:
+    """The recipes that leave something on the module."""
+    suited = [one for one in RECIPES.values() if one.fits(profile) is None]
+    variants = {one.name: next(iter(one.variants)) for one in suited}
+    return [one.name for one in suited if _chosen(one, variants[one.name], profile, own, module, trainer, trial).picks]
+
+
+def _chosen(
+    found: Recipe,
+    variant: str,
+    profile: Profile,
+    own: Sequence[Callback],
+    module: LightningModule,
+    trainer: Any,
+    trial: Trial | None,
+) -> Resolved:
+    """What the recipe takes and leaves out on this profile."""
     resolved = Resolved(found, variant, profile)
     for choice in found.choose(profile, variant):
         if isinstance(choice, Skip):
@@ -199,13 +228,6 @@ def resolve(
             resolved.picks.append((choice, callback))
     if trial is not None:
         _tried(resolved, trial)
-    if not resolved.picks:
-        reasons = "; ".join(f"{skip.technique} ({skip.why})" for skip in resolved.skips)
-        other = [f"{found.name}:{one}" for one in found.variants if one != variant]
-        raise UsageError(
-            f"recipe(name={found.name!r}, variant={variant!r}): nothing of it is left for {profile.module}: {reasons}. Try"
-            f" {' or '.join(other)}, or train without a recipe."
-        )
     return resolved
 
 

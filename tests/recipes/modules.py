@@ -17,7 +17,9 @@ class TinyResNet(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, 8, 3, stride=2, padding=1)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)) for _ in range(2)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)) for _ in range(2))
+        )
         self.head = nn.Linear(8, 3)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

@@ -35,6 +35,10 @@ def names(callbacks: list[Any]) -> list[str]:
     return [type(callback).__name__ for callback in callbacks]
 
 
+def _sgd(module: pl.LightningModule) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
 def left_out(resolved: Resolved) -> dict[str, str]:
     return {skip.technique: skip.why for skip in resolved.skips}
 
@@ -73,12 +77,16 @@ def test_exact_and_low_memory_and_finetune_say_what_they_lack() -> None:
             super().__init__()
             self.blocks, self.head = nn.Sequential(nn.Bilinear(8, 8, 8)), nn.Sequential()
 
-    with pytest.raises(ValueError, match="recipe\\(name='finetune'\\): Nothing does not suit it, because it has no linear"):
+    with pytest.raises(
+        ValueError, match="recipe\\(name='finetune'\\): Nothing does not suit it, because it has no linear"
+    ):
         eff.recipe("finetune", Nothing())
-    with pytest.raises(ValueError, match="'low-memory', variant='safe'\\): nothing of it is left for Nothing: Remat") as told:
+    with pytest.raises(
+        ValueError, match="'low-memory', variant='safe'\\): nothing of it is left for Nothing: Remat"
+    ) as told:
         eff.recipe("low-memory", Nothing())
     assert "there are no repeated blocks to recompute" in str(told.value) and "low-memory:fast" in str(told.value)
-    with pytest.raises(ValueError, match="'finetune'\\): nothing of it|does not suit it"):
+    with pytest.raises(ValueError, match="'finetune', variant='safe'\\): nothing of it is left for TinyResNet: LoRA"):
         eff.recipe("finetune", TinyResNet(), own=[eff.LoRA(2), eff.QuantizedBase(8)])
 
 
@@ -97,9 +105,11 @@ def test_exact_safe_changes_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["large", "cnn"])
 def test_exact_fast_changes_numbers_by_rounding_alone(name: str) -> None:
+    """Under SGD: Adam divides a gradient that is zero but for rounding by itself."""
     trained = []
     for with_recipe in (False, True):
         net, data = make(name)
+        net.__class__ = type("OfSGD", (type(net),), {"configure_optimizers": _sgd})
         callbacks = eff.recipe("exact", net, "fast", data=data) if with_recipe else []
         losses = Losses()
         trainer(*callbacks, losses, max_steps=3).fit(net, data)
@@ -108,7 +118,7 @@ def test_exact_fast_changes_numbers_by_rounding_alone(name: str) -> None:
         assert not with_recipe or expected in names(callbacks)
     (plain_losses, plain), (losses, weights) = trained
     torch.testing.assert_close(losses, plain_losses, rtol=1e-5, atol=0)
-    torch.testing.assert_close(weights, plain, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(weights, plain, rtol=1e-5, atol=1e-6)
 
 
 class Losses(pl.Callback):
@@ -160,18 +170,20 @@ def test_settings_follow_blocks_budget_and_optimizer() -> None:
     few = resolve("gpt:fast", TinyGPT(num_layers=3), data=loader("tiny_gpt"))
     assert "too few" in left_out(few)["ProgressiveStacking"]
     momenta = [
-        settings(resolve("gpt", TinyGPT(), data=loader("tiny_gpt"), **length), "ReplaceOptimizer")["optimizer"]["init_args"][
-            "momentum"
-        ]
+        settings(resolve("gpt", TinyGPT(), data=loader("tiny_gpt"), **length), "ReplaceOptimizer")["optimizer"][
+            "init_args"
+        ]["momentum"]
         for length in ({"steps": 500}, {"steps": 50_000}, {"seconds": 60.0}, {"seconds": 7200.0}, {})
     ]
     assert momenta == [0.9, 0.95, 0.9, 0.95, 0.95]
     vit = resolve("vit", module("vit"), data=loader("vit"))
     assert settings(vit, "ReplaceOptimizer")["optimizer"]["init_args"]["lr"] == 1e-3, "the module's own"
     net = module("vit")
-    net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), lr=0.5)  # pyright: ignore
+    net.__class__ = type("OfSGD", (type(net),), {"configure_optimizers": _sgd})
     other = resolve("vit", net, data=loader("vit"))
-    assert settings(other, "ReplaceOptimizer")["optimizer"]["init_args"]["lr"] == 3e-3, "SOAP's, since SGD's means another"
+    assert settings(other, "ReplaceOptimizer")["optimizer"]["init_args"]["lr"] == 3e-3, (
+        "SOAP's, since SGD's means another"
+    )
 
 
 @pytest.mark.parametrize(("name", "taken"), [("tiny_gpt", False), ("large", True)])
@@ -205,7 +217,7 @@ def test_a_refused_technique_is_left_out_with_its_own_reason() -> None:
     class Manual(TinyGPT):
         automatic_optimization = False
 
-    with pytest.raises(ValueError, match="nothing of it is left for Manual: .*automatic_optimization=False"):
+    with pytest.raises(ValueError, match=r"nothing of it is left for Manual: .*automatic_optimization=False"):
         eff.recipe("gpt", Manual(), data=data)
 
 
@@ -256,7 +268,10 @@ def test_it_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
         eff.recipe("gpt:fast", net, data=data, max_steps=1000)
     text = caplog.text
     assert "recipe gpt:fast (version 1) for TinyGPT: 15,616 parameters, 4 blocks (blocks), a vocabulary of 61" in text
-    assert 'takes ReplaceOptimizer("muon", lr=' in text and "takes ProgressiveStacking(stages=[[0.0, 2], [0.3, 4]])" in text
+    assert (
+        'takes ReplaceOptimizer("muon", lr=' in text
+        and "takes ProgressiveStacking(stages=[[0.0, 2], [0.3, 4]])" in text
+    )
     assert "leaves out FusedLinearCrossEntropy: the module has a vocabulary of 61" in text
 
 
@@ -293,7 +308,9 @@ def test_a_checkpoint_holds_the_version_and_another_one_is_warned_of(tmp_path: P
     assert state == {"name": "gpt", "version": 1, "variant": "safe"}
     net, data = make("tiny_gpt")
     callbacks = [*eff.recipe("gpt", net, data=data)[:-1], UsedRecipe("gpt", 2, "safe")]
-    with pytest.warns(UserWarning, match=re.escape("made with gpt:safe (version 1), and this run uses gpt:safe (version 2)")):
+    with pytest.warns(
+        UserWarning, match=re.escape("made with gpt:safe (version 1), and this run uses gpt:safe (version 2)")
+    ):
         trainer(*callbacks, max_steps=3).fit(net, data, ckpt_path=path)
 
 
