@@ -30,6 +30,7 @@ from lightning_eff._core.technique import Technique
 from lightning_eff.bench import command as bench
 from lightning_eff.data.selection._offline.files import save
 from lightning_eff.planner._launch import arguments as plan
+from lightning_eff.recipes import resolving
 from lightning_eff.strategies._names import sized
 from lightning_eff.tune import command as tune
 from tests import models, runs
@@ -405,8 +406,11 @@ def check(command: str) -> None:
     elif words[0] == "select":
         select.parser(words[1]).parse_args(words[2:])
     elif words[0] in ("fit", "validate", "test", "predict"):
-        assert words[1::2] == ["--config"] * len(words[1::2]), command
-        for path in words[2::2]:
+        given = list(zip(words[1::2], words[2::2], strict=True))
+        assert {option for option, _ in given} <= {"--config", "--recipe"}, command
+        for name in (value for option, value in given if option == "--recipe"):
+            resolving.named(name)
+        for path in (value for option, value in given if option == "--config"):
             assert (ROOT / path).is_file() or "/" not in path, f"{command}: there is no {path}"
     else:
         cli.main(words)

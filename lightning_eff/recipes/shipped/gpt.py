@@ -32,7 +32,7 @@ RECIPE = Recipe(
     choose=_choose,
     example=Profile(
         module="a GPT",
-        run=RunProfile(num_blocks=12, num_matrices=48, accelerator="cpu"),
+        run=RunProfile(num_blocks=12, num_matrices=48, accelerator="cuda"),
         stack="blocks",
         vocabulary=50_304,
         parameters=124_000_000,
