@@ -154,6 +154,7 @@ def with_batch(profile: Profile, batch: Any) -> Profile:
         batch_size=size,
         sequence_length=length if length > 1 else None,
         image_side=min(images[0].shape[2:]) if images else None,
+        grids=any(t.ndim >= 3 and (t.is_floating_point() or t.dtype is torch.uint8) for t in held),
         masked_labels=ignored > 0.5 and len(whole) > 1,
     )
     return replace(profile, run=run, data=True, masked=1 - ignored if run.masked_labels else 0.0)

@@ -13,7 +13,7 @@ def _fits(profile: Profile) -> str | None:
 
 
 def _choose(profile: Profile, variant: str) -> Choices:
-    yield from muon(profile)
+    yield from muon(profile, short_lr=0.03, short_momentum=0.9)
     yield from fused_head(profile, LARGE_VOCABULARY, "the logits are never stored")
     if variant == "fast":
         yield from growth(profile)

@@ -5,7 +5,7 @@ from typing import Any
 from lightning_eff.recipes.parts import Choices, Pick, Skip
 from lightning_eff.recipes.profile import Profile
 
-#: Steps or seconds from which on a run counts as long: momentum then pays for its slower start.
+#: Steps or seconds from which on a run counts as long.
 LONG = (10_000, 3600.0)
 #: Steps or seconds below which stages and compilation do not pay for themselves.
 SHORT = (200, 10.0)
@@ -26,23 +26,24 @@ def of_text(profile: Profile) -> str | None:
     return None
 
 
-def muon(profile: Profile, *, lr: float = 0.03) -> Choices:
-    """Muon for the hidden matrices."""
+def is_short(profile: Profile) -> bool:
+    """Whether the run is known to be short, as those of the reference tasks are."""
+    return profile.is_long(*LONG) is False
+
+
+def muon(profile: Profile, short_lr: float, short_momentum: float) -> Choices:
+    """Muon for the hidden matrices: its authors' settings, or those that won on a reference task if the run is short."""
     if not profile.run.num_matrices:
         yield Skip("ReplaceOptimizer", "the module has no hidden matrix")
         return
-    long = profile.is_long(*LONG) is not False
-    momentum, decay = (0.95, 0.1) if long else (0.9, 0.15)
-    length = "momentum for a long run" if long else "lower momentum, because the run is short"
+    if is_short(profile):
+        settings, why = {"lr": short_lr, "momentum": short_momentum, "weight_decay": 0.15}, "settings for a short run"
+    else:
+        settings, why = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}, "settings for a long run"
     yield Pick(
         "ReplaceOptimizer",
-        {
-            "optimizer": {
-                "class_path": "lightning_eff.Muon",
-                "init_args": {"lr": lr, "momentum": momentum, "weight_decay": decay, "cautious": False},
-            }
-        },
-        f"Muon trains the {profile.run.num_matrices} hidden matrices, and your optimizer the rest; {length}",
+        {"optimizer": {"class_path": "lightning_eff.Muon", "init_args": {**settings, "cautious": False}}},
+        f"Muon trains the {profile.run.num_matrices} hidden matrices, and your optimizer the rest; {why}",
     )
 
 
