@@ -3,7 +3,7 @@
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff.recipes.parts import Choices, Pick, Recipe, Skip
 from lightning_eff.recipes.profile import Profile, Rates
-from lightning_eff.recipes.shipped.pieces import SKIPPED_VOCABULARY, fused_head, growth, muon, of_text
+from lightning_eff.recipes.shipped.pieces import SKIPPED_VOCABULARY, fused_head, growth, is_short, muon, of_text
 
 _MULTIPLE = 8  # of tokens: lengths at which hardware is fast
 _START, _END = 0.3, 0.15  # mask rates of the paper
