@@ -7,7 +7,6 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_eff._core._lightning.names import is_a
-from lightning_eff.recipes.resolving import resolve
 
 HELP = "techniques chosen for the module, such as gpt or gpt:fast; `lightning-eff recipe list` lists them"
 
@@ -26,6 +25,8 @@ def take(name: str, config: Any, trainer: Any, module: Any, data: Any) -> None:
     Raises:
         UsageError: see :func:`~lightning_eff.recipes.resolving.recipe`.
     """
+    from lightning_eff.recipes.resolving import resolve
+
     given = config.trainer.callbacks
     given = [] if given is None else [*given] if isinstance(given, list) else [given]
     own = [c for c in trainer.callbacks if not is_a(c, Checkpoint)][: len(given)]

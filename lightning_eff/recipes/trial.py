@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a, like, module_like, of_both
-from lightning_eff.bench.arms import undisturbed
 from lightning_eff.recipes.profile import Rates, rates_of
 
 #: Bytes of the largest module that is copied.
@@ -81,6 +80,8 @@ class Trial:
         return None
 
     def _set_up(self, callbacks: list[Callback]) -> _Stop:
+        from lightning_eff.bench.arms import undisturbed
+
         stop = _Stop()
         module = copy.deepcopy(self._module)
         environments = module_like(module, "lightning.pytorch.plugins.environments")
@@ -114,6 +115,8 @@ def first_batch(module: LightningModule, data: Any) -> Any:
     Raises:
         Untried: if there is none, or it cannot be loaded.
     """
+    from lightning_eff.bench.arms import undisturbed
+
     if data is not None and not is_source(data):
         return data
     try:
