@@ -16,8 +16,8 @@ def take(name: str, config: Any, trainer: Any, module: Any, data: Any) -> None:
 
     Args:
         name: of the recipe.
-        config: of the subcommand. Its callbacks are complete afterwards, and its recipe is None, so that a run of it is the
-            same whatever a later release has under that name.
+        config: of the subcommand. Afterwards it lists all callbacks, and its recipe is None. A later release can therefore
+            change the recipe without changing a run of this config.
         trainer: made of the config.
         module: likewise.
         data: the data module; None if there is none.
@@ -49,7 +49,7 @@ def _length(config: Any) -> tuple[int | None, float | None]:
 
 
 def _seconds(time: Any) -> float | None:
-    """Of a ``max_time``: a dict of timedelta's arguments, ``DD:HH:MM:SS`` or a timedelta."""
+    """The seconds of a ``max_time``: a dict of timedelta's arguments, ``DD:HH:MM:SS`` or a timedelta."""
     from datetime import timedelta
 
     if isinstance(time, str):

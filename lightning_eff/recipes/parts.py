@@ -1,4 +1,4 @@
-"""What a recipe is made of: its name, its version, its variants, and a function from a profile to techniques."""
+"""The parts of a recipe: its name, its version, its variants, and a function from a profile to techniques."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Recipe:
         about: one sentence.
         variants: a sentence on each, by name; the first one is the default.
         fits: says why a module does not suit the recipe, or None.
-        choose: ``choose(profile, variant)`` gives what it takes and leaves out.
+        choose: ``choose(profile, variant)`` yields the techniques that it takes and leaves out.
         example: a typical module, which ``lightning-eff recipe show`` prints the recipe for.
         reads_data: the variants that look at a batch.
     """

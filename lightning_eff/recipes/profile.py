@@ -1,4 +1,4 @@
-"""What a recipe knows of a module: its blocks, vocabulary and optimizer, a batch where there is one, and the run's budget."""
+"""The profile that a recipe decides by: the module's blocks, vocabulary and optimizer, a batch, and the run's length."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a recipe looks at.
+    """The facts that a recipe decides by.
 
     Attributes:
         module: the name of the module's class.
@@ -103,7 +103,7 @@ class Profile:
 
 
 def of_module(module: nn.Module) -> Profile:
-    """What the module itself shows, without a run."""
+    """The profile of a module, without a run."""
     apart = side_by_side(module, by_name=True)  # pyright: ignore[reportArgumentType]
     found = outermost([c for c in stacks(module) if c.path not in apart])
     matrices = hidden_matrices(module)  # pyright: ignore[reportArgumentType]
@@ -142,7 +142,7 @@ def _vocabulary(module: nn.Module) -> int:
 
 
 def with_batch(profile: Profile, batch: Any) -> Profile:
-    """The profile with what a batch shows."""
+    """The profile, completed from a batch."""
     size = num_samples(batch)
     held = [t for _, t in tensors(batch) if t.ndim and t.shape[0] == size]
     whole = [t for t in held if t.ndim == 2 and not t.is_floating_point() and t.dtype is not torch.bool]

@@ -1,4 +1,4 @@
-"""From a recipe's name and a module to callbacks: what is taken, what is left out, and why."""
+"""Choose the callbacks of a recipe for a module, with the reason for each technique that is taken or left out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +42,7 @@ class Resolved:
     skips: list[Skip] = field(default_factory=list)
 
     def callbacks(self) -> list[Callback]:
-        """What a Trainer takes: the techniques, and one callback that records the recipe."""
+        """The techniques, and one callback that records the recipe."""
         used = UsedRecipe(self.recipe.name, self.recipe.version, self.variant)
         return [*(callback for _, callback in self.picks), used]
 
@@ -53,7 +53,7 @@ class Resolved:
         return [*entries, {"class_path": USED, "init_args": used}]
 
     def told(self) -> str:
-        """What was chosen, in lines for people."""
+        """The choice, in lines for people."""
         lines = [f"recipe {self.recipe.label(self.variant)} for {self.profile.module}: {self.profile.told()}"]
         lines += [f"  takes {call(pick)}: {pick.why}" for pick, _ in self.picks]
         lines += [f"  leaves out {skip.technique}: {skip.why}" for skip in self.skips]
@@ -81,7 +81,7 @@ def recipe(
 
     The recipe looks at the module on a copy: its blocks, its vocabulary and its optimizer. It then runs the setup of a fit
     with the techniques on that copy, without a training step, and leaves out each one that is refused. The log says what it
-    took, what it left out, and why. The module itself and all random numbers stay as they are.
+    chose, and gives the reasons. The module itself and all random numbers stay as they are.
 
     The last callback records the recipe's name, version and variant in every checkpoint. ``lightning-eff recipe list`` lists
     the recipes, and ``lightning-eff fit --config mine.yaml --recipe gpt`` does the same for a config. Techniques that look
@@ -95,7 +95,7 @@ def recipe(
             uses the module's own ``train_dataloader``, if it has one.
         max_steps: the optimizer steps of the run, if known. Some techniques pay only in long runs.
         max_time: the length of the run in seconds, if known.
-        own: your own callbacks. The recipe leaves out what they already do and what contradicts them.
+        own: your own callbacks. The recipe leaves out techniques that are among them or conflict with them.
 
     Returns:
         The callbacks, for ``Trainer(callbacks=[*own, *recipe(...)])``.
@@ -160,7 +160,7 @@ def resolve(
     own: Sequence[Callback] = (),
     trainer: Any = None,
 ) -> Resolved:
-    """What :func:`recipe` chooses; with ``trainer``, techniques that its strategy or precision refuses are left out too.
+    """Choose as :func:`recipe` does; with ``trainer``, leave out techniques that its strategy or precision refuses too.
 
     Args:
         name: see :func:`recipe`.
@@ -215,7 +215,7 @@ def _chosen(
     trainer: Any,
     trial: Trial | None,
 ) -> Resolved:
-    """What the recipe takes and leaves out on this profile."""
+    """The recipe's choice on this profile."""
     resolved = Resolved(found, variant, profile)
     for choice in found.choose(profile, variant):
         if isinstance(choice, Skip):
@@ -272,7 +272,7 @@ def _made(
 
 
 def _tried(resolved: Resolved, trial: Trial) -> None:
-    """Leave out what the setup of a run refuses: all at once first, and one after the other if that fails."""
+    """Leave out techniques that the setup of a run refuses. All are tried at once, and one by one only if that fails."""
     if trial.refusal([callback for _, callback in resolved.picks]) is None:
         return
     kept: list[tuple[Pick, Callback]] = []

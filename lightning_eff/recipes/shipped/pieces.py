@@ -1,4 +1,4 @@
-"""What several recipes choose alike, and what modules they fit."""
+"""Choices that several recipes share."""
 
 from typing import Any
 
