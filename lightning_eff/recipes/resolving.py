@@ -80,8 +80,8 @@ def recipe(
     """Choose callbacks for a module: a named set of techniques that is adapted to it.
 
     The recipe looks at the module on a copy: its blocks, its vocabulary and its optimizer. It then runs the setup of a fit
-    with the techniques on that copy, without a training step, and leaves out each one that is refused. The log says what it
-    chose, and gives the reasons. The module itself and all random numbers stay as they are.
+    with the techniques on that copy, without a training step, and leaves out each one that is refused. It logs its choice
+    with the reasons. The module itself and all random numbers stay as they are.
 
     The last callback records the recipe's name, version and variant in every checkpoint. ``lightning-eff recipe list`` lists
     the recipes, and ``lightning-eff fit --config mine.yaml --recipe gpt`` does the same for a config. Techniques that look
