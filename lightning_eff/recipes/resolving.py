@@ -16,7 +16,7 @@ from lightning_eff.recipes.parts import Pick, Recipe, Skip
 from lightning_eff.recipes.printing import call
 from lightning_eff.recipes.profile import Profile, of_module, with_batch
 from lightning_eff.recipes.shipped import RECIPES
-from lightning_eff.recipes.trial import Trial, Untried, first_batch, is_module
+from lightning_eff.recipes.trial import Trial, Untried, first_batch, is_module, is_source
 from lightning_eff.recipes.used import UsedRecipe
 
 #: The class path of the callback that records the recipe.
@@ -92,7 +92,8 @@ def recipe(
         module: the module that will be trained.
         variant: "safe" or "fast". None is what ``name`` says, or else "safe".
         data: a data module, a loader or a batch of the training data. Some choices need it, and are left out without. None
-            uses the module's own ``train_dataloader``, if it has one.
+            uses the module's own ``train_dataloader``, if it has one. A data module is prepared and set up on a copy, in
+            each process. Give a batch if several processes start at once.
         max_steps: the optimizer steps of the run, if known. Some techniques pay only in long runs.
         max_time: the length of the run in seconds, if known.
         own: your own callbacks. The recipe leaves out techniques that are among them or conflict with them.
@@ -176,7 +177,7 @@ def resolve(
         UsageError: see :func:`recipe`.
     """
     found, variant = named(name, variant)
-    trial, profile = _looked_at(found, variant, module, data, steps)
+    trial, profile = _looked_at(found, variant, module, data, steps, trainer)
     known = None if steps is None or steps < 0 else steps
     accelerator = profile.run.accelerator if trainer is None else trainer.strategy.root_device.type
     run = replace(profile.run, accelerator=accelerator)
@@ -232,7 +233,7 @@ def _chosen(
 
 
 def _looked_at(
-    found: Recipe, variant: str, module: LightningModule, data: Any, steps: int | None
+    found: Recipe, variant: str, module: LightningModule, data: Any, steps: int | None, trainer: Any
 ) -> tuple[Trial | None, Profile]:
     """A trial of the module, if it can be set up on a copy, and its profile."""
     unknown: list[str] = []
@@ -242,7 +243,14 @@ def _looked_at(
     except Untried as error:
         trial, profile = None, of_module(module)
         unknown.append(f"the module's optimizer, and whether a technique is refused, because {error}")
-    if variant in found.reads_data:
+    if (
+        variant in found.reads_data
+        and trainer is not None
+        and trainer.world_size > 1
+        and (data is None or is_source(data))
+    ):
+        unknown.append("the training data, because all processes would prepare them at once")
+    elif variant in found.reads_data:
         try:
             profile = with_batch(profile, first_batch(module, data))
         except Untried as error:

@@ -99,7 +99,7 @@ class Trial:
                 enable_model_summary=False,
             )
             try:
-                trainer.fit(module, **_fed(module, self._data))
+                trainer.fit(module, **_fed(self._data))
             except _Enough:
                 return stop
         raise RuntimeError("the run ended before its setup did")
@@ -143,13 +143,14 @@ def _loader(module: LightningModule, data: Any) -> Any:
 
 def _batch(loader: Any) -> Any:
     """The first samples in the order of the data set, without workers; else what the loader gives first."""
-    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    dataset: Any = getattr(loader, "dataset", None)
+    size: int | None = getattr(loader, "batch_size", None)
     if isinstance(loader, DataLoader) and size and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return loader.collate_fn([dataset[i] for i in range(min(size, len(dataset)))])  # pyright: ignore[reportArgumentType]
+        return loader.collate_fn([dataset[i] for i in range(min(size, len(dataset)))])
     return next(iter(loader))
 
 
-def _fed(module: LightningModule, data: Any) -> dict[str, Any]:
+def _fed(data: Any) -> dict[str, Any]:
     """Arguments of fit: the real loader where it needs no preparation, else one that is never read."""
     if isinstance(data, DataLoader):
         return {"train_dataloaders": data}

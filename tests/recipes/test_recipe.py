@@ -208,6 +208,18 @@ def test_a_batch_decides_on_lengths_and_masks() -> None:
     assert any("Pass data= to recipe()" in what for what in without.profile.unknown)
 
 
+def test_several_processes_do_not_prepare_data_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would choose alike only if all of them could."""
+    from tests.recipes.modules import masked
+
+    net, _ = make("masked")
+    monkeypatch.setattr(pl.Trainer, "world_size", 2)
+    found = resolve("masked-lm:fast", net, data=masked(64), trainer=trainer(max_steps=3))
+    assert not found.profile.data and "all processes would prepare them at once" in found.told()
+    batch = next(iter(masked(64)))
+    assert resolve("masked-lm:fast", net, data=batch, trainer=trainer(max_steps=3)).profile.data
+
+
 def test_a_refused_technique_is_left_out_with_its_own_reason() -> None:
     net, data = make("tiny_gpt")
     found = resolve("low-memory:fast", net, data=data)  # its largest tensor has 1,024 elements
