@@ -1,8 +1,10 @@
 """``lightning_eff.recipe``: what it chooses on a module, what it refuses, and what a run with it does."""
 
 import copy
+import hashlib
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 
 import lightning_eff as eff
 from lightning_eff._cli.errors import UsageError
+from lightning_eff._core.search_space import RunProfile
 from lightning_eff.recipes import trial
 from lightning_eff.recipes.resolving import Resolved, resolve
 from lightning_eff.recipes.shipped import RECIPES
@@ -353,3 +356,34 @@ def test_data_may_be_a_batch_a_loader_or_a_data_module() -> None:
 
     found = [resolve("cnn", TinyResNet(), data=data) for data in (images(), next(iter(images())), Data())]
     assert [one.profile.run.image_side for one in found] == [32, 32, 32]
+
+
+#: What each version chooses, as a digest. A recipe that chooses something else has another version.
+CHOICES = {
+    "gpt": (1, "c73c4ae01677"),
+    "masked-lm": (1, "783621d4e32d"),
+    "vit": (1, "0945890dbb3a"),
+    "cnn": (1, "eb8d65b7b862"),
+    "finetune": (1, "cc605626e4ac"),
+    "low-memory": (1, "fae1f4b75c59"),
+    "exact": (1, "9886bdba5a3c"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_another_choice_needs_another_version(name: str) -> None:
+    recipe = RECIPES[name]
+    lengths = (None, 50, 1000, 100_000)
+    profiles = [replace(recipe.example, steps=steps) for steps in lengths]
+    profiles += [
+        replace(recipe.example, run=RunProfile(num_matrices=8), data=False),
+        replace(recipe.example, vocabulary=500),
+    ]
+    choices = [
+        (variant, choice.technique, getattr(choice, "settings", None))
+        for profile in profiles
+        for variant in recipe.variants
+        for choice in recipe.choose(profile, variant)
+    ]
+    digest = hashlib.sha256(repr(choices).encode()).hexdigest()[:12]
+    assert CHOICES[name] == (recipe.version, digest), f"raise the version of {name}, and write down {digest!r}"
