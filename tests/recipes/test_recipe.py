@@ -216,6 +216,7 @@ def test_techniques_are_tried_on_copies() -> None:
     net, _ = make("gpt2")
     tried = trial.Trial(net, None, 10)
     assert [tried.refusal([eff.LoRA(rank)]) for rank in (2, 4)] == [None, None]
+    assert tried.module is not net
     assert not any("lora" in name for one in (net, tried.module) for name, _ in one.named_parameters())
 
 
