@@ -197,6 +197,15 @@ def test_the_vocabulary_decides_on_the_fused_head(name: str, taken: bool) -> Non
     assert found.profile.vocabulary == (20_000 if taken else 61)
 
 
+def test_the_vocabulary_is_not_the_table_of_positions() -> None:
+    """Whichever comes first, and is larger."""
+    net, data = make("tiny_gpt")
+    net.position = nn.Embedding(512, 16)
+    net._modules["embed"] = net._modules.pop("embed")
+    assert next(name for name, m in net.named_children() if isinstance(m, nn.Embedding)) == "position"
+    assert resolve("gpt", net, data=data).profile.vocabulary == 61
+
+
 def test_a_batch_decides_on_lengths_and_masks() -> None:
     from tests.recipes.modules import masked
 
