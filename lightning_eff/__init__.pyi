@@ -186,6 +186,7 @@ from lightning_eff.precision.int8 import INT8Precision as INT8Precision
 from lightning_eff.precision.s2fp8 import S2FP8Precision as S2FP8Precision
 from lightning_eff.precision.stochastic_rounding_bf16 import StochasticRoundingBF16 as StochasticRoundingBF16
 from lightning_eff.precision.wang_2018_fp8 import Wang2018FP8Precision as Wang2018FP8Precision
+from lightning_eff.recipes.resolving import recipe as recipe
 from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy as CompressedDDPStrategy
 from lightning_eff.strategies.deep_speed import DeepSpeedEffStrategy as DeepSpeedEffStrategy
 from lightning_eff.strategies.drop_slowest import DropSlowest as DropSlowest

@@ -12,13 +12,14 @@ from lightning_eff._exports import public
 
 _USAGE = """\
 usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options of LightningCLI]
-       lightning-eff advise --config recipe.yaml
+       lightning-eff advise --config mine.yaml
        lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
        lightning-eff tune --baseline a.yaml --target val_loss --budget 120s --search 2h
        lightning-eff select dsir --raw crawl.txt --target books.txt --keep 0.1 --out kept.npz
        lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
        lightning-eff budget --hours 5000 --gpu h100
        lightning-eff techniques --search memory
+       lightning-eff recipe {list,show gpt}
 
   fit, validate, test, predict   run the module and data of a LightningCLI config. List techniques in trainer.callbacks and
                                  precision plugins in trainer.plugins, by class name. More: lightning-eff fit --help
@@ -35,11 +36,26 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
                                  More: lightning-eff budget --help
   techniques                     list the methods of two surveys of efficient training: which technique implements each, what
                                  it saves, and measured results. More: lightning-eff techniques --help
+  recipe                         list the recipes that fit --recipe NAME takes, or show one as Python and YAML. More:
+                                 lightning-eff recipe --help
 
 Modules in the current folder are found too. An error prints one paragraph; --debug prints the traceback.
 --version prints the version.
 """
-COMMANDS = ("fit", "validate", "test", "predict", "advise", "bench", "tune", "select", "plan", "budget", "techniques")
+COMMANDS = (
+    "fit",
+    "validate",
+    "test",
+    "predict",
+    "advise",
+    "bench",
+    "tune",
+    "select",
+    "plan",
+    "budget",
+    "techniques",
+    "recipe",
+)
 
 
 def techniques_table(width: int, word: str = "", group: str = "") -> str:
@@ -118,6 +134,10 @@ def _run(argv: list[str], *, debug: bool) -> None:
         from lightning_eff.planner._launch.budget_command import main as budget
 
         budget(rest, debug=debug)
+    elif command == "recipe":
+        from lightning_eff.recipes.command import main as recipe
+
+        recipe(rest)
     elif command in COMMANDS or (command.startswith("-") and not {*argv}.isdisjoint(COMMANDS)):
         _lightning(argv)
     else:

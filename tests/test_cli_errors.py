@@ -304,7 +304,7 @@ def test_a_config_that_cannot_be_used_is_said_in_one_paragraph(
 COMMANDS: dict[str, tuple[list[str], str]] = {
     "misspelt command": (
         ["fti"],
-        "got 'fti'; expected one of fit, .*bench, tune, select, plan, budget, techniques. Did you mean 'fit'",
+        "got 'fti'; expected one of fit, .*bench, tune, select, plan, budget, techniques, .*recipe.* Did you mean 'fit'",
     ),
     "misspelt bench": (["bnech"], "Did you mean 'bench'"),
     "option before a command": (["--what"], "got '--what'; expected one of fit"),

@@ -249,7 +249,7 @@ def test_core_knows_no_technique() -> None:
 
 
 #: Folders that are no rooms of techniques: what techniques stand on, and what sees all of them, as the command line does.
-NO_ROOMS = ("_cli", "_core", "_catalogue", "_exports", "advice", "bench", "monitor", "planner", "tune")
+NO_ROOMS = ("_cli", "_core", "_catalogue", "_exports", "advice", "bench", "monitor", "planner", "recipes", "tune")
 
 
 @pytest.mark.parametrize("family", [f for f in FOLDERS if f not in NO_ROOMS])

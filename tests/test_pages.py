@@ -31,6 +31,7 @@ from lightning_eff.advice import command as advise
 from lightning_eff.bench import command as bench
 from lightning_eff.data.selection._offline.files import save
 from lightning_eff.planner._launch import arguments as plan
+from lightning_eff.recipes import resolving
 from lightning_eff.strategies._names import sized
 from lightning_eff.tune import command as tune
 from tests import models, runs
@@ -401,14 +402,21 @@ def check(command: str) -> None:
         assert words[0] in cli.COMMANDS, command
     elif words[0] in ("advise", "bench", "tune", "plan"):
         if words[:2] not in (["bench", "report"], ["bench", "compare"]):
-            parser = {"advise": advise.parser, "bench": bench.parser, "tune": tune.parser, "plan": plan.parser}[words[0]]()
+            parser = {"advise": advise.parser, "bench": bench.parser, "tune": tune.parser, "plan": plan.parser}[
+                words[0]
+            ]()
             parser.parse_args(words[1:])
     elif words[0] == "select":
         select.parser(words[1]).parse_args(words[2:])
     elif words[0] in ("fit", "validate", "test", "predict"):
-        assert words[1::2] == ["--config"] * len(words[1::2]), command
-        for path in words[2::2]:
-            there = (ROOT / path).is_file() or "/" not in path or path.startswith("lightning_logs/")  # which a tool writes
+        given = list(zip(words[1::2], words[2::2], strict=True))
+        assert {option for option, _ in given} <= {"--config", "--recipe"}, command
+        for name in (value for option, value in given if option == "--recipe"):
+            resolving.named(name)
+        for path in (value for option, value in given if option == "--config"):
+            there = (
+                (ROOT / path).is_file() or "/" not in path or path.startswith("lightning_logs/")
+            )  # which a tool writes
             assert there, f"{command}: there is no {path}"
     else:
         cli.main(words)

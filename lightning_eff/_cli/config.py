@@ -41,6 +41,7 @@ from lightning_eff._core._lightning.names import (
     renamed,
 )
 from lightning_eff._exports import public
+from lightning_eff.recipes import in_config
 from lightning_eff.strategies._names import meant, sized
 
 #: Each kind of class, its description, and its place in a config.
@@ -131,8 +132,15 @@ class ConfigCLI(LightningCLI):
         for bar in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             if is_exactly(bar, RichProgressBar):
                 bar.__class__ = adapted(EpochBar, package_of(bar))  # with the settings that it was given
+        if (name := self._get(self.config, "recipe")) is not None:
+            config = self.config[str(self.subcommand)]
+            in_config.take(name, config, trainer, self.model, self.datamodule)
         trainer.callbacks.extend(self.last)  # pyright: ignore[reportAttributeAccessIssue]
         return trainer
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--recipe", type=str | None, default=None, help=in_config.HELP)
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

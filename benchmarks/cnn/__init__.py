@@ -1,0 +1,1 @@
+"""The reference task of the recipe for convolutional networks."""
