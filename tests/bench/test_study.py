@@ -56,10 +56,10 @@ def test_the_page_says_what_the_runs_say(tmp_path: Path) -> None:
     assert cells[9].startswith("4.00 ") and cells[9].endswith("faster (`worse`)")
     worse = [cell.strip() for cell in lines["`worse`"].split("|")[1:-1]]
     assert worse[6] == "not reached" and worse[7].startswith("0.50 ") and worse[8] == "slower"
-    assert "Not complete" not in page(of, kept(of))
+    assert "Incomplete" not in page(of, kept(of))
     fewer = kept(of)
     fewer["tasks"]["one"]["runs"].pop()
-    assert "**Not complete**: 8 of 9 runs were made." in page(of, fewer)
+    assert "**Incomplete**: 8 of 9 runs exist." in page(of, fewer)
 
 
 def test_a_killed_study_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

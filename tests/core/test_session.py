@@ -60,8 +60,8 @@ def test_a_refusal_leaves_nothing_changed() -> None:
 
 
 def test_same_technique_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="Nop and Nop cannot train together: the same technique twice"):
-        trainer(Nop(), Nop(), max_steps=1).fit(TinyClassifier(), loader("classifier"))
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `Nop`"):
+        trainer(Nop(), Nop(), max_steps=1)
 
 
 def test_a_run_without_end_is_refused_where_the_budget_counts() -> None:
