@@ -51,7 +51,7 @@ class LoaderTuning(Technique):
       generator, or changed plain numbers that the data set keeps, the batch is discarded and made again with the loader's own
       setting, which then stays.
     - **Data sets** that hold a random generator or cannot be pickled (for example because of open files), and loaders with a
-      ``worker_init_fn``, keep their number of workers.
+      ``worker_init_fn`` of their own, keep their number of workers.
     - **Iterable data sets** keep their number of workers, and change prefetch and pinning when an epoch begins.
     - **Only pinning changes** for samplers and batch samplers other than torch's, several loaders, samples that another
       technique chooses, and ``in_order=False``.

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
@@ -343,6 +345,10 @@ KEPT: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DataLoader(Noisy(draw_torch, 0), 4),
         "making samples draws random numbers or changes the data set",
     ),
+    "seeded draws": (
+        lambda: DataLoader(Noisy(draw_torch, 0), 4, worker_init_fn=partial(pl_worker_init_function, rank=0)),
+        "making samples draws random numbers or changes the data set",
+    ),
     "stream": (lambda: DataLoader(Stream(), 4), "each worker of an iterable data set has its own part"),
     "worker_init_fn": (
         lambda: DataLoader(Plain(), 4, worker_init_fn=print),
@@ -365,7 +371,19 @@ def test_what_might_change_batches_is_left_alone_and_said(kind: str) -> None:
     assert same(plain, ours)
     assert re.search(f"the number of workers stays 0, because .*{reason}", technique.summary()), technique.summary()
     assert technique.report()["num_workers"] == 0
-    assert technique.report()["switches"] == (2 if kind == "draws" else 0)
+    assert technique.report()["switches"] == (2 if "draws" in kind else 0)
+
+
+def test_the_seeding_function_of_lightning_is_no_reason() -> None:
+    """LightningCLI adds it under ``seed_everything: true``."""
+
+    def build() -> DataLoader[Tensor]:
+        return DataLoader(Plain(), 4, worker_init_fn=partial(pl_worker_init_function, rank=0))
+
+    technique = Script(Setting(2, 2))
+    ours, _ = run(build, technique, max_steps=8)
+    plain, _ = run(build, max_steps=8)
+    assert same(plain, ours) and technique.report()["num_workers"] == 2
 
 
 def test_persistent_workers_are_left_alone() -> None:

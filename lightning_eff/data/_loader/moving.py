@@ -173,7 +173,7 @@ def freedom_of(loader: Any, *, alone: bool, chosen_by: str, cut_short: bool, dre
     if _holds_generator(loader) and (cut_short or not workers):
         return _because(pin, "its random generator would be further ahead when an epoch ends")
     ahead = Freedom(prefetch=workers, pin=accelerator)
-    if loader.worker_init_fn is not None:
+    if loader.worker_init_fn is not None and not _seeds_only(loader.worker_init_fn):
         return _because(ahead, "its worker_init_fn may make workers differ")
     if drew:
         return _because(
@@ -185,6 +185,16 @@ def freedom_of(loader: Any, *, alone: bool, chosen_by: str, cut_short: bool, dre
             ahead, f"its data set ({type(loader.dataset).__name__}) cannot move to other processes: {unmovable}"
         )
     return Freedom(workers=True, prefetch=True, pin=accelerator, in_epoch=True)
+
+
+def _seeds_only(worker_init_fn: Any) -> bool:
+    """Whether this is Lightning's own function, which ``seed_everything(workers=True)`` adds and which seeds each worker.
+
+    Samples that draw nothing do not depend on the seed, and others are found as they draw.
+    """
+    function = getattr(worker_init_fn, "func", worker_init_fn)
+    module = str(getattr(function, "__module__", ""))
+    return module.split(".")[0] in ("lightning", "lightning_fabric") and function.__name__ == "pl_worker_init_function"
 
 
 def _because(freedom: Freedom, reason: str) -> Freedom:

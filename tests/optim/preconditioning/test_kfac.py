@@ -271,9 +271,7 @@ def test_what_is_run_again_counts_once(fisher: Any, reentrant: bool) -> None:
 
 
 def test_checkpoints_of_the_old_kind_need_the_empirical_matrix() -> None:
-    with pytest.raises(
-        ValueError, match=r"KFAC: .*use_reentrant=True.* Set use_reentrant=False.*fisher='empirical'"
-    ):
+    with pytest.raises(ValueError, match=r"KFAC: .*use_reentrant=True.* Set use_reentrant=False.*fisher='empirical'"):
         run(Net(Checkpointed(True)), data(*classes()))
 
 
