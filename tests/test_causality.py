@@ -166,6 +166,7 @@ REFUSALS = (
     "its maps on",
     "merged tokens have",
     "runs along the text",
+    "contains more than padding and causality",
 )
 
 
