@@ -125,7 +125,7 @@ def test_the_table_has_a_line_for_each_technique_and_knows_its_words(
     line = "Muon | any | time | more | training | recommended | It gains."
     monkeypatch.setattr(choices, "FILE", tmp_path / "choices.txt")
     for text, error in (
-        (line.replace("more", "dear"), "Muon: 'dear' is not one of"),
+        (line.replace("more", "dear"), "Muon: 'dear' is unknown"),
         (f"{line}\n{line}", "Muon has two lines"),
         (line.removesuffix(" | It gains."), "expected 7 columns, found 6"),
     ):

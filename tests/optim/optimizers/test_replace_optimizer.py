@@ -746,7 +746,7 @@ def test_an_argument_that_the_optimizer_has_not_is_refused_at_once(optimizer: An
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (functools.partial(Muon, lr="0.02"), r"Muon does not accept lr='0.02': .*such as the default 0.02\.$"),
+        (functools.partial(Muon, lr="0.02"), r"Muon does not take lr='0.02': .*such as the default 0.02\.$"),
         (
             functools.partial(Muon, momentum=0.9, lr=-1.0),
             r"does not take lr=-1.0: .* finite number >= 0.* default 0.02\.$",
