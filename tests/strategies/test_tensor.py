@@ -127,7 +127,7 @@ WRONG = {
     "norm_partial": ["_norm.weight", "gradient"],
     "rows_odd": ["'head'", "61 output features", "2 ranks"],
     "kv_heads": ["4 heads", "1 key-value heads", "tensor_parallel_size=2"],
-    "tied_apart": ["shared", "alike"],
+    "tied_apart": ["shared", "equally"],
     "read_elsewhere": ["mixed torch.Tensor and DTensor"],
 }
 OTHERS = [
