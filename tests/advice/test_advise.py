@@ -263,7 +263,7 @@ def test_an_error_of_the_run_itself_is_raised() -> None:
 
 
 def test_the_command_needs_a_config_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (([], "advise needs a config"), (["--config", "none.yaml"], "there is no such file")):
+    for arguments, message in (([], "advise needs a config"), (["--config", "none.yaml"], "no such file")):
         with pytest.raises(SystemExit) as error:
             cli.main(["advise", *arguments])
         assert error.value.code == 2
