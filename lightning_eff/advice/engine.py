@@ -182,7 +182,8 @@ class Engine:
             else:
                 self._noise = max(self._noise, noise_between(self._numbers, baseline.numbers))
             for trial, track in zip(group, tracks, strict=True):
-                one = judged(trial, baseline, track, self.subject.precision, self._noise)
+                planned = None if found.view.steps is None else found.view.steps * window
+                one = judged(trial, baseline, track, self.subject.precision, self._noise, planned)
                 found.outcomes.append(one)
                 if one.speed is not None and found.first is None:
                     found.first = self.watch.spent
@@ -256,6 +257,13 @@ class Engine:
             for o in able
             if o.faster or (loader and o.speed is not None and o.speed.estimate > 1 and not o.trial.late)
         ]
+        for one in able:
+            if not one.pays:
+                found.stack.tried.append(
+                    f"{one.trial.name} was left out: it pays for its start after {one.pays_after:,} batches, and this run has"
+                    f" {one.planned:,}."
+                )
+        able = [o for o in able if o.pays]
         able.sort(key=lambda o: (-o.faster, -(o.speed.estimate if o.speed else 0.0)))
         if not able or not able[0].faster:
             return

@@ -27,8 +27,9 @@ class Outcome:
         loss: relative difference of the first step's loss.
         gradients: relative difference of the first step's gradients.
         bytes: of parameters, gradients, optimizer states and activations, over the baseline's.
-        pays_after: steps after which the seconds of its start have paid for themselves; None where its start costs little.
+        pays_after: batches after which the seconds of its start have paid for themselves; None where its start costs little.
         start_seconds: that its start and first step take more than the baseline's.
+        planned: batches of the whole run; None where it has no end.
         error: why it was not measured, or "".
         notes: what its technique said.
         settings: what it chose.
@@ -42,6 +43,7 @@ class Outcome:
     bytes: float = 1.0
     pays_after: int | None = None
     start_seconds: float = 0.0
+    planned: int | None = None
     error: str = ""
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -56,13 +58,20 @@ class Outcome:
         """Whether its interval lies below 1."""
         return self.speed is not None and self.speed.high < 1
 
+    @property
+    def pays(self) -> bool:
+        """Whether the run is long enough for the seconds of its start."""
+        return self.pays_after is None or self.planned is None or self.pays_after < self.planned
+
     def record(self) -> dict[str, Any]:
         """As JSON."""
         own = {**asdict(self), "trial": self.trial.name, "reason": self.trial.reason, "cost": self.trial.cost}
         return {**own, "change": self.trial.change.record(), "code": self.trial.code, "faster": self.faster}
 
 
-def judged(trial: Trial, baseline: Track, own: Track, precision: str, noise: float) -> Outcome:
+def judged(
+    trial: Trial, baseline: Track, own: Track, precision: str, noise: float, planned: int | None = None
+) -> Outcome:
     """The outcome of a trial, from its run and the baseline's run in the same group.
 
     Args:
@@ -71,8 +80,9 @@ def judged(trial: Trial, baseline: Track, own: Track, precision: str, noise: flo
         own: its run.
         precision: of the baseline.
         noise: of gradients, between two runs of the baseline.
+        planned: batches of the whole run; None where it has no end.
     """
-    found = Outcome(trial, error=own.error, notes=own.notes, settings=own.settings)
+    found = Outcome(trial, planned=planned, error=own.error, notes=own.notes, settings=own.settings)
     if own.error and not own.turns:
         return found
     found.speed = speed_up(baseline.turns, own.turns, trial.unit)

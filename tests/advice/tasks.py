@@ -141,6 +141,18 @@ class Cheaper(Callback):
             p.grad += self.shift
 
 
+class Compiles(Cheaper):
+    """A Cheaper whose first step costs ``start`` planted seconds more."""
+
+    def __init__(self, factor: float, start: float) -> None:
+        super().__init__(factor)
+        self.start = start
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 0:
+            CLOCK.spend(self.start)
+
+
 class Breaks(Callback):
     """Raises in the first step."""
 

@@ -25,7 +25,7 @@ from lightning_eff.advice.intervals import BATCHES, EXACT, PRECISION
 from lightning_eff.advice.outcomes import OTHER
 from lightning_eff.advice.reports import table
 from lightning_eff.advice.trials import Trial, candidates
-from tests.advice.tasks import Breaks, Cheaper, HandWritten, Plain, Rows, Table, planted_clock, token_loader
+from tests.advice.tasks import Breaks, Cheaper, Compiles, HandWritten, Plain, Rows, Table, planted_clock, token_loader
 
 MINUTES = 0.5  # more than a test needs, since intervals of planted costs are narrow at once
 
@@ -96,6 +96,21 @@ def test_measured_ratios_are_the_planted_ones_and_the_best_exact_trials_are_stac
     record = json.loads((tmp_path / "out" / "advice.json").read_text())
     assert record["stack"]["trials"] == ["half", "less"] and record["not_tried"]["left"] == "planted"
     assert "Cheaper(factor=0.5), Cheaper(factor=0.8)" in advice.python
+
+
+def test_a_start_that_the_run_is_too_short_for_is_told_and_not_in_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has 32 batches, and each saves half a planted second."""
+    only(
+        monkeypatch,
+        trial("long", Compiles, factor=0.5, start=1000.0),
+        trial("short", Compiles, factor=0.5, start=10.0),
+    )
+    advice = advise(Plain(), Table(), trainer=trainer(), minutes=MINUTES, progress=False)
+    assert outcome(advice, "long").pays_after == 1999 and outcome(advice, "short").pays_after == 19
+    assert outcome(advice, "long").faster and [one.name for one in advice.stack.trials] == ["short"]
+    assert "long: 1000 s at the start, paid for after 1,999 batches" in str(advice)
+    assert "it pays for its start after 1,999 batches, and this run has 32" in " ".join(str(advice).split())
+    assert "faster, but this run is too short for its start" in str(advice)
 
 
 def test_nothing_of_the_users_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

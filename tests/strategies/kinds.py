@@ -619,7 +619,7 @@ _PLAIN = (
 )
 KINDS: dict[str, Kind] = {
     **{cls.__name__: Kind(cls) for cls in _PLAIN},
-    **{cls.__name__: Kind(cls, {"pp2": "beside the hidden state"}) for cls in (Gru, Convolutions, Conditioned)},
+    **{cls.__name__: Kind(cls, {"pp2": "than the hidden state"}) for cls in (Gru, Convolutions, Conditioned)},
     "Everything": Kind(Everything),
     "Thawed": Kind(Thawed, apart=("ddp",)),
     "Lstm": Kind(Lstm, {"pp2": "stack"}),
@@ -629,7 +629,7 @@ KINDS: dict[str, Kind] = {
     "Counter": Kind(Counter, {"pp2": "'seen'"}),
     "MaxNorm": Kind(MaxNorm, dict.fromkeys(("replicas", "shards", "tp2"), "'embed.weight' in place"), apart=("ddp",)),
     "Clamped": Kind(Clamped, dict.fromkeys(("shards", "tp2", "pp2"), "in place")),
-    "Skips": Kind(Skips, {"pp2": "beside the hidden state"}),
+    "Skips": Kind(Skips, {"pp2": "than the hidden state"}),
     "Penalty": Kind(Penalty, {"pp2": "self.parameters()", "tp2": "mixed torch.Tensor and DTensor"}),
     "Hand": Kind(Hand),
     "LayerScale": Kind(Hand, callbacks={"LayerScale": {"init": 0.1}}),

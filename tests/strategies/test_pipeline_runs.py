@@ -8,7 +8,7 @@ def test_runs_of_modules_that_a_pipeline_would_train_wrongly_end_before_the_firs
     found = launch("tests.strategies.hybrid_jobs", "observe_pipelines", world_size=2)
     for name, words in (
         *((name, "microbatch_weight=f") for name in zoo.NO_RULE),
-        *((name, "beside the hidden state") for name in zoo.SIDEWAYS),
+        *((name, "than the hidden state") for name in zoo.SIDEWAYS),
         *((name, "training_step changes") for name in zoo.MOVING),
     ):
         for said in found[name]:

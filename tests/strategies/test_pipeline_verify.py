@@ -54,7 +54,7 @@ def check(module: Any, schedule: str = "1F1B", batch: Any = None) -> Holdings:
         ("Nothing", "training_step returned NoneType"),
         ("Infinite", "a loss of nan"),
         ("Tracked", "the state 'norms'"),
-        ("Reported", "in stage 1.*beside the hidden state|the logged 'norm' of the first"),
+        ("Reported", "in stage 1.*than the hidden state|the logged 'norm' of the first"),
         ("Early", "the step ended before it called block 3"),
     ],
 )

@@ -53,8 +53,10 @@ def row(found: Findings, one: Outcome) -> dict[str, str]:
     assert one.speed is not None
     speed = f"{one.speed.estimate:.2f} × [{one.speed.low:.2f}, {one.speed.high:.2f}]"
     taken = "in the recipe" if found.stack.gains and one.trial in found.stack.trials else ""
-    if one.faster and one.kind == EXACT and one.trial.recipe and found.stack.trials:
-        taken = taken or "faster alone, not in the stack"
+    if one.faster and one.kind == EXACT and one.trial.recipe and (found.stack.trials or not one.pays):
+        taken = taken or (
+            "faster alone, not in the stack" if one.pays else "faster, but this run is too short for its start"
+        )
     verdict = taken or ("faster" if one.faster else "slower" if one.slower else "no measurable difference")
     if one.error:
         verdict += ", then it failed"
@@ -111,6 +113,7 @@ def text(found: Findings, width: int = 110) -> str:
         sizes = {key: max(len(head), *(len(r[key]) for r in rows)) for key, head in heads.items()}
         lines += ["", "Measured, with 95 % intervals", ""]
         lines += ["  ".join(r[key].ljust(sizes[key]) for key in heads).rstrip() for r in ({**heads}, *rows)]
+    lines += _part("What they cost", [f"{r['arm']}: {r['cost']}" for r in rows if r["cost"] != "nothing"], width)
     lines += _part("In your code", code_of(found), width)
     lines += _part("How the recipe came about", found.stack.tried, width)
     problems = [f"{p.what} {p.fix}" for p in found.problems]
