@@ -298,7 +298,7 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuner, Any]:
         ),
         pytest.param("Wrapping", "that it trained on are in the validation set", marks=pytest.mark.slow),
         pytest.param("Keeping", "that it trained on are in the validation set", marks=pytest.mark.slow),
-        ("OffTheClock", "weights were others after a validation than before it"),
+        ("OffTheClock", "weights change during validation"),
     ],
 )
 def test_a_planted_gain_counts_and_a_planted_fake_is_refused(
