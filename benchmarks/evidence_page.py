@@ -67,7 +67,7 @@ def front(shares: dict[str, dict[str, goal.Arm]], files: list[str]) -> str:
     """The first page: the best recipe of each task, what to take from it, and where the rest is."""
     lines = [*_text("head"), ""]
     lines += [
-        "| task | best recipe | baseline's time | fraction needed | of 300 s | measured with |",
+        "| task | fraction needed | best recipe | baseline's time | of 300 s | measured with |",
         "|---|---|---|---|---|---|",
     ]
     for task, arms in shares.items():
@@ -101,7 +101,7 @@ def best(task: str, arms: dict[str, goal.Arm], changed: bool) -> str | None:
     name = min(known, key=lambda name: known[name].estimate or 0.0)
     told = GOAL[name] + (" (changes the model)" if name in CHANGES else "")
     long = goal.cell(goal.share(arms[name], baseline, 300.0))
-    return f"| {TASKS[task]} | {told} | {budget:g} s | {goal.cell(known[name])} | {long} | {how} |"
+    return f"| {TASKS[task]} | {goal.cell(known[name])} | {told} | {budget:g} s | {long} | {how} |"
 
 
 def _known(

@@ -8,7 +8,9 @@ function setUp(box) {
   const heads = Array.from(table.tHead.rows[0].cells);
   const body = table.tBodies[0];
   const rows = Array.from(body.rows);
-  const text = (row, column) => row.cells[column].innerText.trim();
+  const text = (row, column) => row.cells[column].textContent.trim();
+  const titles = heads.map((head) => head.textContent.trim());
+  for (const row of rows) Array.from(row.cells).forEach((cell, column) => (cell.dataset.title = titles[column]));
 
   const bar = document.createElement("div");
   bar.className = "choose-filters";
@@ -19,7 +21,7 @@ function setUp(box) {
   bar.append(search);
   const selects = [];
   for (const title of box.dataset.filter.split(",")) {
-    const column = heads.findIndex((head) => head.innerText.trim().startsWith(title));
+    const column = titles.indexOf(title);
     if (column < 0) continue;
     const values = new Set(rows.flatMap((row) => text(row, column).split(", ")));
     const select = document.createElement("select");

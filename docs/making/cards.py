@@ -57,7 +57,7 @@ def card(name: str) -> str:
     lines += ["## When to use it", "", *advice(name), ""]
     lines += ["## How to use it", "", *use(name), ""]
     if rows := list(_settings(cls, doc)):
-        head = "| argument | default | values | meaning | `tune` tries |"
+        head = "| argument | meaning | default | values | `tune` tries |"
         lines += ["## Settings", "", head, "|---|---|---|---|---|", *rows, ""]
     if rules := list(_rules(cls)):
         lines += [
@@ -185,7 +185,7 @@ def _settings(cls: type, doc: prose.Doc) -> Iterator[str]:
         known = arguments_of(cls).get(name)
         values = known.kind.expected + (" or None" if known.optional else "") if known and known.kind else ""
         values = "" if values and prose.cell(text).startswith(values.removesuffix(" or None")) else values
-        yield f"| `{name}` | {prose.cell(default)} | {prose.cell(values)} | {prose.cell(text)} | {prose.cell(tries)} |"
+        yield f"| `{name}` | {prose.cell(text)} | {prose.cell(default)} | {prose.cell(values)} | {prose.cell(tries)} |"
 
 
 def measured(name: str) -> list[str]:
@@ -217,7 +217,7 @@ def advice(name: str) -> list[str]:
     one = choices.choices()[name]
     lines = [f"- **{one.recommendation.capitalize()}.** {one.elsewhere}"]
     scope = {"any": "any model", "several GPUs": "training on several GPUs", "images": "image models"}
-    works = scope.get(one.works_for, f"{one.works_for} models")
+    works = scope.get(one.works_for, f"{one.works_for.removesuffix(' model')} models")
     cost = {"less": "less than", "same": "the same as", "more": "more than", "much more": "much more than"}[one.cost]
     risk = {
         "exact": "It is exact, except for rounding.",
@@ -267,18 +267,22 @@ def company(name: str) -> list[str]:
 
 def overview() -> str:
     """Return the table of all techniques from ``choices.txt``, the classes and the results."""
-    heads = [
+    heads = (
         "technique",
-        "purpose",
-        "works for",
+        "recommendation",
         "effect",
         "step cost",
         "risk",
-        "recommendation",
+        "works for",
         "measured here",
         "elsewhere",
-    ]
+        "purpose",
+    )
     lines = [
+        "---",
+        "hide: [toc]",
+        "---",
+        "",
         "# Choose a technique",
         "",
         "Each name leads to a card with code, settings and limits. **Recommended** techniques are good defaults.",
@@ -294,8 +298,14 @@ def overview() -> str:
         "|---" * len(heads) + "|",
     ]
     for name, one in choices.choices().items():
-        cells = [f"[{name}]({Path(file_of(name)).name})", one.purpose, one.works_for, ", ".join(one.effect), one.cost]
-        cells += [choices.RISKS[one.risk], one.recommendation, choices.measured(name), prose.cell(one.elsewhere)]
+        cells = [f"[{name}]({Path(file_of(name)).name})", one.recommendation, ", ".join(one.effect), one.cost]
+        cells += [
+            choices.RISKS[one.risk],
+            one.works_for,
+            choices.measured(name),
+            prose.cell(one.elsewhere),
+            one.purpose,
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", "</div>", ""])
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_eff._cli.errors import UsageError
+from lightning_eff._core._lightning.undisturbed import undisturbed
 from lightning_eff._exports import public
 from lightning_eff.advice._running.measuring import Arm, Track, least_seconds, measure
 from lightning_eff.advice._running.stopwatch import Enough, Stopwatch
@@ -24,7 +25,6 @@ from lightning_eff.advice.problems import Problem, Problems
 from lightning_eff.advice.progress import Watchman
 from lightning_eff.advice.suggestions import Suggestion, suggestions
 from lightning_eff.advice.trials import Trial, candidates
-from lightning_eff.bench.arms import undisturbed
 
 #: Fractions of the time at which parts end: the profile, the trials, the stack, its fresh measurement.
 PROFILE, TRIALS, STACK, FRESH = 0.12, 0.64, 0.8, 0.93

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import of_both
+from lightning_eff._core._lightning.undisturbed import undisturbed
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import RunProfile
@@ -22,7 +23,6 @@ from lightning_eff.advice._running.stopwatch import Enough, lookahead
 from lightning_eff.advice._running.subject import Change, Subject
 from lightning_eff.advice.applied import cannot_fuse, plain_loader, users_own
 from lightning_eff.advice.fused_attention import ByHand
-from lightning_eff.bench.arms import undisturbed
 from lightning_eff.data.tokens._packing.padding import find_padding
 from lightning_eff.monitor.machine import peak_memory
 from lightning_eff.tune.inspection.profiling import Found, Look

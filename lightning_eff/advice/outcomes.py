@@ -113,7 +113,8 @@ class Stack:
         bytes: as :class:`Outcome` has it.
         loss: as :class:`Outcome` has it.
         gradients: as :class:`Outcome` has it.
-        view: where its time and memory go; None where that was not looked at.
+        view: where its time goes; None where that was not looked at.
+        memory: bytes by kind, of the baseline and of the stack in the same group of runs.
         tried: what was tried for it, in sentences.
     """
 
@@ -123,6 +124,7 @@ class Stack:
     loss: float = 0.0
     gradients: float = 0.0
     view: View | None = None
+    memory: tuple[Mapping[str, int], Mapping[str, int]] | None = None
     tried: list[str] = field(default_factory=list)
 
     @property
@@ -149,6 +151,7 @@ class Stack:
     def compare(self, baseline: Track, own: Track) -> None:
         """Take the figures of a fresh measurement."""
         self.speed = speed_up(baseline.turns, own.turns)
+        self.memory = baseline.memory, own.memory
         if baseline.bytes and own.bytes:
             self.bytes = own.bytes / baseline.bytes
         if baseline.numbers is not None and own.numbers is not None:

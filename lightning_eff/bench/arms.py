@@ -1,10 +1,8 @@
 """Build the arms of a benchmark: the baseline, recipes, their controls, and the baseline at other budgets."""
 
-import contextlib
 import inspect
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +19,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_eff._core import rng
-from lightning_eff._core._lightning.names import NAMES, is_a, like, package_of
+from lightning_eff._core._lightning.names import is_a, like, package_of
+from lightning_eff._core._lightning.undisturbed import undisturbed
 from lightning_eff._core.technique import Technique
 from lightning_eff.bench.pace import Incomparable
 from lightning_eff.bench.pacer import Pacer
@@ -257,25 +255,3 @@ def short(path: str | os.PathLike[str]) -> str:
     """Return a path relative to the current folder if it is below it, and unchanged otherwise."""
     short = os.path.relpath(path)
     return os.fspath(path) if short.startswith(os.pardir) else short
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Silence Lightning, and restore the random state and the seed in the environment afterwards."""
-    import warnings
-
-    loggers = [logging.getLogger(name) for names in NAMES.items() for name in names]
-    levels = [logger.level for logger in loggers]
-    seeds = {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), rng.fork():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for name, value in seeds.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

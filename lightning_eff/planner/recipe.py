@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_overridden, like
+from lightning_eff._core._lightning.undisturbed import undisturbed
 from lightning_eff._core.batches import num_samples
-from lightning_eff.bench.arms import undisturbed
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_eff._core._lightning.names import is_a, like, module_like, of_both
+from lightning_eff._core._lightning.undisturbed import undisturbed
 from lightning_eff.recipes.profile import Rates, rates_of
 
 #: Bytes of the largest module that is copied.
@@ -77,7 +78,6 @@ class Trial:
         return None
 
     def _set_up(self, callbacks: list[Callback]) -> _Stop:
-        from lightning_eff.bench.arms import undisturbed
 
         stop = _Stop()
         module = copy.deepcopy(self._module)
@@ -112,7 +112,6 @@ def first_batch(module: LightningModule, data: Any) -> Any:
     Raises:
         Untried: if there is none, or it cannot be loaded.
     """
-    from lightning_eff.bench.arms import undisturbed
 
     if data is not None and not is_source(data):
         return data

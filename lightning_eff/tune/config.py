@@ -14,8 +14,9 @@ import yaml
 from typing_extensions import override
 
 from lightning_eff._cli.errors import UsageError, check_configs
+from lightning_eff._core._lightning.undisturbed import undisturbed
 from lightning_eff._core.search_space import Choice, frozen
-from lightning_eff.bench.arms import Arm, undisturbed
+from lightning_eff.bench.arms import Arm
 from lightning_eff.tune.own import SETTINGS
 from lightning_eff.tune.space import Space, parse_range
 

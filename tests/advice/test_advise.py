@@ -23,7 +23,7 @@ from lightning_eff.advice._running.subject import Change, entry
 from lightning_eff.advice.advising import Advice, advise
 from lightning_eff.advice.intervals import BATCHES, EXACT, PRECISION
 from lightning_eff.advice.outcomes import OTHER
-from lightning_eff.advice.reports import table
+from lightning_eff.advice.reports import pictures, table
 from lightning_eff.advice.trials import Trial, candidates
 from tests.advice.tasks import Breaks, Cheaper, Compiles, HandWritten, Plain, Rows, Table, planted_clock, token_loader
 
@@ -93,6 +93,9 @@ def test_measured_ratios_are_the_planted_ones_and_the_best_exact_trials_are_stac
     assert len(lower["callbacks+"]) == 3
     html = (tmp_path / "out" / "advice.html").read_text()
     assert "2.50 times as fast" in html and html.count("<img") == 3
+    assert advice.stack.memory is not None and advice.stack.memory[0] == advice.stack.memory[1], "the same tensors"
+    now, recipe = (part for part in pictures.memory(advice.found).alternative.partition(": ")[2].split("; ")[:2])
+    assert now.partition("now: ")[2] == recipe.partition("recipe: ")[2] != ""
     record = json.loads((tmp_path / "out" / "advice.json").read_text())
     assert record["stack"]["trials"] == ["half", "less"] and record["not_tried"]["left"] == "planted"
     assert "Cheaper(factor=0.5), Cheaper(factor=0.8)" in advice.python

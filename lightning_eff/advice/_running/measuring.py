@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from lightning_eff._core._lightning.undisturbed import undisturbed
 from lightning_eff.advice._running.stopwatch import WARM_UP, Enough, Stopwatch
 from lightning_eff.advice._running.subject import Change, Subject
 from lightning_eff.advice.intervals import LEAST, Numbers, Turn, narrow, speed_up
-from lightning_eff.bench.arms import undisturbed
 from lightning_eff.bench.reports.intervals import Interval
 from lightning_eff.bench.running.turns import Stopped, in_turns
 

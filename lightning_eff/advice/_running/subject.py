@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_eff._cli.errors import UsageError
 from lightning_eff._core._lightning.names import is_a, like
+from lightning_eff._core._lightning.undisturbed import undisturbed
 from lightning_eff._exports import public
-from lightning_eff.bench.arms import LEFT_OUT, Arm, Built, undisturbed
+from lightning_eff.bench.arms import LEFT_OUT, Arm, Built
 from lightning_eff.bench.pace import Horizon
 
 SEED = 0

@@ -32,10 +32,15 @@ def time(found: Findings) -> Drawing:
 
 def memory(found: Findings) -> Drawing:
     """A bar of kinds of memory for the run as it is, and for the recipe."""
-    stacks = _stacks(found)
-    largest = max([sum(view.memory.values()) for _, view, _ in stacks] or [1])
+    pairs = [
+        (name, stack.memory)
+        for name, stack in (("recipe", found.stack), ("lower precision", found.lower))
+        if stack.gains and stack.memory is not None
+    ]
+    held = [("now", pairs[0][1][0] if pairs else found.view.memory), *((name, after) for name, (_, after) in pairs)]
+    largest = max(sum(kinds.values()) for _, kinds in held) or 1
     size, unit = next(((size, unit) for size, unit in _UNITS if largest >= size), (1, "bytes"))
-    rows = [(name, {k: b / size for k, b in view.memory.items()}) for name, view, _ in stacks]
+    rows = [(name, {k: b / size for k, b in kinds.items()}) for name, kinds in held]
     return _bars("memory", rows, KINDS, f"{unit} of tensors", "Where memory goes")
 
 

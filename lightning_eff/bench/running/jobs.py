@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from lightning_eff.bench.arms import Arm, Built, ready, undisturbed
+from lightning_eff._core._lightning.undisturbed import undisturbed
+from lightning_eff.bench.arms import Arm, Built, ready
 from lightning_eff.bench.inspection import acting
 from lightning_eff.bench.pace import Diverged, Incomparable, Pace, Rehearsed
 from lightning_eff.bench.pacer import Pacer
