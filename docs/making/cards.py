@@ -99,7 +99,7 @@ def use(name: str) -> list[str]:
         imports = f"import functools\n\nimport lightning as L\nfrom lightning_eff import {name}, ReplaceOptimizer\n"
         python = f"{imports}\ntrainer = L.Trainer(callbacks=[{call}])"
     elif example := prose.read(cls).example:
-        code = prose.code(example)
+        code = prose.code(example).replace("lightning_eff.", "")
         given = [n for n in ("torch", "nn") if re.search(rf"\b{n}\.", code)]
         imports = {"torch": "import torch", "nn": "from torch import nn"}
         used = [n for n in lightning_eff.__all__ if re.search(rf"\b{n}\b", code)]
@@ -286,7 +286,7 @@ def overview() -> str:
         "# Choose a technique",
         "",
         "Each name leads to a card with code, settings and limits. **Recommended** techniques are good defaults.",
-        "**Situational** ones gain under the condition in the last column. Those **for research** rarely gain today.",
+        "**Situational** ones gain under the condition that *elsewhere* names. Those **for research** rarely gain today.",
         "",
         "*Step cost* compares a training step with a plain one. *Risk*: an exact technique computes the same training, except",
         "for rounding. *Measured here* is the speed-up on our [reference tasks](../evidence.md). Below 1 is slower.",
