@@ -119,7 +119,7 @@ def test_own_settings_are_arguments_that_have_the_value_that_is_seen(found: Foun
 def test_a_look_lists_what_would_be_tried_and_why_not_the_rest(tuner: Tuner, found: Found) -> None:
     look = tuner.look()
     assert set(look.space.techniques) == {"Lookahead"}
-    assert look.space.left_out["ReplaceOptimizer"].startswith("there is no hidden matrix")
+    assert look.space.left_out["ReplaceOptimizer"].startswith("the module has no hidden linear layer")
     text = "\n".join(look.lines())
     assert "SequencePacking: samples are not sequences" in text and "LearningRateSchedule: excluded" in text
     assert "ProgressiveStacking: not included" in text and "rate (model.init_args.lr, now 0.003)" in text
