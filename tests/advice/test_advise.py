@@ -105,14 +105,14 @@ def test_a_start_that_the_run_is_too_short_for_is_told_and_not_in_the_recipe(mon
     """The run has 32 batches, and each saves half a planted second."""
     only(
         monkeypatch,
-        trial("long", Compiles, factor=0.5, start=1000.0),
-        trial("short", Compiles, factor=0.5, start=10.0),
+        trial("long", Compiles, factor=0.5, start=1000.25),
+        trial("short", Compiles, factor=0.5, start=10.25),
     )
     advice = advise(Plain(), Table(), trainer=trainer(), minutes=MINUTES, progress=False)
-    assert outcome(advice, "long").pays_after == 1999 and outcome(advice, "short").pays_after == 19
+    assert outcome(advice, "long").pays_after == 2000 and outcome(advice, "short").pays_after == 20
     assert outcome(advice, "long").faster and [one.name for one in advice.stack.trials] == ["short"]
-    assert "long: 1000 s at the start, paid for after 1,999 batches" in str(advice)
-    assert "it pays for its start after 1,999 batches, and this run has 32" in " ".join(str(advice).split())
+    assert "long: 1000 s at the start, paid for after 2,000 batches" in str(advice)
+    assert "it pays for its start after 2,000 batches, and this run has 32" in " ".join(str(advice).split())
     assert "faster, but this run is too short for its start" in str(advice)
 
 
