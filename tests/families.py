@@ -143,11 +143,11 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
                     "AutoAugment",
                     "AugMix",
                 ),
-                "found no images in the batch",
+                "found no images in the batch|come into the loss by torch's",
             ),
         }
     if kind not in ("image", "speech"):  # a wave is of floating point
-        images |= dict.fromkeys(("ManifoldMixup", "Mixup"), "found no images in the batch, and no other tensor")
+        images |= dict.fromkeys(("ManifoldMixup", "Mixup"), "found no images in the batch, and no other tensor|come into the loss by torch's")
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
     if name == "gemma2":
         refused = {**(refused or {}), "LogitSoftcap": "caps its logits at 30.0 already"}
@@ -162,7 +162,7 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         begun["TFixup"] = "needs some of both"
     begun |= dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on")
     if name in ("esm", "squeezebert"):  # whose loss leaves a pooler, or another head, unused
-        begun |= dict.fromkeys(("SNIP", "GraSP"), "1 weights have no gradient on the 1 batches")
+        begun |= dict.fromkeys(("SNIP", "GraSP"), "1 weights have no gradient on these batches")
     if kind != "image":
         begun["LowRankConv"] = "found no convolution in"
     if name in _OWN_ATTENTION.split():
@@ -259,7 +259,7 @@ _RMS += " ernie4_5 exaone4 arcee seed_oss mixtral olmoe qwen3_moe"
 _RELU2 = ("nemotron", "persimmon", "arcee", "bloom", "rwkv", "esm")
 _NOT_BEHIND = "ends in nn.Linear or Conv1D"
 _NO_DECODER = "holds no encoder-decoder"
-_NO_ATTENTION = "saw no self-attention in training_step"
+_NO_ATTENTION = "found no self-attention in training_step"
 _NOT_FEWER = "cannot be given fewer of its tokens"
 _ON_IMAGES = ("ProgressiveResizing", "EfficientTrain", "FixRes")
 _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
@@ -337,7 +337,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": _family("mixtral", "causal", _NO_FFN),
     "olmoe": _family("olmoe", "causal", _NO_FFN),
     "qwen3_moe": _family("qwen3_moe", "causal", _NO_FFN),
-    "mamba": _family("mamba", "causal", {**_NO_FFN, "Fixup": "conv1d itself|conv1d.bias itself"}),
+    "mamba": _family("mamba", "causal", {**_NO_FFN, "Fixup": "conv1d.bias directly"}),
     "rwkv": _family(
         "rwkv", "causal", {"pp2": "writes to a parameter that another pipeline rank holds", **_OTHER_BLOCKS}
     ),
@@ -357,7 +357,7 @@ FAMILIES: dict[str, Family] = {
         _NO_SEQUENCE
         | _SAY_LAYERS
         | dict.fromkeys((*_GROWN, "ManifoldMixup"), "layers=")
-        | {"AttentionWindowWarmup": "is on 4 tokens", "SpanMasking": _NO_DECODER}
+        | {"AttentionWindowWarmup": "has only 4 tokens", "ProxySelection": "are equally long", "SpanMasking": _NO_DECODER}
         | {"TransMix": "which are no grid of square patches"}
         | {"GatedPositionalAttention": _NO_PATCHES}
         | {"GatedPositionalAttention": _NO_PATCHES, "VisualPromptTuning": "layers="}
