@@ -147,7 +147,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
             ),
         }
     if kind not in ("image", "speech"):  # a wave is of floating point
-        images |= dict.fromkeys(("ManifoldMixup", "Mixup"), "found no images in the batch, and no other tensor|come into the loss by torch's")
+        mixed = "found no images in the batch, and no other tensor|come into the loss by torch's"
+        images |= dict.fromkeys(("ManifoldMixup", "Mixup"), mixed)
     fewer = dict.fromkeys(("RandomLTD", "TokenDropping"), _NOT_FEWER) if name in _BY_PLACES else {}
     if name == "gemma2":
         refused = {**(refused or {}), "LogitSoftcap": "caps its logits at 30.0 already"}
@@ -300,6 +301,7 @@ _ALBERT = dict.fromkeys(
         *_ON_BLOCKS,
         *_GROWN,
         "ManifoldMixup",
+        "ProxySelection",
         "StochasticDepth",
         "LayerFreezing",
         "GreedyLayerwise",
