@@ -359,7 +359,11 @@ FAMILIES: dict[str, Family] = {
         _NO_SEQUENCE
         | _SAY_LAYERS
         | dict.fromkeys((*_GROWN, "ManifoldMixup"), "layers=")
-        | {"AttentionWindowWarmup": "has only 4 tokens", "ProxySelection": "are equally long", "SpanMasking": _NO_DECODER}
+        | {
+            "AttentionWindowWarmup": "has only 4 tokens",
+            "ProxySelection": "are equally long",
+            "SpanMasking": _NO_DECODER,
+        }
         | {"TransMix": "which are no grid of square patches"}
         | {"GatedPositionalAttention": _NO_PATCHES}
         | {"GatedPositionalAttention": _NO_PATCHES, "VisualPromptTuning": "layers="}
