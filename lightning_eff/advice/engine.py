@@ -336,8 +336,10 @@ class Engine:
         self.watch.say("looking at where the time goes then")
         for stack in (found.stack, found.lower):
             if stack.gains and (self.watch.left > 0.04 * self.watch.seconds or stack is found.stack):
-                with suppress(Exception):
+                try:
                     stack.view = look(self.subject, stack.measured, limit=max(0.03 * self.watch.seconds, 1.0))
+                except Exception as error:
+                    found.notes.append(f"The recipe's step was not profiled: {type(error).__name__}: {error}")
 
 
 def largest(fails: Callable[[int], str | None], most: int, deadline: float) -> tuple[int, str]:

@@ -226,11 +226,13 @@ def _rates(trainer: Trainer, steps: int | None) -> dict[str, float]:
         count = steps // config.frequency if config.interval == "step" else steps // batches // config.frequency
         if config.reduce_on_plateau or count > _STEPPED:
             return {**found, "unknown": 1.0}
-        with suppress(Exception):
+        try:
             for _ in range(count):
                 config.scheduler.step()  # pyright: ignore[reportCallIssue]
                 now = max(float(g["lr"]) for o in trainer.optimizers for g in o.param_groups)
                 found.update(peak=max(found["peak"], now), last=now)
+        except Exception:  # of the user's scheduler, so where it ends is not known
+            return {**found, "unknown": 1.0}
     return found
 
 
