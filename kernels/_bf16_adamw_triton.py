@@ -2,18 +2,23 @@
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_eff.kernels import _launch
-from lightning_eff.kernels._stochastic_rounding_triton import element_index, round_bits, sixteen_bits
+from lightning_eff.kernels._stochastic_rounding_triton import (
+    load_octant,
+    noise_of,
+    over_tiles,
+    round_bits,
+    store_octant,
+    words_of,
+)
 
-TILES = 2  # of 1024 elements for each program
-NUM_WARPS = 4
+TILES = 4  # of 1024 elements for each program: 4 consecutive elements of each octant for each thread
 
 
 @triton.jit
@@ -22,27 +27,50 @@ def from_bits(bits):
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["seed"])
-def adamw_kernel(p, g, m, v, keep, size, b1, b2, root, eps, num, seed, HALF: tl.constexpr, TILES: tl.constexpr):
+@triton.jit(do_not_specialize=["num", "first", "seed"])
+def adamw_kernel(
+    p,
+    g,
+    m,
+    v,
+    keep,
+    size,
+    b1,
+    b2,
+    root,
+    eps,
+    num,
+    first,
+    seed,
+    HALF: tl.constexpr,
+    TILES: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """Update ``p``, ``m`` and ``v`` (num,), int16 bits, in place; ``g`` has bits too if HALF, else float32.
 
-    ``keep`` is 1 - lr wd, ``size`` is lr / (1 - b1^t), ``root`` is sqrt(1 - b2^t).
+    ``keep`` is 1 - lr wd, ``size`` is lr / (1 - b1^t), ``root`` is 1 / sqrt(1 - b2^t).
     """
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    index = element_index(tile)
-    inside = index < num
-    grad = tl.load(g + index, mask=inside, other=0)
-    if HALF:
-        grad = from_bits(grad)
-    first = from_bits(tl.load(m + index, mask=inside, other=0))
-    second = from_bits(tl.load(v + index, mask=inside, other=0))
-    value = from_bits(tl.load(p + index, mask=inside, other=0)) * keep
-    first += (grad - first) * (1.0 - b1)
-    second = b2 * second + (1.0 - b2) * grad * grad
-    value -= size * first / (tl.sqrt(second) / root + eps)
-    tl.store(p + index, round_bits(value, sixteen_bits(3 * seed, tile)), mask=inside)
-    tl.store(m + index, round_bits(first, sixteen_bits(3 * seed + 1, tile)), mask=inside)
-    tl.store(v + index, round_bits(second, sixteen_bits(3 * seed + 2, tile)), mask=inside)
+    tile = (tl.program_id(0) + first).to(tl.int64) * TILES
+    left = (num - tile * 1024).to(tl.int32) if not EVEN else TILES * 1024
+    start = tile * 1024
+    for_value, for_first, for_second = (
+        words_of(3 * seed, tile, TILES),
+        words_of(3 * seed + 1, tile, TILES),
+        words_of(3 * seed + 2, tile, TILES),
+    )
+    for j in tl.static_range(8):
+        grad = load_octant(g + start, left, j, TILES, EVEN)
+        if HALF:
+            grad = from_bits(grad)
+        moment = from_bits(load_octant(m + start, left, j, TILES, EVEN))
+        second = from_bits(load_octant(v + start, left, j, TILES, EVEN))
+        value = from_bits(load_octant(p + start, left, j, TILES, EVEN)) * keep
+        moment += (grad - moment) * (1.0 - b1)
+        second = b2 * second + (1.0 - b2) * grad * grad
+        value -= size * moment / (tl.sqrt(second) * root + eps)
+        store_octant(p + start, round_bits(value, noise_of(for_value, j)), left, j, TILES, EVEN)
+        store_octant(m + start, round_bits(moment, noise_of(for_first, j)), left, j, TILES, EVEN)
+        store_octant(v + start, round_bits(second, noise_of(for_second, j)), left, j, TILES, EVEN)
 
 
 def adamw_(
@@ -66,20 +94,7 @@ def adamw_(
     bits = g.dtype == torch.bfloat16
     grad = g.view(torch.int16) if bits else g.float()
     held = (t.detach().view(torch.int16) for t in (m, v))
-    with _launch.current(p.device):
-        adamw_kernel[(triton.cdiv(p.numel(), 1024 * tiles),)](
-            p.detach().view(torch.int16),
-            grad,
-            *held,
-            keep,
-            size,
-            b1,
-            b2,
-            root,
-            eps,
-            p.numel(),
-            seed,
-            HALF=bits,
-            TILES=tiles,
-            num_warps=NUM_WARPS,
-        )
+    scalars = keep, size, b1, b2, 1 / root, eps
+    over_tiles(
+        adamw_kernel, (p.detach().view(torch.int16), grad, *held), scalars, p.numel(), seed, tiles=tiles, HALF=bits
+    )

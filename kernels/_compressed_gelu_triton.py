@@ -2,7 +2,7 @@
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -12,16 +12,37 @@ from torch import Tensor
 from lightning_eff.kernels._group_quantization_triton import (
     BLOCK,
     buffers,
-    byte_index,
     decode,
     encode,
+    load_parts,
     over_groups,
-    tile_index,
+    store_parts,
 )
 from lightning_eff.kernels.group_quantization import Packed
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit
+def gelu_and_derivative(x, TANH: tl.constexpr):
+    """Return ``gelu(x)`` and its derivative, float32."""
+    if TANH:
+        # y' = (1 + t)/2 + x/2 (1 - t^2) sqrt(2/pi) (1 + 3 * 0.044715 x^2),  t = tanh z = 2 sigmoid(2 z) - 1
+        square = x * x
+        portion = tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * square)
+        derivative = portion + x * portion * (1.0 - portion) * slope
+    else:
+        # y' = Phi(x) + x exp(-x^2 / 2) / sqrt(2 pi). With t = 1 / (1 + p |x| / sqrt 2), Phi(-|x|) is a polynomial of t times
+        # the same exponential, within 1e-7 (Abramowitz & Stegun 7.1.26)
+        exponential = tl.exp2(-0.7213475204444817 * x * x)
+        t = 1.0 / (1.0 + 0.23164190 * tl.abs(x))
+        tail = 0.5 * t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+        tail *= exponential
+        portion = tl.where(x < 0, tail, 1.0 - tail)
+        derivative = portion + x * exponential * 0.3989422804014327
+    return x * portion, derivative
+
+
+@triton.jit(do_not_specialize=["num", "first", "seed"])
 def forward_kernel(
     x,
     y,
@@ -29,51 +50,53 @@ def forward_kernel(
     scale,
     minimum,
     num,
+    first,
     seed,
     TANH: tl.constexpr,
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Compute ``y = gelu(x)``, both (num,), and the codes, scales and minima of its derivative."""
-    group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-    index = tile_index(group, GROUP, BITS)
-    inside = index < num
-    value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32)
-    if TANH:
-        # y' = (1 + t)/2 + x/2 (1 - t^2) sqrt(2/pi) (1 + 3 * 0.044715 x^2),  t = tanh z = 2 sigmoid(2 z) - 1
-        square = value * value
-        t = 2.0 * tl.sigmoid(1.5957691216057308 * value * (1.0 + 0.044715 * square)) - 1.0
-        portion = 0.5 * (1.0 + t)
-        slope = 0.7978845608028654 * (1.0 + 0.134145 * square)
-        derivative = portion + 0.5 * value * (1.0 - t * t) * slope
-    else:
-        # y' = Phi(x) + x exp(-x^2 / 2) / sqrt(2 pi)
-        portion = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476))
-        derivative = portion + value * tl.exp(-0.5 * value * value) * 0.3989422804014327
-    tl.store(y + index, (value * portion).to(y.dtype.element_ty), mask=inside)
-    byte, step, low = encode(derivative, inside, seed, group, GROUP, BITS, STOCHASTIC)
-    there = group * GROUP < num
-    tl.store(codes + byte_index(group, GROUP, BITS), byte, mask=there[None, :, None])
-    tl.store(scale + group, step, mask=there)
-    tl.store(minimum + group, low, mask=there)
+    group = (tl.program_id(0) + first).to(tl.int64) * GROUPS
+    left = (num - group * GROUP).to(tl.int32) if not EVEN else GROUPS * GROUP
+    values = load_parts(x + group * GROUP, left, 8, GROUPS, GROUP, EVEN)
+    results, derivatives = (), ()
+    for j in tl.static_range(8):
+        result, derivative = gelu_and_derivative(values[j], TANH)
+        results, derivatives = results + (result,), derivatives + (derivative,)  # noqa: RUF005
+    store_parts(y + group * GROUP, left, results, 8, GROUPS, GROUP, EVEN)
+    codes += group * (GROUP * BITS // 8)
+    encode(derivatives, codes, scale + group, minimum + group, left, seed, group, GROUPS, GROUP, BITS, STOCHASTIC, EVEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num", "first"])
 def backward_kernel(
-    g, codes, scale, minimum, dx, num, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_GROUPS: tl.constexpr
+    g,
+    codes,
+    scale,
+    minimum,
+    dx,
+    num,
+    first,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Compute ``dx = g y'``, all (num,)."""
-    group = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
-    there = group * GROUP < num
-    byte = tl.load(codes + byte_index(group, GROUP, BITS), mask=there[None, :, None], other=0)
-    step = tl.load(scale + group, mask=there, other=0.0)
-    low = tl.load(minimum + group, mask=there, other=0.0)
-    index = tile_index(group, GROUP, BITS)
-    inside = index < num
-    value = tl.load(g + index, mask=inside, other=0.0).to(tl.float32) * decode(byte, step, low, BITS)
-    tl.store(dx + index, value.to(dx.dtype.element_ty), mask=inside)
+    V: tl.constexpr = 8 // BITS
+    group = (tl.program_id(0) + first).to(tl.int64) * GROUPS
+    left = (num - group * GROUP).to(tl.int32) if not EVEN else GROUPS * GROUP
+    codes += group * (GROUP * BITS // 8)
+    derivatives = decode(codes, scale + group, minimum + group, left, GROUPS, GROUP, BITS, EVEN)
+    values = load_parts(g + group * GROUP, left, V, GROUPS, GROUP, EVEN)
+    results = ()
+    for v in tl.static_range(V):
+        results = results + (values[v] * derivatives[v],)  # noqa: RUF005
+    store_parts(dx + group * GROUP, left, results, V, GROUPS, GROUP, EVEN)
 
 
 def forward(

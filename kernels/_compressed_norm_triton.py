@@ -6,7 +6,7 @@ two, as in the kernels for group quantisation. Group ``k`` of row ``r`` has the 
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -14,14 +14,34 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_eff.kernels import _launch
-from lightning_eff.kernels._group_quantization_triton import buffers, byte_index, decode, encode, tile_index
+from lightning_eff.kernels._group_quantization_triton import buffers, decode, encode, load_parts, rows_of, store_parts
 from lightning_eff.kernels.group_quantization import Packed
+
+STAGES = tl.constexpr(3)  # of rows that backward loads ahead
 
 
 @triton.jit
-def total(value):
+def added(values, PARTS: tl.constexpr):
+    """Return the sum of a tile's parts."""
+    value = values[0]
+    for j in tl.static_range(1, PARTS):
+        value += values[j]
+    return value
+
+
+@triton.jit
+def total(values, PARTS: tl.constexpr):
     """Return the sum of a tile."""
-    return tl.sum(tl.sum(tl.sum(tl.sum(value, axis=0), axis=0), axis=0), axis=0)
+    return tl.sum(added(values, PARTS))
+
+
+@triton.jit
+def times(values, others, PARTS: tl.constexpr):
+    """Multiply a tile by another one, or by a number for each part."""
+    results = ()
+    for j in tl.static_range(PARTS):
+        results = results + (values[j] * others[j],)  # noqa: RUF005 -- Triton has no starred expressions
+    return results
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -47,29 +67,37 @@ def forward_kernel(
 ):
     """Compute one row per program: ``y`` (rows, D), ``reciprocal`` (rows,), and the codes, scales and minima of ``n``."""
     D: tl.constexpr = K * GROUP
+    EVEN: tl.constexpr = K == K2
+    C: tl.constexpr = GROUP // 8
     row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, K2)
-    column = tile_index(k, GROUP, BITS)
-    inside = column < D
-    value = tl.load(x + row * D + column, mask=inside, other=0.0).to(tl.float32)
+    values = load_parts(x + row * D, D, 8, K2, GROUP, EVEN)
     if CENTRE:
-        value = tl.where(inside, value - total(value) / D, 0.0)
+        mean = total(values, 8) / D
+        centred = ()
+        for j in tl.static_range(8):
+            value = values[j] - mean
+            if not EVEN:
+                value = tl.where(rows_of(K2, GROUP, C) + j * C < D, value, 0.0)
+            centred = centred + (value,)  # noqa: RUF005
+        values = centred
     # r = 1 / sqrt(mean((x - mean)^2) + eps)
-    r = 1.0 / tl.sqrt(total(value * value) / D + eps)
-    n = value * r
-    result = n
-    if WEIGHT:
-        result *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * D + column, result.to(y.dtype.element_ty), mask=inside)
+    r = 1.0 / tl.sqrt(total(times(values, values, 8), 8) / D + eps)
     tl.store(reciprocal + row, r)
-    group = row * K + k
-    byte, step, low = encode(n, inside, seed, group, GROUP, BITS, STOCHASTIC)
-    there = k < K
-    tl.store(codes + byte_index(group, GROUP, BITS), byte, mask=there[None, :, None])
-    tl.store(scale + group, step, mask=there)
-    tl.store(minimum + group, low, mask=there)
+    n = ()
+    for j in tl.static_range(8):
+        n = n + (values[j] * r,)  # noqa: RUF005
+    results = n
+    if WEIGHT:
+        results = times(results, load_parts(weight, D, 8, K2, GROUP, EVEN), 8)
+    if BIAS:
+        shifted, b = (), load_parts(bias, D, 8, K2, GROUP, EVEN)
+        for j in tl.static_range(8):
+            shifted = shifted + (results[j] + b[j],)  # noqa: RUF005
+        results = shifted
+    store_parts(y + row * D, D, results, 8, K2, GROUP, EVEN)
+    group = row * K
+    codes += group * (GROUP * BITS // 8)
+    encode(n, codes, scale + group, minimum + group, D, seed, group, K2, GROUP, BITS, STOCHASTIC, EVEN)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -94,40 +122,49 @@ def backward_kernel(
 ):
     """Compute ``dx`` (rows, D) and each program's partial sums ``dw`` and ``db`` (programs, D), over strided rows."""
     D: tl.constexpr = K * GROUP
-    k = tl.arange(0, K2)
-    there = k < K
-    column = tile_index(k, GROUP, BITS)
-    inside = column < D
-    share_w = tl.zeros(column.shape, dtype=tl.float32)
-    share_b = tl.zeros(column.shape, dtype=tl.float32)
+    EVEN: tl.constexpr = K == K2
+    V: tl.constexpr = 8 // BITS
+    share_w, share_b, w = (), (), ()
+    for _ in tl.static_range(V):
+        nothing = tl.zeros((K2, GROUP // V), dtype=tl.float32)
+        share_w, share_b = share_w + (nothing,), share_b + (nothing,)  # noqa: RUF005
     if WEIGHT:
-        w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        group = row * K + k
-        byte = tl.load(codes + byte_index(group, GROUP, BITS), mask=there[None, :, None], other=0)
-        step = tl.load(scale + group, mask=there, other=0.0)
-        low = tl.load(minimum + group, mask=there, other=0.0)
+        w = load_parts(weight, D, V, K2, GROUP, EVEN)
+    for row in tl.range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0), num_stages=STAGES):
+        group = row * K
+        at = codes + group * (GROUP * BITS // 8)
+        n = decode(at, scale + group, minimum + group, D, K2, GROUP, BITS, EVEN)
         r = tl.load(reciprocal + row)
-        n = decode(byte, step, low, BITS)
-        d = tl.load(g + row * D + column, mask=inside, other=0.0).to(tl.float32)
-        share_w += d * n
-        share_b += d
+        d = load_parts(g + row * D, D, V, K2, GROUP, EVEN)
+        sum_w, sum_b = (), ()
+        for v in tl.static_range(V):
+            # beyond the row d is 0
+            sum_w, sum_b = sum_w + (share_w[v] + d[v] * n[v],), sum_b + (share_b[v] + d[v],)  # noqa: RUF005
+        share_w, share_b = sum_w, sum_b
         if WEIGHT:
-            d *= w
+            d = times(d, w, V)
         # dx = r (w g - mean(w g) - n mean(n w g))
-        result = d - n * (total(n * d) / D)
+        along, mean = 0.0, 0.0
         if CENTRE:
-            result -= total(d) / D
-        tl.store(dx + row * D + column, (r * result).to(dx.dtype.element_ty), mask=inside)
+            # both sums in one reduction: threads wait for each other once
+            both = tl.join(added(times(n, d, V), V), added(d, V))
+            along, mean = tl.split(tl.sum(tl.reshape(both, (K2 * (GROUP // V), 2)), axis=0))
+        else:
+            along = total(times(n, d, V), V)
+        results = ()
+        for v in tl.static_range(V):
+            results = results + (r * (d[v] - n[v] * (along / D) - mean / D),)  # noqa: RUF005
+        store_parts(dx + row * D, D, results, V, K2, GROUP, EVEN)
+    program = tl.program_id(0).to(tl.int64) * D
     if WEIGHT:
-        tl.store(dw + tl.program_id(0) * D + column, share_w, mask=inside)
+        store_parts(dw + program, D, share_w, V, K2, GROUP, EVEN)
     if BIAS:
-        tl.store(db + tl.program_id(0) * D + column, share_b, mask=inside)
+        store_parts(db + program, D, share_b, V, K2, GROUP, EVEN)
 
 
 def num_warps(size: int) -> int:
-    """Return the warps for a row of ``size`` elements, with 16 elements per thread."""
-    return min(max(triton.next_power_of_2(size) // 512, 1), 16)
+    """Return the warps for a row of ``size`` elements, with 32 elements per thread."""
+    return min(max(triton.next_power_of_2(size) // 1024, 1), 16)
 
 
 def forward(
@@ -199,7 +236,7 @@ def backward(
             BIAS=bias is not None,
             GROUP=packed.group_size,
             BITS=packed.bits,
-            num_warps=num_warps(size),
+            num_warps=2 * num_warps(size),
         )
     return (
         dx,

@@ -17,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_eff.kernels import _launch
-from lightning_eff.kernels.fp8_cast import BLOCK, By, Codes, Pair
+from lightning_eff.kernels.fp8_cast import BLOCK, By, Codes, Pair, Peak
 
 NATIVE = (8, 9)  # compute capability of the first devices that convert to E4M3
 MULTIPLE = 16  # of sizes: 16 bytes are read and written at once; single bytes would each need an address, and spill
 NUM_WARPS = 8  # of a tile: 64 elements per thread
-BLOCK_WARPS = 16  # if a tile has one scale, for which all of its threads wait
+MANY_WARPS = 16  # if threads wait for each other's amax: half as many registers per thread, and more programs at once
 LONGEST_ROW = 16384  # elements that a program holds in registers, 32 per thread
+INFINITE = tl.constexpr(0x7F800000)  # bits
 TENSOR, ROWS, GROUPS, BLOCKS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -116,10 +117,36 @@ def amax_kernel(
         value, row, column = tile(x, num_rows, num_columns, BLOCK)
         bits = magnitude(value)
         if SCALES == TENSOR:
-            tl.atomic_max(amax, tl.max(tl.max(bits, axis=1), axis=0))
+            tl.atomic_max(amax, tl.max(bits))
         else:
             tl.atomic_max(amax + row, tl.max(bits, axis=1), mask=row < num_rows)
             tl.atomic_max(turned_amax + column, tl.max(bits, axis=0), mask=column < num_columns)
+
+
+@triton.jit
+def note(place, bits):
+    """Record an amax, as bits, in ``place``, a float32 of which 0 and above are the only finite values; see ``Peak``."""
+    tl.atomic_max(place, bits, mask=bits < INFINITE)
+
+
+@triton.jit
+def finish(largest, scale, inverse, seen, scratch, record, first_amax, second_amax, RECORDS: tl.constexpr):
+    """Let the last program write what needs the amax of all programs, and leave zeros in ``scratch``."""
+    tl.atomic_max(scratch, largest)
+    if tl.atomic_add(scratch + 1, 1) == tl.num_programs(0) * tl.num_programs(1) - 1:
+        whole = tl.atomic_xchg(scratch, 0)
+        tl.store(scratch + 1, 0)
+        tl.store(seen, whole.to(tl.float32, bitcast=True))
+        # a number that is not finite must stay visible under any scale
+        tl.store(scale, float("nan"), mask=whole >= INFINITE)
+        tl.store(inverse, float("nan"), mask=whole >= INFINITE)
+        if RECORDS == 3:
+            note(record, tl.load(first_amax).to(tl.int32, bitcast=True))
+            note(record + 1, tl.load(second_amax).to(tl.int32, bitcast=True))
+        if RECORDS == 2:
+            note(record, tl.load(first_amax).to(tl.int32, bitcast=True))
+        if RECORDS > 0:
+            note(record + RECORDS - 1, whole)
 
 
 @triton.jit
@@ -134,11 +161,17 @@ def tile_kernel(
     scale,
     peak,
     seen,
+    scratch,
+    record,
+    first_amax,
+    second_amax,
     num_rows,
     num_columns,
     SCALES: tl.constexpr,
     GIVEN: tl.constexpr,
     PEAK: tl.constexpr,
+    KNOWN: tl.constexpr,
+    RECORDS: tl.constexpr,
     BY_ROW: tl.constexpr,
     BY_COLUMN: tl.constexpr,
     E5M2: tl.constexpr,
@@ -148,8 +181,10 @@ def tile_kernel(
     """Cast ``x`` (R, K) of any float type to ``codes`` (R, K) if BY_ROW and ``turned`` (K, R) if BY_COLUMN.
 
     SCALES sets the unit that has one scale. ROWS reads the bits of amax from ``amax`` and ``turned_amax``. TENSOR uses
-    ``scale`` if GIVEN. Otherwise the amax is ``peak`` if PEAK and it is not negative, else ``amax``, and the kernel writes
-    ``scale``. With PEAK it writes the present amax to ``seen``.
+    ``scale`` if GIVEN. Otherwise the amax is ``peak`` if PEAK and it is not negative (as it is if KNOWN), else ``amax``, and
+    the kernel writes ``scale``. With PEAK it writes the present amax to ``seen``, and with RECORDS > 0 it records this amax
+    and RECORDS - 1 others, see :class:`.fp8_cast.Peak`. The last program to finish does this. Inverse scales of groups are
+    written by columns.
     """
     value, row, column = tile(x, num_rows, num_columns, BLOCK)
     in_row, in_column = row < num_rows, column < num_columns
@@ -161,7 +196,7 @@ def tile_kernel(
     bits = magnitude(value)
     if SCALES == TENSOR or SCALES == BLOCKS:  # noqa: SIM109 -- Triton has no "in"
         if SCALES == BLOCKS:
-            s = scale_of(tl.max(tl.max(bits, axis=1), axis=0), E5M2)
+            s = scale_of(tl.max(bits), E5M2)
             if BY_ROW:
                 tl.store(inverse + at * tl.num_programs(1) + turned_at, inverse_of(s))
             if BY_COLUMN:
@@ -171,11 +206,14 @@ def tile_kernel(
             if GIVEN:
                 s = tl.load(scale)
             else:
-                top = tl.load(amax)
                 if PEAK:
                     known = tl.load(peak)
-                    top = tl.where(known < 0, top, known.to(tl.int32, bitcast=True))
-                    tl.atomic_max(seen, tl.max(tl.max(bits, axis=1), axis=0))
+                    top = known.to(tl.int32, bitcast=True)
+                    if not KNOWN:
+                        top = tl.where(known < 0, tl.load(amax), top)
+                    largest = tl.max(bits)
+                else:
+                    top = tl.load(amax)
                 s = scale_of(top, E5M2)
                 tl.store(scale, s, mask=first)
             tl.store(inverse, inverse_of(s), mask=first)
@@ -184,6 +222,8 @@ def tile_kernel(
             tl.store(codes + offset, code, mask=inside)
         if BY_COLUMN:
             tl.store(turned + turned_offset, tl.trans(apart(code, NATIVE)), mask=tl.trans(inside))
+        if PEAK:  # at the end, when the tile takes no registers
+            finish(largest, scale, inverse, seen, scratch, record, first_amax, second_amax, RECORDS)
     else:
         if BY_ROW:
             if SCALES == ROWS:
@@ -191,7 +231,7 @@ def tile_kernel(
                 tl.store(inverse + row, inverse_of(s), mask=row < tl.where(turned_at == 0, num_rows, 0))
             else:
                 s = scale_of(tl.max(bits, axis=1), E5M2)
-                tl.store(inverse + row * tl.num_programs(1) + turned_at, inverse_of(s), mask=in_row)
+                tl.store(inverse + turned_at.to(tl.int64) * num_rows + row, inverse_of(s), mask=in_row)
             tl.store(codes + offset, encode(value * s[:, None], E5M2, NATIVE), mask=inside)
         if BY_COLUMN:
             if SCALES == ROWS:
@@ -199,7 +239,7 @@ def tile_kernel(
                 tl.store(turned_inverse + column, inverse_of(s), mask=column < tl.where(at == 0, num_columns, 0))
             else:
                 s = scale_of(tl.max(bits, axis=0), E5M2)
-                tl.store(turned_inverse + column * tl.num_programs(0) + at, inverse_of(s), mask=in_column)
+                tl.store(turned_inverse + at.to(tl.int64) * num_columns + column, inverse_of(s), mask=in_column)
             tl.store(turned + turned_offset, tl.trans(encode(value * s[None, :], E5M2, NATIVE)), mask=tl.trans(inside))
 
 
@@ -226,6 +266,11 @@ def rows_kernel(
     tl.store(codes + index, encode(value * s[:, None], E5M2, NATIVE), mask=inside)
 
 
+def warps_of(by: By, delayed: bool) -> int:
+    """Return the warps of a tile."""
+    return MANY_WARPS if by in ("groups", "blocks") or delayed else NUM_WARPS
+
+
 def rows_of(num_columns: int) -> tuple[int, int, int]:
     """Return the rows, columns and warps of a program of ``rows_kernel``: 8192 elements, or one longer row."""
     columns = triton.next_power_of_2(num_columns)
@@ -240,7 +285,7 @@ def cast(
     rows: bool,
     columns: bool,
     scale: Tensor | None,
-    peak: Tensor | None,
+    peak: Peak | None,
     *,
     native: bool | None = None,
     longest_row: int = LONGEST_ROW,
@@ -256,7 +301,7 @@ def cast(
         rows: return (R, K).
         columns: return (K, R).
         scale: float32, (), or None.
-        peak: float32, (), or None.
+        peak: see :class:`.fp8_cast.Peak`, or None.
         native: use the device's instruction; None uses it if there is one.
         longest_row: largest K whose rows stay in registers.
     """
@@ -283,20 +328,30 @@ def cast(
         codes = torch.empty((height, width) if rows else (0, 0), dtype=torch.uint8, device=device)
         turned = torch.empty((width, height) if columns else (0, 0), dtype=torch.uint8, device=device)
         kind = {"tensor": TENSOR, "rows": ROWS, "groups": GROUPS, "blocks": BLOCKS}[by].value
-        shapes = {"tensor": (), "rows": (height, 1), "groups": (height, along), "blocks": (across, along)}
-        turned_shapes = {"tensor": (), "rows": (width, 1), "groups": (width, across), "blocks": (along, across)}
-        inverse = floats(*shapes[by])
-        turned_inverse = inverse if by == "tensor" else floats(*turned_shapes[by])
-        # the amax of all or of each row, that of each column, and the present amax
-        amax = torch.zeros(height + width + 1 if by == "rows" else 2, dtype=torch.int32, device=device)
-        turned_amax, seen = amax[height:], amax[-1:]
-        given = scale is not None
-        scale = scale if scale is not None else floats()
-        known = scale if peak is None else peak  # the kernel does not read an unused pointer
+        shapes = {"tensor": (), "rows": (height, 1), "groups": (along, height), "blocks": (across, along)}
+        turned_shapes = {"tensor": (), "rows": (width, 1), "groups": (across, width), "blocks": (along, across)}
+        given, delayed = scale is not None, peak is not None
+        if by == "tensor":
+            made, inverse, seen = floats(3).unbind()
+            scale, turned_inverse = scale if scale is not None else made, inverse
+        else:
+            scale = seen = inverse = floats(*shapes[by])
+            turned_inverse = floats(*turned_shapes[by])
+        # zeros: the amax of all or of each row, that of each column, and the scratch
+        needs_amax = by == "rows" or (by == "tensor" and not given and not (peak is not None and peak.known))
+        own_scratch = peak is not None and peak.scratch is None
+        amax = inverse
+        if needs_amax or own_scratch:
+            amax = torch.zeros(height + width if by == "rows" else 3, dtype=torch.int32, device=device)
+        scratch = amax[1:] if own_scratch else inverse if peak is None else peak.scratch
+        # the kernels do not read a pointer that they do not need
+        known = inverse if peak is None else peak.value
+        others = () if peak is None or peak.record is None else peak.others
+        record = None if peak is None or peak.record is None else peak.record.view(torch.int32)
         grid = (across, along)
-        tiling = {"BLOCK": BLOCK, "num_warps": BLOCK_WARPS if by == "blocks" else NUM_WARPS}
-        if by == "rows" or (by == "tensor" and not given):
-            amax_kernel[grid](x, amax, turned_amax, known, height, width, PEAK=peak is not None, SCALES=kind, **tiling)
+        tiling = {"BLOCK": BLOCK, "num_warps": warps_of(by, delayed)}
+        if needs_amax:
+            amax_kernel[grid](x, amax, amax[height:], known, height, width, PEAK=delayed, SCALES=kind, **tiling)
         tile_kernel[grid](
             x,
             codes,
@@ -304,15 +359,20 @@ def cast(
             inverse,
             turned_inverse,
             amax,
-            turned_amax,
+            amax[height:] if by == "rows" else amax,
             scale,
             known,
             seen,
+            scratch,
+            scratch if record is None else record,
+            *[*others, inverse, inverse][:2],
             height,
             width,
             SCALES=kind,
             GIVEN=given,
-            PEAK=peak is not None,
+            PEAK=delayed,
+            KNOWN=peak is not None and peak.known,
+            RECORDS=0 if record is None else len(record),
             BY_ROW=rows,
             BY_COLUMN=columns,
             **flags,
@@ -320,10 +380,9 @@ def cast(
         )
     found = None
     if by == "tensor" and not given:
-        found = (amax[0] if peak is None else amax[1]).view(torch.float32)
-    if found is not None and peak is not None:
-        scale, inverse = (torch.where(found.isfinite(), t, torch.nan) for t in (scale, inverse))
-        turned_inverse = inverse
+        found = amax[0].view(torch.float32) if peak is None else seen
+    if by == "groups":
+        inverse, turned_inverse = inverse.t(), turned_inverse.t()
     if by in ("rows", "groups"):
         inverse, turned_inverse = inverse[:r], turned_inverse[:k]
     return Pair(

@@ -7,7 +7,7 @@ every thread has work. In backward each program loops over tiles with a stride. 
 
 # ruff: noqa: ANN001, ANN202 -- what a kernel's arguments are, its docstring says; Triton takes no types for them
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_eff.kernels import _launch
 
 TILE = 2048  # elements, or one longer row
+STAGES = tl.constexpr(3)  # of tiles that backward loads ahead
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def backward_kernel(
     share_b = tl.zeros((ROWS, D2), dtype=tl.float32)
     if WEIGHT:
         w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
-    for first in range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0).to(tl.int64) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < D)[None, :]
         index = row[:, None] * D + column[None, :]
@@ -99,9 +100,12 @@ def backward_kernel(
         if WEIGHT:
             d *= w
         # dx = r (w g - mean(w g) - n mean(n w g))
-        result = d - n * (tl.sum(n * d, axis=1) / D)[:, None]
         if CENTRE:
-            result -= (tl.sum(d, axis=1) / D)[:, None]
+            # both sums in one reduction: threads wait for each other once
+            along, level = tl.split(tl.sum(tl.join(n * d, d), axis=1))
+            result = d - n * (along / D)[:, None] - (level / D)[:, None]
+        else:
+            result = d - n * (tl.sum(n * d, axis=1) / D)[:, None]
         tl.store(dx + index, (r * result).to(dx.dtype.element_ty), mask=inside)
     share = tl.program_id(0) * D + column
     if WEIGHT:

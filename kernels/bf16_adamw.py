@@ -18,12 +18,15 @@ torch operations.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_eff.kernels import _launch
-from lightning_eff.kernels.stochastic_rounding import stochastic_round
+from lightning_eff.kernels.stochastic_rounding import generator, round_into
+
+CHUNK = 2**16  #: elements at a time outside of CUDA, so that float32 values stay in a CPU's cache
 
 
 def adamw_(
@@ -73,9 +76,13 @@ def adamw_(
         way = _launch.triton_module("bf16_adamw")
         way.adamw_(p, g.contiguous(), m, v, 1 - lr * weight_decay, size, b1, b2, root, eps, seed)
         return
-    new = reference_adamw(p, g, m, v, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step)
-    for i, (value, into) in enumerate(zip(new, (p, m, v), strict=True)):
-        stochastic_round(value, seed=3 * seed + i, out=into)
+    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": step}
+    generators = [generator(3 * seed + i, p.device) for i in range(3)]
+    chunks = zip(*(t.detach().reshape(-1).split(CHUNK) for t in (p, g, m, v)), strict=True)
+    for held, grad, first, second in chunks:
+        new = reference_adamw(held, grad, first, second, **settings)
+        for value, into, source in zip(new, (held, first, second), generators, strict=True):
+            round_into(into, value, source)
 
 
 def reference_adamw(

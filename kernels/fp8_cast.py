@@ -18,8 +18,9 @@ The number of reads of ``x`` depends on the unit of amax:
     rows                 One read if a row fits in registers (K <= 16384) and only rows are needed. The transpose has scales
                          of columns, so both together take two reads.
 
-    tensor               Two reads. One read if the scale, or an amax to scale by (``peak``), is known before. The kernel
-                         then also computes the present amax.
+    tensor               Two reads. One read if the scale, or an amax to scale by (``peak``), is known before. The same
+                         kernel then also computes the present amax and records it, so that delayed scaling
+                         (Micikevicius et al. 2022) launches one kernel per cast.
 
 Sizes that are not multiples of 16 need an additional copy, padded with zeros.
 
@@ -50,7 +51,8 @@ class Codes(NamedTuple):
     Attributes:
         codes: float8, (R, K), contiguous.
         inverse: inverse scales, float32. The shape is () for one scale, (R, 1) for rows, (R, ceil(K / 128)) for groups, and
-            (ceil(R / 128), ceil(K / 128)) for blocks.
+            (ceil(R / 128), ceil(K / 128)) for blocks. Scales of groups are stored by columns, so that the scales that a
+            product needs at once are neighbours.
     """
 
     codes: Tensor
@@ -70,6 +72,26 @@ class Codes(NamedTuple):
         if inverse.ndim < 2 or inverse.shape[1] == 1:
             return self.codes.float() * inverse
         return self.codes.float() * inverse.repeat_interleave(BLOCK, 1)[:, : self.codes.shape[1]]
+
+
+class Peak(NamedTuple):
+    """An amax to scale by that is known before the cast, from a history.
+
+    Attributes:
+        value: float32, (), negative if it is not known. The device reads it.
+        known: whether the host knows that ``value`` is not negative. The kernel then needs no pass for the present amax.
+        scratch: two zeros, int32, (2,), for the kernel, which leaves zeros. Casts that can run at the same time need their own.
+            None allocates them.
+        record: where to record the amax of several matrices, float32, (n + 1,), or None. Each becomes the maximum of itself
+            and the amax, unless the amax is not finite. The last one is for the matrix that is cast.
+        others: the amax of the n matrices before, at most two, float32, ().
+    """
+
+    value: Tensor
+    known: bool = False
+    scratch: Tensor | None = None
+    record: Tensor | None = None
+    others: tuple[Tensor, ...] = ()
 
 
 class Pair(NamedTuple):
@@ -96,7 +118,7 @@ def cast(
     rows: bool = True,
     columns: bool = False,
     scale: Tensor | None = None,
-    peak: Tensor | None = None,
+    peak: Tensor | Peak | None = None,
 ) -> Pair:
     """Cast a matrix (see the module's docstring).
 
@@ -111,12 +133,13 @@ def cast(
         rows: return (R, K).
         columns: return the transpose, (K, R).
         scale: the known scale for "tensor", float32, ().
-        peak: an amax to scale by for "tensor", float32, (), negative for none. The device reads it. If the matrix has a
-            number that is not finite, the scale and its inverse are NaN, and the codes are undefined.
+        peak: an amax to scale by for "tensor", a :class:`Peak` or its ``value``. If the matrix has a number that is not
+            finite, the scale and its inverse are NaN, and the codes are undefined.
 
     Raises:
         TypeError: if ``dtype`` is not one of these.
-        ValueError: if ``x`` is not a matrix or is empty, ``by`` is unknown, or ``scale`` and ``peak`` do not fit.
+        ValueError: if ``x`` is not a matrix or is empty, ``by`` is unknown, or ``scale`` and ``peak`` do not fit, or more than
+            two ``peak.others``.
         ImportError: if ``x`` is on CUDA and triton is not installed.
     """
     if dtype not in MAX:
@@ -127,6 +150,15 @@ def cast(
         raise ValueError(f"cast(x of shape {tuple(x.shape)}): expected a matrix that is not empty.")
     if (scale is not None or peak is not None) and (by != "tensor" or (scale is not None and peak is not None)):
         raise ValueError(f"cast({by=}, scale or peak): expected at most one of them, and by='tensor'.")
+    if isinstance(peak, Peak):
+        others, places = len(peak.others), 0 if peak.record is None else peak.record.numel()
+        if others > 2 or places not in (0, others + 1):
+            raise ValueError(
+                f"cast(peak with {others} others and {places} places to record): expected at most two others, and one place"
+                " more than others."
+            )
+    elif peak is not None:
+        peak = Peak(peak)
     x = x.detach()
     if x.dtype not in DTYPES:
         x = x.float()
@@ -163,7 +195,7 @@ def reference_cast(
     rows: bool = True,
     columns: bool = False,
     scale: Tensor | None = None,
-    peak: Tensor | None = None,
+    peak: Tensor | Peak | None = None,
 ) -> Pair:
     """Reference for :func:`cast` in torch operations, also used on a CPU and under torch.compile."""
     x = x.float()
@@ -172,9 +204,13 @@ def reference_cast(
         if scale is None:
             amax = amax_of(x)
             # s = max / peak; NaN if a number is not finite
-            scale = scale_of(amax if peak is None else torch.where(peak < 0, amax, peak), dtype)
+            peak = peak if peak is None or isinstance(peak, Peak) else Peak(peak)
+            scale = scale_of(amax if peak is None else torch.where(peak.value < 0, amax, peak.value), dtype)
             if peak is not None:
                 scale = torch.where(amax.isfinite(), scale, torch.nan)
+                if peak.record is not None:
+                    found = torch.stack([*peak.others, amax])
+                    peak.record.copy_(torch.where(found.isfinite(), torch.maximum(peak.record, found), peak.record))
         codes, inverse = saturated(x * scale, dtype), scale.reciprocal()
         return Pair(*_both(codes, inverse, inverse, rows, columns), scale, amax)
     if by == "blocks":
@@ -208,4 +244,4 @@ def _by_groups(x: Tensor, dtype: torch.dtype) -> Codes:
     groups = torch.nn.functional.pad(x, (0, -length % BLOCK)).unflatten(1, (-1, BLOCK))
     scale = scale_of(amax_of(groups, 2), dtype)
     codes = saturated(groups * scale, dtype).flatten(1)[:, :length]
-    return Codes(codes.contiguous(), scale.squeeze(2).reciprocal())
+    return Codes(codes.contiguous(), scale.squeeze(2).reciprocal().t().contiguous().t())

@@ -36,7 +36,8 @@ class weights. This implementation differs from both:
 
 - It runs with torch 2.11, and on a CPU, on which Liger's does not run. In float32 on one thread, 2048 rows with D = 256 and
   V = 16384 took 34 MiB and 0.65 s, and 0.11 s with 85 % of the rows ignored. The plain layer took 384 MiB and 0.85 s, and
-  torch's chunks 36 MiB and 1.4 s. The Triton kernel has not been measured on a GPU.
+  torch's chunks 36 MiB and 1.4 s. On an H100 the version before this one reached 0.61 of the bfloat16 peak, with chunks of
+  1024 rows (benchmarks/results/gpu_bandwidth.json). This one has not been measured on a GPU.
 """
 
 from typing import Any
@@ -47,9 +48,26 @@ from torch import Tensor
 from lightning_eff.kernels import _launch
 
 REDUCTIONS = ("mean", "sum", "none")
-CHUNK, CHUNK_ON_GPU = 256, 1024
-"""Rows per chunk. The sum ``dW`` takes 2 chunk V D operations and moves 8 V D bytes. An H100 has 790 TFLOP/s of bfloat16 and
-3.35 TB/s (an H200 4.8), so with fewer than 940 (660) rows the matmul would wait for memory."""
+CHUNK = 256
+"""Rows per chunk on a CPU."""
+
+LEAST, MOST = 512, 4096
+SMALL, LARGE = 2**28, 2**30
+"""Bounds of the rows per chunk on a GPU, and of the bytes of their logits; see :func:`rows_per_chunk`."""
+
+
+def rows_per_chunk(rows: int, classes: int, width: int, itemsize: int) -> int:
+    """Return the rows per chunk on a GPU.
+
+    The sum ``dW`` takes 2 chunk V D operations and moves 8 V D bytes. An H100 has 790 TFLOP/s of bfloat16 and 3.35 TB/s (an
+    H200 4.8). So the sums move memory for 30 % of the time of the three matmuls with chunks of 1024 rows, and for 8 % with
+    4096. More rows gain little. The logits of a chunk may take as much memory as the float32 sum ``dW``, or 256 MiB, and at
+    most 1 GiB. Chunks have about equal sizes, in steps of 128 rows.
+    """
+    memory = min(max(4 * classes * width, SMALL), LARGE)
+    most = min(max(memory // (classes * itemsize), LEAST), MOST)
+    number = -(-max(rows, 1) // most)
+    return -(-max(rows, 1) // (number * 128)) * 128
 
 
 def linear_cross_entropy(
@@ -79,7 +97,8 @@ def linear_cross_entropy(
         reduction: "mean" over the rows that are not ignored (NaN if all are, as in torch), "sum", or "none". The latter
             computes the logits again in backward.
         cap: ``c`` of the capped logits ``c tanh(x W^T + b)``, or None.
-        chunk: rows at a time, at least 1. Memory holds ``chunk V`` logits. None means 1024 on a GPU, and 256 elsewhere.
+        chunk: rows at a time, at least 1. Memory holds ``chunk V`` logits. None means 256 on a CPU. On a GPU it means 512 to
+            4096, whose logits take at most 1 GiB if 512 do (see :func:`rows_per_chunk`).
 
     Returns:
         The loss, a scalar, or in the shape of ``target`` for "none". It is float64 if ``x`` is, else float32. It can be
@@ -105,7 +124,7 @@ def linear_cross_entropy(
                 f" {len(weight)} rows, or {ignore_index=}."
             )
     if chunk is None:
-        chunk = CHUNK_ON_GPU if x.is_cuda else CHUNK
+        chunk = rows_per_chunk(len(classes), weight.shape[0], weight.shape[1], dtype.itemsize) if x.is_cuda else CHUNK
     settings = (label_smoothing, chunk, dtype, cap)
     if reduction == "none":
         return _PerRow.apply(flat, weight, bias, classes, rows, settings).view(target.shape)
@@ -203,7 +222,8 @@ def _by_chunks(
     work = torch.float64 if dtype == torch.float64 else torch.float32
     triton = _launch.uses_triton(x)
     dx = (torch.empty_like(x) if rows is None else torch.zeros_like(x)) if wanted[0] else None
-    dw = torch.zeros_like(weight, dtype=work) if wanted[1] else None
+    # the first chunk's product is written, the others are added
+    dw = (torch.empty_like if len(classes) else torch.zeros_like)(weight, dtype=work) if wanted[1] else None
     db = torch.zeros_like(weight[:, 0], dtype=work) if wanted[2] else None
     loss = torch.empty(len(classes), dtype=work, device=x.device)
     gradient = any(wanted)
@@ -221,16 +241,18 @@ def _by_chunks(
             slope = None if cap is None else _cap(z, cap, work)
             if triton:
                 kernels = _launch.triton_module("linear_cross_entropy")
-                loss[here] = kernels.loss_and_gradient(z, t, smoothing=smoothing, gradient=gradient, row_grad=scale)
+                kernels.loss_and_gradient(z, t, smoothing=smoothing, gradient=gradient, row_grad=scale, loss=loss[here])
             else:
                 z = z.to(work)
                 loss[here] = _loss_and_gradient(z, t, smoothing, scale)
             if slope is not None:
                 z.mul_(slope)
-            if dx is not None:
+            if dx is not None and rows is None and dx.dtype == dtype:
+                torch.mm(z.to(dtype), w, out=dx[here])
+            elif dx is not None:
                 dx[part] = torch.mm(z.to(dtype), w).to(dx.dtype)
             if dw is not None:
-                _add_product(dw, z.T, inputs)
+                _add_product(dw, z.T, inputs, first=start == 0)
             if db is not None:
                 db += z.sum(0, dtype=work)
     return loss, [dx, dw, db]
@@ -259,14 +281,28 @@ def _cap(z: Tensor, cap: float, work: torch.dtype) -> Tensor:
     return capped.square_().neg_().add_(1).mul_(cap)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute ``total += a @ b``, rounded only to the dtype of ``total``."""
-    if a.dtype == total.dtype == b.dtype:
-        torch.addmm(total, a, b, out=total)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), out=total)
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Compute ``total += a @ b``, or ``total = a @ b`` if ``first``, rounded only to the dtype of ``total``."""
+    wide: dict[str, Any] = {}
+    if a.dtype != total.dtype or b.dtype != total.dtype:
+        if total.is_cuda:
+            wide["out_dtype"] = total.dtype
+        else:
+            a, b = a.to(total.dtype), b.to(total.dtype)
+    torch.mm(a, b, out=total, **wide) if first else torch.addmm(total, a, b, out=total, **wide)
+
+
+def _finished(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return ``gradient * scale`` in ``dtype``, rounded once; in place if it has that dtype."""
+    if gradient is None:
+        return None
+    done = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    scale = scale.view((1,) * gradient.ndim)  # with a dimension, so that bfloat16 does not round it
+    # a GPU converts while it multiplies; a CPU makes float32 copies, so some rows at a time
+    rows = max(len(gradient), 1) if gradient.is_cuda else 1024
+    for part, out in zip(gradient.split(rows), done.split(rows), strict=True):
+        torch.mul(part, scale, out=out)
+    return done
 
 
 def _refuse_second_order() -> None:
@@ -319,11 +355,7 @@ class _Total(torch.autograd.Function):
             wanted = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
             _, gradients = _by_chunks(inputs[0], inputs[1], inputs[2], classes, rows, settings, wanted)
         scale = grad_outputs[0] / max(ctx.count, 1)
-        for gradient in gradients:
-            # in float32, some rows at a time, since bfloat16 would round the scale and float16 could lose it
-            for part in () if gradient is None else gradient.split(1024):
-                part.copy_(part * scale) if part.dtype == scale.dtype else part.copy_(part.to(scale.dtype) * scale)
-        done = [None if g is None else g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True)]
+        done = [None if t is None else _finished(g, scale, t.dtype) for g, t in zip(gradients, inputs, strict=True)]
         return (*done, None, None, None, None, None)
 
 

@@ -52,11 +52,30 @@ def stochastic_round(x: Tensor, *, seed: int, out: Tensor | None = None) -> Tens
     if _launch.uses_triton(x):
         _launch.triton_module("stochastic_rounding").stochastic_round(x, out, seed)
         return out
-    generator = torch.Generator(x.device).manual_seed(spread(seed) >> 1)
-    bits = x.view(torch.int32)
-    rounded = torch.empty_like(bits).random_(0, 1 << 16, generator=generator).add_(bits).bitwise_and_(-(1 << 16))
-    rounded = torch.where(x.isfinite(), rounded.view(torch.float32), x)
-    return out.copy_(rounded)
+    round_into(out.view(-1), x.view(-1), generator(seed, x.device))
+    return out
+
+
+def generator(seed: int, device: torch.device) -> torch.Generator:
+    """Return torch's generator for a seed."""
+    return torch.Generator(device).manual_seed(spread(seed) >> 1)
+
+
+def draw(num: int, generator: torch.Generator) -> Tensor:
+    """Draw ``num`` integers in [-2^15, 2^15), as int16. Four come from each 64-bit number, in half the time of four draws."""
+    words = torch.empty(-(-num // 4), dtype=torch.int64, device=generator.device)
+    return words.random_(-(2**63), None, generator=generator).view(torch.int16)[:num]
+
+
+def round_into(out: Tensor, x: Tensor, generator: torch.Generator) -> None:
+    """Round ``x`` (float32, one dimension) with torch's operations into ``out`` (bfloat16)."""
+    rounded = (
+        (x.view(torch.int32) + (1 << 15)).add_(draw(len(x), generator)).bitwise_and_(-(1 << 16)).view(torch.float32)
+    )
+    out.copy_(rounded)
+    # noise turns infinity into NaN, and some NaN into zero; on a CPU it costs less to look for them than to exclude them
+    if x.device.type != "cpu" or (len(x) and not all(bound.isfinite() for bound in x.aminmax())):
+        out.copy_(torch.where(x.isfinite(), rounded, x))
 
 
 def reference_stochastic_round(x: Tensor, noise: Tensor) -> Tensor:
