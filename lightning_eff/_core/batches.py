@@ -15,11 +15,18 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lightning_eff._core._samples.counting import current_rule, own_count
 
+_PACKED = (
+    "Got a batch with a PackedSequence, whose samples are interleaved; expected padded tensors with samples in dimension 0."
+    " Pack them in training_step."
+)
+
 
 def tensors(batch: Any, path: str = "") -> list[tuple[str, Tensor]]:
     """Return every tensor in ``batch`` with its path, such as ``"['labels']"`` or ``"[0]"``, in the order of the batch."""
     if isinstance(batch, Tensor):
         return [(path, batch)]
+    if type(batch) in (list, tuple):  # the checks against abstract classes are slow
+        return [found for i, value in enumerate(batch) for found in tensors(value, f"{path}[{i}]")]
     if isinstance(batch, Mapping):
         return [found for key, value in batch.items() for found in tensors(value, f"{path}[{key!r}]")]
     if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
@@ -72,6 +79,10 @@ def num_samples(batch: Any) -> int:
 
 def map_tensors(batch: Any, fn: Callable[[Tensor], Any]) -> Any:
     """Return the batch in the same structure, with ``fn`` applied to each tensor."""
+    if type(batch) in (list, tuple) and all(isinstance(value, Tensor) for value in batch):
+        return type(batch)(fn(value) for value in batch)
+    if type(batch) is dict and all(isinstance(value, Tensor) for value in batch.values()):
+        return {key: fn(value) for key, value in batch.items()}
     return apply_to_collection(batch, Tensor, fn)
 
 
@@ -99,18 +110,9 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
         if isinstance(value, np.ndarray):
             return value[at] if value.ndim > 0 and value.shape[0] == size else value
         if isinstance(value, PackedSequence):
-            raise ValueError(
-                "Got a batch with a PackedSequence, whose samples are interleaved; expected padded tensors with samples in"
-                " dimension 0. Pack them in training_step."
-            )
+            raise ValueError(_PACKED)
         if isinstance(value, Mapping):
-            picked = {key: pick(item) for key, item in value.items()}
-            if type(value) is dict:
-                return picked
-            other: Any = copy.copy(value)
-            for key, item in picked.items():
-                other[key] = item
-            return other
+            return _with_items(value, {key: pick(item) for key, item in value.items()})
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(pick(item) for item in value))
         if isinstance(value, list | tuple):
@@ -190,6 +192,16 @@ def join(batches: Sequence[Any]) -> Any:
     return _joined(list(batches), sizes, "")
 
 
+def _with_items(mapping: Any, items: dict[Any, Any]) -> Any:
+    """Return a mapping like ``mapping`` with other values."""
+    if type(mapping) is dict:
+        return items
+    other: Any = copy.copy(mapping)
+    for key, item in items.items():
+        other[key] = item
+    return other
+
+
 def _joined(parts: list[Any], sizes: list[int], path: str) -> Any:
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
@@ -209,20 +221,11 @@ def _joined(parts: list[Any], sizes: list[int], path: str) -> Any:
         )
         return first if same else _differ(path)
     if isinstance(first, PackedSequence):
-        raise ValueError(
-            "Got a batch with a PackedSequence, whose samples are interleaved; expected padded tensors with samples in"
-            " dimension 0. Pack them in training_step."
-        )
+        raise ValueError(_PACKED)
     if isinstance(first, Mapping):
         if any(part.keys() != first.keys() for part in parts):
             raise ValueError(f"Got batches with the keys {[list(part) for part in parts]}; expected the same in all.")
-        made = {key: _joined([part[key] for part in parts], sizes, f"{path}[{key!r}]") for key in first}
-        if type(first) is dict:
-            return made
-        other: Any = copy.copy(first)
-        for key, item in made.items():
-            other[key] = item
-        return other
+        return _with_items(first, {key: _joined([p[key] for p in parts], sizes, f"{path}[{key!r}]") for key in first})
     if isinstance(first, list | tuple):
         return _joined_sequence(parts, sizes, path)
     if is_dataclass(first) and not isinstance(first, type):

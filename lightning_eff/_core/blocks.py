@@ -35,7 +35,7 @@ from lightning_eff._core._stack.finding import signature as signature
 from lightning_eff._core._stack.finding import stacks as stacks
 from lightning_eff._core._stack.partial_views import InPlaceOf as InPlaceOf
 from lightning_eff._core._stack.partial_views import Passing, Sequence, Still, put_on, take_off
-from lightning_eff._core._stack.verifying import Verifying
+from lightning_eff._core._stack.verifying import Verifying, returned, uncalled
 from lightning_eff._core.patches import Patches, hook_before, hook_behind
 
 Mix = Callable[[int, Tensor, Tensor, bool], Tensor]
@@ -56,13 +56,15 @@ class BlockStack:
         reshapes: indices of the blocks that returned a hidden state of another shape, where this is allowed.
         mixes: functions by technique name, called within a step as ``mix(index, entered, left, training)`` with a block's
             input and output hidden states, of the same shape. The result replaces the output.
+        scales: whether blocks are dropped, or their residual branches scaled.
         still: how many blocks, counted from the front, get no gradient. In a training step the backward pass ends there.
         verifying: checks in the first training steps that this is a stack; None if that is known or irrelevant.
         held: parameters that :meth:`freeze_inactive` also freezes. They must include those of still blocks.
     """
 
-    def __init__(self, found: Candidate, root: nn.Module | None = None) -> None:
+    def __init__(self, found: Candidate, root: nn.Module | None = None, *, who: str = "BlockStack") -> None:
         """Wrap a found stack; ``root`` is the module around it, whose own caches of its blocks are kept consistent."""
+        self._who, self._skipper = who, ""
         self.path = found.path
         self.container, self.by_name = found.container, found.by_name
         self.holder = found.blocks[-1] if found.by_name else found.container  # contains the blocks and little else
@@ -85,20 +87,16 @@ class BlockStack:
         self._made: Made | None = None
         self._made_short: tuple[int, Made] | None = None
         self._arity: int | None = None
-        self._opaque: TypeError | None = None
+        self._opaque: ValueError | None = None
         self._carried: tuple[Any, ...] | None = None
-        self._training = False
-        self._shown = False
-        self._scales = False
-        self._reshaping = False
-        self._watched = False
+        self._training = self._shown = self.scales = self._reshaping = self._watched = False
         self._calls = 0
         self._away: frozenset[int] = frozenset()
         self._trouble: ValueError | None = None
         self._handles: list[RemovableHandle] = []
         self._patches = Patches()
         self._guards: list[RemovableHandle] = []
-        self._frozen: list[tuple[nn.Parameter, bool]] = []
+        self.frozen: dict[nn.Parameter, bool] = {}
 
     @property
     def active(self) -> int:
@@ -109,11 +107,6 @@ class BlockStack:
         if count != self._active:
             self._forget()
         self._active = count
-
-    @property
-    def scales(self) -> bool:
-        """Whether blocks are dropped, or their residual branches scaled."""
-        return self._scales
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -240,6 +233,8 @@ class BlockStack:
             self.verifying.passed(block, args, kwargs, hidden)
         if self._opaque is not None:
             raise self._opaque
+        if self._skipper and self.carries is None:  # no call of a block has been seen
+            raise ValueError(uncalled(self, self._skipper))
         if self._arity is None:
             return hidden
         return (hidden, *(self._carried if self._carried is not None else (None,) * (self._arity - 1)))
@@ -290,8 +285,9 @@ class BlockStack:
             skips: blocks do not run in some steps; None means that this is so if ``scales``.
             who: the technique that scales or skips, for messages.
         """
-        self._scales |= scales
+        self.scales |= scales
         self._reshaping |= reshaping
+        self._skipper = self._skipper or who
         if self.verifying is not None:
             self.verifying.adds |= scales or bool(skips)
             self.verifying.skips |= scales if skips is None else skips
@@ -340,10 +336,12 @@ class BlockStack:
                 return None
             try:
                 hidden, rest = split_output(output)
-            except TypeError as error:
-                if self._scales:
-                    raise
-                self._opaque = error
+            except TypeError:
+                who = self._skipper or self._who
+                why = returned(index, type(output).__name__, self, who)
+                self._opaque = ValueError(f"{why} Name another stack by layers=, or remove {who}.")
+                if self.scales:
+                    raise self._opaque from None
                 return None
             if self._arity is None and rest is not None:
                 self._arity = 1 + len(rest)
@@ -351,7 +349,7 @@ class BlockStack:
                 self.carries = rest is not None and any(isinstance(value, Tensor) for value in rest)
             if self._shown:
                 self._carried = rest
-            return self._scaled(index, hidden_of(args, kwargs), hidden, rest) if self._scales else None
+            return self._scaled(index, hidden_of(args, kwargs), hidden, rest) if self.scales else None
 
         return hook
 
@@ -384,15 +382,15 @@ class BlockStack:
         used = {id(p) for block in self.blocks[: self._active] for p in block.parameters()}
         away = {p: None for block in self.blocks[self._active :] for p in block.parameters() if id(p) not in used}
         for p in {**away, **dict.fromkeys(self.held)}:
-            self._frozen.append((p, p.requires_grad))
+            self.frozen[p] = p.requires_grad
             p.requires_grad_(False)
             p.grad = None
         self._guard()
 
     def thaw(self) -> None:
         """Restore the ``requires_grad`` of frozen parameters."""
-        while self._frozen:
-            p, flag = self._frozen.pop()
+        while self.frozen:
+            p, flag = self.frozen.popitem()
             p.requires_grad_(flag)
 
     def release(self) -> None:
@@ -406,7 +404,7 @@ class BlockStack:
             self.verifying = None
         self._forget()
         self.thaw()
-        self.keep, self.dropped, self._scales, self._reshaping = [], frozenset(), False, False
+        self.keep, self.dropped, self.scales, self._reshaping = [], frozenset(), False, False
         self.absent = frozenset()
         self.mixes, self.still, self.held = {}, 0, []
 

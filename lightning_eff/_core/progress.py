@@ -5,6 +5,7 @@ window.
 """
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,10 +37,10 @@ class Progress:
     """The fraction ``u`` of the budget that is used, constant within one optimizer step.
 
     ``u`` is the largest of ``global_step / max_steps``, ``epochs / max_epochs`` (counted in batches if the loader has a
-    length), ``seconds / max_time``, and ``tokens / max_tokens`` if a technique counts tokens. It is read at the first
-    micro-batch of an accumulation window, and where a run resumes within one. So nothing that depends on it changes between
-    micro-batches whose gradients are summed. Every rank uses rank 0's time. A :class:`Clock` among the trainer's callbacks
-    replaces all of these.
+    length), ``seconds / max_time``, and ``tokens / max_tokens`` or ``scaled_steps / max_scaled_steps`` if a technique counts
+    them. It is read at the first micro-batch of an accumulation window, and where a run resumes within one. So nothing that
+    depends on it changes between micro-batches whose gradients are summed. Every rank uses rank 0's time. A :class:`Clock`
+    among the trainer's callbacks replaces all of these.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -47,12 +48,18 @@ class Progress:
         self.u = 0.0
         self.max_tokens: int | None = None
         self.tokens = 0
+        self.max_scaled_steps: float | None = None
+        self.scaled_steps = 0.0
         self._fresh = True
+        self._callbacks: list[Callback] | None = None  # those among which the next two were found
+        self._clock: Clock | None = None
+        self._timers: list[Timer] = []
 
     def limits(self) -> dict[str, float]:
-        """Return the limits that are set, by name: ``max_steps``, ``max_epochs``, ``max_time`` (seconds), ``max_tokens``."""
+        """Return the limits that are set, by name: ``max_steps``, ``max_epochs``, ``max_time`` (seconds), and techniques'."""
         trainer = self._trainer
-        if self._clock() is not None:
+        self._find()
+        if self._clock is not None:
             return {"clock": 1.0}
         found: dict[str, float] = {}
         if trainer.max_steps not in (-1, None):
@@ -64,6 +71,8 @@ class Progress:
             found["max_time"] = float(timer._duration or 0.0)
         if self.max_tokens is not None:
             found["max_tokens"] = float(self.max_tokens)
+        if self.max_scaled_steps is not None:
+            found["max_scaled_steps"] = float(self.max_scaled_steps)
         return found
 
     def update(self, batch_idx: int) -> None:
@@ -79,9 +88,9 @@ class Progress:
 
     def _read(self, batch_idx: int) -> float:
         trainer = self._trainer
-        clock = self._clock()
-        if clock is not None:
-            return min(max(clock.share(), 0.0), 1.0)
+        self._find()
+        if self._clock is not None:
+            return min(max(self._clock.share(), 0.0), 1.0)
         u = 0.0
         if trainer.max_steps not in (-1, None):
             u = max(u, trainer.global_step / max(trainer.max_steps, 1))
@@ -97,13 +106,22 @@ class Progress:
             u = max(u, share)
         if self.max_tokens is not None:
             u = max(u, self.tokens / self.max_tokens)
+        if self.max_scaled_steps is not None:
+            u = max(u, self.scaled_steps / self.max_scaled_steps)
         return min(u, 1.0)
 
-    def _clock(self) -> Clock | None:
-        return next((c for c in self._trainer.callbacks if isinstance(c, Clock)), None)  # pyright: ignore[reportAttributeAccessIssue]
+    def _find(self) -> None:
+        """Look for a clock and timers, if the callbacks are others than before, as during the trials of Lightning's tuners."""
+        callbacks: list[Callback] = self._trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        before = self._callbacks
+        if before is not None and len(before) == len(callbacks) and all(map(operator.is_, before, callbacks)):
+            return
+        self._callbacks = list(callbacks)
+        self._clock = next((c for c in callbacks if isinstance(c, Clock)), None)
+        self._timers = [c for c in callbacks if is_a(c, Timer)]
 
     def _timer(self) -> Timer | None:
-        timers = [c for c in self._trainer.callbacks if is_a(c, Timer) and c._duration is not None]  # pyright: ignore[reportAttributeAccessIssue]
+        timers = [timer for timer in self._timers if timer._duration is not None]
         return min(timers, key=lambda timer: timer._duration or 0.0, default=None)
 
 

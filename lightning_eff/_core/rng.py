@@ -61,25 +61,35 @@ def fork(state: dict[str, Any] | None = None) -> Iterator[None]:
         restore(before)
 
 
-def keyed_generator(seed: int, *key: int | str) -> torch.Generator:
-    """Return a CPU generator whose numbers depend only on ``seed`` and ``key``.
+def keyed_generator(seed: int, *key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator whose numbers depend only on ``seed``, ``key`` and the type of device.
 
     Args:
         seed: the run's seed, the same on all ranks.
         key: identifies this draw, for example the technique's name, the step and the rank.
+        device: where the numbers are drawn.
     """
+    return torch.Generator(device).manual_seed(_number(seed, *key))
+
+
+def _number(seed: int, *key: int | str) -> int:
     digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=False) >> 1)
+    return int.from_bytes(digest, "little", signed=False) >> 1
 
 
 @contextmanager
 def keyed(seed: int, *key: int | str) -> Iterator[None]:
     """Restore the global generators on exit; inside, their numbers depend only on ``seed`` and ``key``."""
-    number = keyed_generator(seed, *key).initial_seed()
     with fork():
-        random.seed(number)
-        np.random.seed(number % 2**32)
-        torch.default_generator.manual_seed(number)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(number)
+        set_keyed(seed, *key)
         yield
+
+
+def set_keyed(seed: int, *key: int | str) -> None:
+    """Make the numbers of the global generators depend only on ``seed`` and ``key``, within :func:`fork`."""
+    number = _number(seed, *key)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)

@@ -1,31 +1,10 @@
-"""The settings of a technique that a search tries, declared by the technique, and its row in the surveys."""
+"""The settings of a technique that a search tries, declared by the technique."""
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-
-@dataclass(frozen=True)
-class Survey:
-    """The row of the two surveys that a technique implements.
-
-    Attributes:
-        row: its name in the surveys.
-        zhuang: the section of Zhuang et al. 2023, "A Survey on Efficient Training of Transformers" (arXiv:2302.01107), or
-            None if it is not in it.
-        shen: the section of Shen et al. 2024, "On Efficient Training of Large-Scale Deep Learning Models"
-            (arXiv:2304.03589), or None.
-    """
-
-    row: str
-    zhuang: str | None = None
-    shen: str | None = None
-
-    def __str__(self) -> str:
-        where = [f"{who} {section}" for who, section in (("Zhuang", self.zhuang), ("Shen", self.shen)) if section]
-        return f"{self.row} ({'; '.join(where) or 'in neither survey'})"
 
 
 def frozen(value: Any) -> Any:

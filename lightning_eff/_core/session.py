@@ -28,7 +28,7 @@ from lightning_eff._core._samples.counting import Counting, counted, using
 from lightning_eff._core._stack.registry import Stacks
 from lightning_eff._core._stack.unfreezing import thawing
 from lightning_eff._core.batches import tensors
-from lightning_eff._core.patches import Patches
+from lightning_eff._core.patches import Patches, Scope
 from lightning_eff._core.progress import Progress
 from lightning_eff._core.steps import Step, StepChain
 from lightning_eff._core.surgery import Surgery
@@ -82,7 +82,7 @@ class Session(Stacks, Parts):
         self.views: list[Callable[[bool], AbstractContextManager[None]]] = []
         self.resume = Resume(trainer, module, self.replicas.everyone)
         self.loaders = self.resume.loaders = TrainLoaders(trainer, self.replicas.everyone, self.resume.take_up_rng)
-        self._scope = ExitStack()
+        self._scope = Scope()
         self._steps_before = -1
         self._backward_done = self._logged = self._reports = self._slept = self._batch_ended = False
         self._metrics: CurrentMetrics | None = None
@@ -122,10 +122,8 @@ class Session(Stacks, Parts):
                 technique.detach(self)
         self.patches.restore()
         self.surgery.restore()
-        for stack in self._stacks.values():
-            stack.release()
+        self.release_blocks()
         self.loaders.unwrap()
-        self._stacks = {}
         for technique in self.techniques:
             if technique._session is self:
                 technique._session, technique._past = None, self
@@ -152,6 +150,9 @@ class Session(Stacks, Parts):
         def setup_strategy(trainer: Trainer) -> None:
             for technique in sorted(self.working, key=lambda t: not t.compiles):  # some may rest
                 technique.on_model(self)
+                self.thaw_blocks()
+            if self.fitting:
+                self.freeze_blocks()
             learnt = [(stack, stack.state_dict()) for stack in self._stacks.values()]
             setup(trainer)
             if self.divided and self.fitting:
@@ -161,11 +162,11 @@ class Session(Stacks, Parts):
                 stack.load_state_dict(state)
             if self.fitting:
                 check_optimizers(module, self.optimizers, self.working)
+                self.thaw_blocks()
                 for technique in self.working:
                     technique.on_optimizers(self)
                 self.resume.set_up(self.optimizers)
-                for stack in self._stacks.values():
-                    stack.thaw()  # until training starts, so that model summaries count all trainable parameters
+                self.thaw_blocks()
                 self._settle()
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -203,9 +204,7 @@ class Session(Stacks, Parts):
     def _settle(self) -> None:
         """Release the stacks if no technique works in this fit, and disable hooks that do nothing."""
         if not self.working:
-            for stack in self._stacks.values():
-                stack.release()
-            self._stacks.clear()
+            self.release_blocks()
         silence(self.trainer, self.module, self.techniques, self.working, self.patches)
 
     def _counted(self, run: Callable[[], Any]) -> Callable[[], Any]:
@@ -272,7 +271,7 @@ class Session(Stacks, Parts):
     @property
     def asleep(self) -> bool:
         """Whether Lightning's tuners have replaced the callbacks for their trial runs, which then train plainly."""
-        return not any(c is self.techniques[0] for c in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        return self.techniques[0] not in self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
     def _evaluating(self) -> bool:
         """Return whether the module evaluates with its own training_step, which must then run plainly."""
@@ -325,9 +324,8 @@ class Session(Stacks, Parts):
 
     def start(self) -> None:
         """Freeze the blocks that do not run yet. A resumed run restores the rest after all start hooks."""
-        self.resume.start()
-        for stack in self._stacks.values():
-            stack.freeze_inactive()
+        self.resume.start(self._stacks.values())
+        self.freeze_blocks()
         self.loaders.started = True
 
     def _taken_up(self, state: dict[str, Any], exactly: bool) -> None:
@@ -413,7 +411,7 @@ class Session(Stacks, Parts):
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Restore the state that :meth:`save` added to a checkpoint."""
         state = checkpoint.get(_KEY)
-        if not self.fitting or state is None:
+        if not self.fitting or state is None or "seed" not in state:  # merged checkpoints have no seed
             return
         self.seed = state["seed"]
         self.chain.cost.load_state_dict(state["cost"])

@@ -4,7 +4,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -17,7 +17,8 @@ from torchmetrics import Metric
 
 from lightning_eff._core import rng
 from lightning_eff._core._run._muting.null_loggers import unlogged
-from lightning_eff._core.batches import select
+from lightning_eff._core._stack.walking import modules_of
+from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.patches import Patches
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Stage(IntEnum):
     SAVE = 8  #: decide which tensors are kept for the backward pass
 
 
+_ALL_STAGES = tuple(Stage)
 _LOOKING: ContextVar[bool] = ContextVar("looking", default=False)
 _SMALL = 64  # containers with more items are not searched for nested containers
 
@@ -77,6 +79,22 @@ class Cost:
     forward_samples: int = 0
     backward_passes: int = 0
     seconds: float = 0.0
+
+    def add(self, batch: Any, *, forward: int = 1, backward: int = 0, since: float | None = None) -> None:
+        """Count passes.
+
+        Args:
+            batch: the batch of each pass, or its number of samples. A batch without tensors has none.
+            forward: the number of forward passes.
+            backward: the number of backward passes.
+            since: the time at which they began, from ``time.perf_counter``; None counts no time.
+        """
+        self.forward_passes += forward
+        self.backward_passes += backward
+        with suppress(ValueError):
+            self.forward_samples += forward * (batch if isinstance(batch, int) else num_samples(batch))
+        if since is not None:
+            self.seconds += time.perf_counter() - since
 
     def state_dict(self) -> dict[str, float]:
         return dict(self.__dict__)
@@ -140,9 +158,11 @@ def snapshot(module: nn.Module, *, buffers: bool = True) -> Callable[[], None]:
     """
     namespace = module.__dict__
     attributes = {name: (value, _content(value)) for name, value in namespace.items() if not name.startswith("_")}
-    owners = [(m._buffers, dict(m._buffers)) for m in module.modules() if buffers]
-    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if buffers]
-    metrics = [(m, _metric_state(m)) for m in module.modules() if isinstance(m, Metric)]
+    modules = modules_of(module)
+    owners = [(m._buffers, dict(m._buffers)) for m in modules] if buffers else []
+    held = {id(buffer): buffer for had, _ in owners for buffer in had.values() if buffer is not None}
+    values = [(buffer, buffer.detach().clone()) for buffer in held.values()]
+    metrics = [(m, _metric_state(m)) for m in modules if isinstance(m, Metric)]
 
     def put_back() -> None:
         for held, had in owners:
@@ -262,9 +282,7 @@ class Step:
             except RuntimeError as error:
                 self._explain(error)
                 raise
-        self.chain.cost.forward_passes += 1
-        self.chain.cost.forward_samples += size
-        self.chain.cost.seconds += time.perf_counter() - start
+        self.chain.cost.add(size, since=start)
         return output
 
     def _explain(self, error: RuntimeError) -> None:
@@ -302,9 +320,7 @@ class Step:
             elif loss is not None:
                 found = [*torch.autograd.grad(loss * factor, inputs, allow_unused=True)]
                 self.chain.cost.backward_passes += 1
-        self.chain.cost.forward_passes += 1
-        self.chain.cost.forward_samples += size
-        self.chain.cost.seconds += time.perf_counter() - start
+        self.chain.cost.add(size, since=start)
         return found
 
 
@@ -332,7 +348,7 @@ class StepChain:
 
     def run(self, step: Step, batch: Any) -> Any:
         """Run the training step: all links, then the user's own step."""
-        return self.call(step, batch, stages=tuple(Stage), around=lambda: step.around)
+        return self.call(step, batch, stages=_ALL_STAGES, around=lambda: step.around)
 
     def call(
         self,

@@ -20,7 +20,12 @@ class Surgery:
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
 
     def replace(
-        self, root: nn.Module, match: Callable[[nn.Module], bool], build: Callable[[nn.Module], nn.Module]
+        self,
+        root: nn.Module,
+        match: Callable[[nn.Module], bool],
+        build: Callable[[nn.Module], nn.Module],
+        *,
+        found: list[tuple[str, nn.Module]] | None = None,
     ) -> list[str]:
         """Replace each submodule of ``root`` for which ``match`` returns True by ``build(submodule)``, innermost first.
 
@@ -28,6 +33,7 @@ class Surgery:
             root: the module tree; ``root`` itself is not replaced.
             match: selects submodules. Replacements are not matched again.
             build: returns the replacement, which gets the original's ``training`` flag.
+            found: all modules by path, also those with several paths, if the caller has walked the tree.
 
         Returns:
             The dotted paths replaced, as in ``root.named_modules``. A module with several paths is built once.
@@ -38,7 +44,8 @@ class Surgery:
         built: dict[int, nn.Module] = {}
         made: set[int] = set()
         paths: set[str] = set()
-        found = list(root.named_modules(remove_duplicate=False))
+        if found is None:
+            found = list(root.named_modules(remove_duplicate=False))
         for path, parent in reversed(found):  # innermost first
             for name, child in list(parent._modules.items()):
                 if child is None or (id(child) not in made and not match(child)):

@@ -18,9 +18,13 @@ from lightning_eff._core._lightning.names import of_both
 from lightning_eff._core._lightning.settings import changed_settings
 from lightning_eff._core._needs.needs import Need, Reasons
 from lightning_eff._core._run._muting.idle_hooks import BATCH_HOOKS, driving
-from lightning_eff._core.search_space import SearchSpace, Survey
+from lightning_eff._core._surveys.items import InSurveys
+from lightning_eff._core.search_space import SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
+
+#: For ``conflicts``: the techniques under which each rank has weights of its own between averagings, and trains all of them.
+LOCAL_STEPS = ("DiLoCo", "DynamicAveraging", "LocalSGD", "SLAMB")
 
 
 def _no_arms(technique: Any) -> Mapping[str, Callback]:
@@ -100,7 +104,7 @@ class Technique(Callback):
     paper: ClassVar[str]
     control: ClassVar[Control]
     constraints: ClassVar[str] = ""
-    survey: ClassVar[Survey | None] = None
+    survey = InSurveys()
     search_space: ClassVar[SearchSpace | None] = None
     neutral_at: ClassVar[Mapping[str, Any]] = {}
     checkpointed: ClassVar[tuple[str, ...]] = ()

@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from lightning_eff._core import rng
 from lightning_eff._core._lightning.names import NoCallback, adapt, is_a, of_both
-from lightning_eff._core.search_space import SearchSpace, Survey
+from lightning_eff._core._surveys.items import InSurveys
+from lightning_eff._core.search_space import SearchSpace
 
 NAMES: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
@@ -75,7 +76,7 @@ class WrappingPrecision(NoCallback, Precision):
     saves: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     constraints: ClassVar[str] = ""
-    survey: ClassVar[Survey | None] = None
+    survey = InSurveys()
     search_space: ClassVar[SearchSpace | None] = None
 
     def __init__(self, inner: str | Precision = "32-true", *, argument: str = "inner") -> None:

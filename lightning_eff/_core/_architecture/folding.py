@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_eff._core._architecture import unfinished
-from lightning_eff._core._architecture.record import APPLIED, FROZEN, Swap, swap_of, tensors_of
+from lightning_eff._core._architecture.record import APPLIED, FROZEN, SHARED, Swap, swap_of, tensors_of
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core.session import is_open
 
@@ -58,6 +58,10 @@ def export(module: M) -> M:
     standing = {path: swap for path, _, _, m in _places(holder) if (swap := swap_of(m)) and not isinstance(m, Foldable)}
     if standing:
         raise ValueError(f"lightning_eff.export: {type(module).__name__} cannot be made plain. {_reasons(standing)}")
+    for m in holder.modules():
+        for name in m.__dict__.pop(SHARED, ()):
+            p = cast(nn.Parameter, m._parameters[name])
+            m._parameters[name] = nn.Parameter(p.detach().clone(), p.requires_grad)
     _fold(holder, who=type(module).__name__)
     for m in holder.modules():
         m.__dict__.pop(APPLIED, None)

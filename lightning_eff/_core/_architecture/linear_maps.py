@@ -9,6 +9,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_eff._core._architecture.naming import meets, nearest
 from lightning_eff._core._architecture.stand_ins import stands_in
+from lightning_eff._core._stack.walking import modules_by_path
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class LinearMap:
 def linear_maps(module: nn.Module) -> list[LinearMap]:
     """Return all ``nn.Linear`` and Hugging Face ``Conv1D`` in ``module``, in order, each once."""
     found: list[LinearMap] = []
-    for path, m in module.named_modules():
+    for path, m in modules_by_path(module):
         if stands_in(m):
             continue  # its inner layers are listed
         if isinstance(m, nn.Linear):
@@ -131,7 +132,7 @@ def choose(module: nn.Module, names: Sequence[str] | None, *, who: str) -> tuple
 def stacked(module: nn.Module) -> dict[str, str]:
     """Return the parameters that hold several linear layers, such as a mixture's experts, with why they are skipped."""
     found: dict[str, str] = {}
-    for path, m in module.named_modules():
+    for path, m in modules_by_path(module):
         if type(m).__module__.startswith("torch."):  # convolutions and the like
             continue
         for name, p in m.named_parameters(prefix=path, recurse=False):
@@ -145,7 +146,7 @@ def stacked(module: nn.Module) -> dict[str, str]:
 def _shared(module: nn.Module) -> dict[int, list[str]]:
     """Return the paths of the modules that register a parameter, by its id, if there are several."""
     users: dict[int, list[str]] = {}
-    for path, m in module.named_modules():
-        for p in m.parameters(recurse=False):
-            users.setdefault(id(p), []).append(path)
+    for path, m in modules_by_path(module):
+        for key in {id(p) for p in m._parameters.values() if p is not None}:
+            users.setdefault(key, []).append(path)
     return {key: paths for key, paths in users.items() if len(paths) > 1}

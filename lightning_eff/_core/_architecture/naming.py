@@ -40,7 +40,9 @@ def check_names(names: Sequence[str] | None, *, who: str, what: str, example: st
     return list(names)
 
 
-def check_met(names: Sequence[str], paths: Iterable[str], *, who: str, what: str, root: str) -> None:
+def check_met(
+    names: Sequence[str], paths: Iterable[str], *, who: str, what: str, root: str, argument: str = "names"
+) -> None:
     """Raise ``ValueError`` for a name that matches none of ``paths``, with the most similar ones.
 
     Args:
@@ -49,14 +51,16 @@ def check_met(names: Sequence[str], paths: Iterable[str], *, who: str, what: str
         who: the technique.
         what: a plural noun for the paths.
         root: the class of the module.
+        argument: the technique's argument that has the names.
     """
     known = list(paths)
     for name in names:
         if any(meets(path, name) for path in known):
             continue
         near = nearest(name, known) or known[:4]
+        shown = f"[{name!r}]" if len(names) == 1 else f"[{name!r}, ...]"
         raise ValueError(
-            f"{who}(names=[{name!r}, ...]): it matches none of the {len(known)} {what} of {root}; expected a dotted path, its"
+            f"{who}({argument}={shown}): it matches none of the {len(known)} {what} of {root}; expected a dotted path, its"
             f" last part, or a pattern. Nearest: {', '.join(near) or 'none'}."
         )
 

@@ -1,7 +1,7 @@
 """A module's record of changes to its architecture, in plain attributes that copies of it have too.
 
 A changed module has a list of :class:`Applied`. A replacement has a :class:`Swap`. A module whose own parameters were
-frozen has their names. So each part of the tree can be exported separately.
+frozen, or replaced by those of another module, has their names. So each part of the tree can be exported separately.
 """
 
 import copy
@@ -9,11 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
+
+from lightning_eff._core._stack.walking import modules_by_path, modules_of
 
 APPLIED = "_lightning_eff_applied"
 SWAP = "_lightning_eff_swap"
 FROZEN = "_lightning_eff_frozen"
+SHARED = "_lightning_eff_shared"
+
+_SIMPLE = (bool, int, float, str, torch.dtype, type(None))
 
 
 @dataclass
@@ -53,12 +59,10 @@ class Swap:
     stays: str
 
     @classmethod
-    def of(cls, module: nn.Module, *, by: str, stays: str) -> Self:
-        """Return the record of ``module``, which will be replaced."""
-        tensors = tensors_of(module)
-        memo: dict[int, Any] = {id(t): None for t in tensors.values()}
+    def of(cls, module: nn.Module, tensors: Mapping[str, Tensor], *, by: str, stays: str) -> Self:
+        """Return the record of ``module``, which will be replaced, and whose tensors are the result of :func:`tensors_of`."""
         kept = {name: (list(t.shape), t.requires_grad) for name, t in tensors.items()}
-        return cls(by, copy.deepcopy(module, memo), kept, stays)
+        return cls(by, _without_tensors(module, tensors), kept, stays)
 
     def put_back(self, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return the original module with these tensors."""
@@ -76,8 +80,39 @@ class Swap:
         return module
 
 
+def _without_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a deep copy of ``module`` in which its tensors are None."""
+    if _is_plain_layer(module):  # copy.deepcopy takes ten times as long, and a module may have thousands of layers
+        bare = module.__new__(type(module))
+        for name, value in module.__dict__.items():
+            bare.__dict__[name] = value.copy() if isinstance(value, dict | set | list) else value
+        for held in (bare._parameters, bare._buffers):
+            held.update(dict.fromkeys(held))
+        return bare
+    return copy.deepcopy(module, {id(t): None for t in tensors.values()})
+
+
+def _is_plain_layer(module: nn.Module) -> bool:
+    """Return whether ``module`` is a layer of torch, with only numbers, strings and tensors of its own."""
+    if not type(module).__module__.startswith("torch.nn.modules.") or module._modules:
+        return False
+    if "__deepcopy__" in module.__dict__ or hasattr(type(module), "__deepcopy__"):
+        return False
+    for name, value in module.__dict__.items():
+        if isinstance(value, _SIMPLE) or name in ("_parameters", "_buffers"):
+            continue
+        if isinstance(value, set | tuple | list) and all(isinstance(one, _SIMPLE) for one in value):
+            continue
+        if not (isinstance(value, dict) and not value):
+            return False
+    return True
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and buffers by name, under each name of shared ones."""
+    if not module._modules:
+        own = (*module._parameters.items(), *module._buffers.items())
+        return {name: t for name, t in own if t is not None}
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -91,12 +126,12 @@ def swap_of(module: nn.Module) -> Swap | None:
 
 def applied(module: nn.Module) -> list[Applied]:
     """Return the changes of ``module`` and its parts, in order."""
-    return [record for m in module.modules() for record in m.__dict__.get(APPLIED, ())]
+    return [record for m in modules_of(module) for record in m.__dict__.get(APPLIED, ())]
 
 
 def swapped(module: nn.Module) -> Iterator[tuple[str, nn.Module, Swap]]:
     """Yield the path, module and record of each replacement, once."""
-    for path, m in module.named_modules():
+    for path, m in modules_by_path(module):
         swap = swap_of(m)
         if swap is not None:
             yield path, m, swap
@@ -106,7 +141,7 @@ def frozen(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that techniques froze, each once."""
     found = {
         id(p): p
-        for m in module.modules()
+        for m in modules_of(module)
         for name in m.__dict__.get(FROZEN, ())
         if (p := m._parameters.get(name)) is not None and not p.requires_grad
     }

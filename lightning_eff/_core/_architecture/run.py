@@ -22,6 +22,7 @@ from lightning_eff._core._optim.no_weight_decay import exempt_from_decay
 from lightning_eff._core._optim.removed_parameters import remove_parameters
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core._stack.compiled import compiled_around
+from lightning_eff._core._stack.walking import parameters_by_name, parameters_of
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
 from lightning_eff._core.steps import Proceed, Stage, Step
 
@@ -147,7 +148,11 @@ def _adopting(module: LightningModule) -> Callable[..., Any]:
         rewrite_configured(configured, lambda o: optimizers.append(o) or o)
         adopt(module, optimizers)
         new = [
-            p for _, m, _ in swapped(module) for name, p in m.named_parameters() if name in getattr(m, "undecayed", ())
+            p
+            for _, m, _ in swapped(module)
+            if (undecayed := getattr(m, "undecayed", ()))
+            for name, p in parameters_by_name(m)
+            if name in undecayed
         ]
         without = frozen(module)
         if not module.automatic_optimization:
@@ -190,10 +195,10 @@ def adopt(module: nn.Module, optimizers: list[Optimizer]) -> None:
     if not optimizers:
         return
     for path, m, swap in swapped(module):
-        new = {name: p for name, p in m.named_parameters() if p.requires_grad and id(p) not in groups}
+        new = {name: p for name, p in parameters_by_name(m) if p.requires_grad and id(p) not in groups}
         if not new:
             continue
-        home = next((groups[id(p)] for p in m.parameters() if id(p) in groups), None)
+        home = next((groups[id(p)] for p in parameters_of(m) if id(p) in groups), None)
         names = ", ".join(f"{path}.{name}" for name in new)
         if home is None:
             raise ValueError(

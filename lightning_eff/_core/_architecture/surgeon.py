@@ -1,7 +1,7 @@
-"""The operations with which a technique changes an architecture: replace submodules and freeze parameters, all or nothing."""
+"""The operations of a technique on an architecture: replace submodules, freeze or share parameters, all or nothing."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 from lightning_eff._core import rng
-from lightning_eff._core._architecture.record import FROZEN, SWAP, Swap, tensors_of
+from lightning_eff._core._architecture.derived import has_hooks
+from lightning_eff._core._architecture.record import FROZEN, SHARED, SWAP, Swap, tensors_of
 from lightning_eff._core._architecture.stand_ins import keep_class
+from lightning_eff._core._stack.walking import modules_by_path, parameters_of
 from lightning_eff._core.surgery import Surgery
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Surgeon:
@@ -45,8 +47,9 @@ class Surgeon:
         self.where: list[str] = []
         self._seed, self._who, self._stays = seed, who, stays
         self._surgery = Surgery(same_tensors=False)
-        self._required = [(p, p.requires_grad) for p in root.parameters()]
+        self._required = [(p, p.requires_grad) for p in parameters_of(root)]
         self._marked: list[tuple[nn.Module, list[str] | None]] = []
+        self._shared: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._handles: list[RemovableHandle] = []
 
     def swap(
@@ -79,7 +82,8 @@ class Surgeon:
         """
         chosen: dict[int, str] = {}
         places: dict[int, list[str]] = {}
-        for path, m in self.root.named_modules(remove_duplicate=False):
+        found = modules_by_path(self.root, once=False)
+        for path, m in found:
             places.setdefault(id(m), []).append(path)
             if id(m) not in chosen and match(path, m):
                 chosen[id(m)] = path
@@ -97,9 +101,11 @@ class Surgeon:
 
         def make(m: nn.Module) -> nn.Module:
             path = chosen[id(m)]
-            _check_swappable(path, m, who=self._who)
-            swap = Swap.of(m, by=self._who, stays=self._stays)
-            with rng.keyed(self._seed, self._who, path), _made_like(m, numbers=numbers):
+            tensors = tensors_of(m)
+            _check_swappable(path, m, tensors, who=self._who)
+            swap = Swap.of(m, tensors, by=self._who, stays=self._stays)
+            rng.set_keyed(self._seed, self._who, path)
+            with _made_like(tensors, home, numbers=numbers):
                 new = build(m)
             if not isinstance(new, nn.Module) or new is m:
                 raise TypeError(
@@ -111,8 +117,9 @@ class Surgeon:
             old.append(m)
             return new
 
-        used = _users(self.root)
-        paths = self._surgery.replace(self.root, lambda m: id(m) in chosen, make)
+        used = {} if unties else _users(found)
+        with rng.fork(), _without_idle_modes() as home:
+            paths = self._surgery.replace(self.root, lambda m: id(m) in chosen, make, found=found)
         if not unties:
             self._check_ties(places, old, used)
         self.where += paths
@@ -124,11 +131,11 @@ class Surgeon:
         ``export`` unfreezes them. Parameters that are already frozen are skipped.
         """
         names: list[str] = []
-        for path, m in self.root.named_modules():
+        for path, m in modules_by_path(self.root):
             frozen: list[str] = []
-            for key, p in m.named_parameters(recurse=False):
+            for key, p in m._parameters.items():
                 name = f"{path}.{key}" if path else key
-                if p.requires_grad and match(name, p):
+                if p is not None and p.requires_grad and match(name, p):
                     p.requires_grad_(False)
                     frozen.append(key)
                     names.append(name)
@@ -138,6 +145,14 @@ class Surgeon:
                 m.__dict__[FROZEN] = [*(had or []), *frozen]
         self.where += names
         return names
+
+    def share(self, owner: nn.Module, key: str, parameter: nn.Parameter) -> None:
+        """Let ``owner`` use another module's parameter, of the same shape, as its ``key``; ``export`` gives it a copy."""
+        had = owner._parameters[key]
+        assert had is not None and had.shape == parameter.shape, "the caller compares the blocks"
+        self._shared.append((owner, key, had))
+        owner._parameters[key] = parameter
+        owner.__dict__[SHARED] = [*owner.__dict__.get(SHARED, ()), key]
 
     def before(self, module: nn.Module, hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Call ``hook`` before each call of ``module`` with its positional and keyword arguments; it may return others.
@@ -161,6 +176,10 @@ class Surgeon:
 
     def undo(self) -> None:
         """Undo all changes."""
+        for owner, key, had in reversed(self._shared):
+            owner._parameters[key] = had
+            owner.__dict__.pop(SHARED, None)
+        self._shared.clear()
         self._surgery.restore()
         for handle in self._handles:
             handle.remove()
@@ -177,35 +196,40 @@ class Surgeon:
 
     def _check_ties(self, places: dict[int, list[str]], old: list[nn.Module], used: dict[int, set[str]]) -> None:
         """Raise ``ValueError`` if a replacement no longer uses a tensor that its original shared with other modules."""
-        now = _users(self.root)
-        for m in old:
-            for name, tensor in tensors_of(m).items():
-                others = [path for path in used[id(tensor)] if not _under(path, places[id(m)])]
-                if others and not any(_under(path, places[id(m)]) for path in now.get(id(tensor), ())):
-                    raise ValueError(
-                        f"{self._who}: {places[id(m)][0]} ({type(m).__name__}) shares its {name} with"
-                        f" {' and '.join(sorted(others))}, but the replacement does not use it, so the weights would no longer"
-                        " be tied. Leave that module out."
-                    )
+        shared = [
+            (m, name, tensor, others)
+            for m in old
+            for name, tensor in tensors_of(m).items()
+            if (others := [path for path in used[id(tensor)] if not _under(path, places[id(m)])])
+        ]
+        now = _users(self.root.named_modules(remove_duplicate=False)) if shared else {}
+        for m, name, tensor, others in shared:
+            if not any(_under(path, places[id(m)]) for path in now.get(id(tensor), ())):
+                raise ValueError(
+                    f"{self._who}: {places[id(m)][0]} ({type(m).__name__}) shares its {name} with"
+                    f" {' and '.join(sorted(others))}, but the replacement does not use it, so the weights would no longer"
+                    " be tied. Leave that module out."
+                )
 
 
 def _under(path: str, places: list[str]) -> bool:
     return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
-def _users(root: nn.Module) -> dict[int, set[str]]:
+def _users(named: Iterable[tuple[str, nn.Module]]) -> dict[int, set[str]]:
     """Return the paths of the modules that register each tensor, by its id."""
     found: dict[int, set[str]] = {}
-    for path, m in root.named_modules(remove_duplicate=False):
-        for tensor in [*m.parameters(recurse=False), *m.buffers(recurse=False)]:
-            found.setdefault(id(tensor), set()).add(path)
+    for path, m in named:
+        for tensor in (*m._parameters.values(), *m._buffers.values()):
+            if tensor is not None:
+                found.setdefault(id(tensor), set()).add(path)
     return found
 
 
-def _check_swappable(path: str, m: nn.Module, *, who: str) -> None:
+def _check_swappable(path: str, m: nn.Module, named: Mapping[str, Tensor], *, who: str) -> None:
     """Raise ``ValueError`` if a module has hooks or other attachments that a replacement would lack."""
     problem, mend = "", "Leave it out, or remove that first"
-    tensors = list(tensors_of(m).values())
+    tensors = list(named.values())
     if any(isinstance(t, DTensor) for t in tensors):
         problem = "has sharded parameters (DTensor)"
         mend = "Call lightning_eff.apply(part, technique) in configure_model before it shards them"
@@ -215,26 +239,58 @@ def _check_swappable(path: str, m: nn.Module, *, who: str) -> None:
         problem = "is parametrized (torch.nn.utils.parametrize)"
     elif "forward" in m.__dict__:
         problem = "has its own forward on the instance"
-    elif any(getattr(m, name) for name in _HOOKS):
+    elif has_hooks(m):
         problem = "has hooks (as torch.nn.utils.weight_norm sets them, or accelerate's device maps)"
     if problem:
         raise ValueError(f"{who}: {path} ({type(m).__name__}) {problem}, which its replacement would not have. {mend}.")
 
 
 @contextmanager
-def _made_like(m: nn.Module, *, numbers: bool) -> Iterator[None]:
-    """Create tensors by default with the device and dtype of the first floating-point tensor of ``m``."""
-    first = next((t for t in tensors_of(m).values() if t.is_floating_point()), None)
+def _made_like(tensors: Mapping[str, Tensor], home: torch.device, *, numbers: bool) -> Iterator[None]:
+    """Create tensors by default with the device and dtype of the first floating-point tensor of ``tensors``, or on ``home``."""
+    first = next((t for t in tensors.values() if t.is_floating_point()), None)
     if first is None:
-        yield
+        with _on(home):
+            yield
         return
     before = torch.get_default_dtype()
+    device = torch.device("cpu") if numbers and first.is_meta else first.device
     torch.set_default_dtype(first.dtype if _settable(first) else before)
     try:
-        with torch.device("cpu" if numbers and first.is_meta else first.device):
+        with _on(device):
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Create tensors on ``device``. Nothing is entered where torch does so anyway, because the context slows every call."""
+    return nullcontext() if _creates_on(device) else device
+
+
+@contextmanager
+def _without_idle_modes() -> Iterator[torch.device]:
+    """Leave function modes that only set the device of new tensors, which is returned, because they slow every call.
+
+    Lightning configures a module under two modes. One sets the device, and the other does nothing by default.
+    """
+    home, modes = torch.get_default_device(), _get_current_function_mode_stack()
+    left = [_pop_mode() for _ in modes] if all(map(_is_idle, modes)) else []
+    try:
+        yield home
+    finally:
+        for mode in reversed(left):
+            _push_mode(mode)
+
+
+def _is_idle(mode: TorchFunctionMode) -> bool:
+    return isinstance(mode, DeviceContext) or (
+        type(mode).__name__ == "_EmptyInit" and not getattr(mode, "enabled", True)
+    )
+
+
+def _creates_on(device: torch.device) -> bool:
+    return torch._C._len_torch_function_stack() == 0 and torch.get_default_device() == device
 
 
 def _settable(tensor: Tensor) -> bool:
@@ -245,6 +301,6 @@ def _listed(root: nn.Module) -> str:
     """Return the classes of parts with parameters of their own, and their counts."""
     counts: dict[str, int] = {}
     for path, m in root.named_modules():
-        if path and any(True for _ in m.parameters(recurse=False)):
+        if path and any(p is not None for p in m._parameters.values()):
             counts[type(m).__name__] = counts.get(type(m).__name__, 0) + 1
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "no parts with parameters"

@@ -17,6 +17,7 @@ from lightning_eff._core._architecture.record import APPLIED, Applied, applied, 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.twins import Twin, find_twins, hidden, log_changes
 from lightning_eff._core._needs.needs import Need, Part, Reasons
+from lightning_eff._core._stack.walking import parameters_by_name, without_collections
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
 
@@ -137,6 +138,7 @@ class Changed:
             self.module.__dict__[APPLIED] = self.before
 
 
+@without_collections()
 def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, batch: Any = None) -> Changed:
     """Make the changes of all ``techniques`` that are still due, in the order of :class:`Change`: all, or none.
 
@@ -174,7 +176,7 @@ def change(module: nn.Module, techniques: Sequence[Architecture], *, seed: int, 
                     )
                 surgeon = Surgeon(module, seed=seed, who=name, stays=technique.stays, batch=batch)
                 changed.surgeons.append(surgeon)
-                had = dict(module.named_parameters())
+                had = dict(parameters_by_name(module))
                 technique.change(surgeon)
                 if any(isinstance(p, DTensor) for p in had.values()):
                     _check_divided(module, had, who=name)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_eff._core._architecture.record import FROZEN, swap_of, tensors_of
+from lightning_eff._core._stack.walking import modules_by_path, parameters_of
 
 _Key = tuple[type[nn.Module], tuple[tuple[str, torch.Size, torch.dtype], ...]]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -114,15 +115,15 @@ class Twin:
 
 def find_twins(root: nn.Module) -> list[Twin]:
     """Return the frozen copies in ``root`` of networks that train: same class, parameters, buffers and values."""
-    if not any(p.requires_grad for p in root.parameters()) or all(p.requires_grad for p in root.parameters()):
+    if len({p.requires_grad for p in parameters_of(root)}) < 2:
         return []
     networks: dict[_Key, list[tuple[str, nn.Module]]] = {}
-    for path, m in root.named_modules():
+    for path, m in modules_by_path(root):
         key = _key(m)
         if path and key is not None and any(p.requires_grad for p in m.parameters()):
             networks.setdefault(key, []).append((path, m))
     found: list[Twin] = []
-    for at, m in root.named_modules():
+    for at, m in modules_by_path(root):
         if (
             not at
             or any(at.startswith(f"{twin.at}.") for twin in found)

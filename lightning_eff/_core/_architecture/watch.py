@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_eff._core._architecture.record import Swap, swapped
+from lightning_eff._core._stack.walking import modules_of, parameters_by_name, without_collections
 from lightning_eff._core.patches import Patches
 
 #: Functions of a weight and another tensor. Penalties on weights alone, such as ``w.pow(2).sum()``, are allowed.
@@ -44,6 +45,7 @@ class BypassWatch(TorchFunctionMode):
 
     apart_from_compiled = True
 
+    @without_collections()
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.ran = False
@@ -55,20 +57,21 @@ class BypassWatch(TorchFunctionMode):
         self._who = type(module).__name__
         watched: dict[int, nn.Module] = {}
         for path, m, swap in swapped(module):
-            for name, p in m.named_parameters():
+            for name, p in parameters_by_name(m):
                 if name in getattr(m, "as_before", ()):
                     continue
                 self._of[id(p)] = path, swap, name
                 self._owners.setdefault(id(p), set()).add(id(m))
             watched[id(m)] = m
-        for m in module.modules():
-            for p in m.parameters(recurse=False):
+        for m in modules_of(module):
+            for p in m._parameters.values():
                 if id(p) in self._of:
                     self._owners[id(p)].add(id(m))
                     watched[id(m)] = m
         self._watched = list(watched.values())
 
     @override
+    @without_collections()
     def __enter__(self) -> Self:
         for m in self._watched:
             if not isinstance(inspect.getattr_static(type(m), "forward"), property):  # otherwise the block does not run

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, ParamSpec, Union, get_args, get_origin
 
-from lightning_eff._core._arguments.kinds import Alias, Flag, Kind, OneOf
+from lightning_eff._core._arguments.kinds import Alias, Flag, Kind, OneOf, Refused
 
 _DECLARED = "_declared_arguments"
 P = ParamSpec("P")
@@ -97,7 +97,7 @@ def refusal(cls: type, name: str, value: Any, expected: str, hint: str = "") -> 
     meaning = "" if expected.startswith("a function") else meaning_of(cls, name)
     known = "" if default in (inspect.Parameter.empty, None) or hint else f" The default is {default!r}."
     quoted = " Write it without quotes." if isinstance(value, str) and "number" in expected and _numeric(value) else ""
-    quoted = f" Write [{value!r}]." if isinstance(value, str) and value and expected.startswith("a list") else quoted
+    quoted = f" Write [{value!r}]." if isinstance(value, str) and value and "a list of" in expected else quoted
     return ValueError(
         f"{cls.__name__}({name}={_short(value)}): expected {expected}{': ' + meaning if meaning else ''}."
         f"{quoted}{' ' + hint if hint else ''}{known}"
@@ -141,9 +141,11 @@ def _taken(owner: type, name: str, argument: Argument, value: Any, signature: in
         return value
     try:
         return argument.kind(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError) as error:
         expected = argument.kind.expected + (", or None" if argument.optional else "")
-        raise refusal(owner, name, value, expected, getattr(argument.kind, "hint", "")) from None
+        why = str(error) if isinstance(error, Refused) else ""
+        hint = f"{why} {getattr(argument.kind, 'hint', '')}".strip()
+        raise refusal(owner, name, value, expected, hint) from None
 
 
 def _default(cls: type, name: str) -> Any:
@@ -164,5 +166,5 @@ def _numeric(text: str) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."

@@ -5,19 +5,23 @@ A kind is part of the signature, inside ``Annotated``::
     def __init__(self, keep: Annotated[float, Fraction(above=0)] = 0.5, interval: Annotated[int, Count()] = 1) -> None:
 
 A kind describes the accepted values as text, and converts a given value to a plain Python value. For any other value it raises
-``ValueError`` without a message. ``declared.py`` adds the message with the names of the class and the argument.
+``ValueError`` without a message, or :class:`Refused` with what is wrong with this value. ``declared.py`` adds the message with
+the names of the class and the argument.
 """
 
 import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
 import torch
 from typing_extensions import override
+
+
+class Refused(ValueError):
+    """A value is not accepted. Its text is a sentence about the value, for the message."""
 
 
 class Kind(ABC):
@@ -123,21 +127,34 @@ class Fraction(Number):
 
 @dataclass(frozen=True, repr=False)
 class Count(Number):
-    """An integer >= 1, unless a bound is declared. Numpy integers are accepted, but not bools."""
+    """An integer >= 1, unless a bound is declared. Numpy integers are accepted, but not bools.
+
+    Attributes:
+        even: whether it must be even.
+    """
+
+    even: bool = False
 
     low = 1
 
     @property
     @override
     def expected(self) -> str:
-        return f"an integer{self._range()}"
+        return f"an {'even ' if self.even else ''}integer{self._range()}"
 
     @override
     def __call__(self, value: Any) -> int:
         number = super().__call__(value)
-        if not isinstance(number, int):
+        if not isinstance(number, int) or (self.even and number % 2):
             raise ValueError
         return number
+
+
+@dataclass(frozen=True, repr=False)
+class Integer(Count):
+    """An integer, which may be negative."""
+
+    low = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,6 +206,35 @@ class OneOf(Kind):
         return f"OneOf({', '.join(map(repr, self.choices))})"
 
 
+@dataclass(frozen=True, repr=False)
+class SomeOf(Kind):
+    """A list of some of a few names.
+
+    Attributes:
+        names: the names to choose from.
+        once: whether each name may be given once only, and none at all is accepted.
+        hint: which ones to choose, as a sentence, for the message.
+    """
+
+    names: tuple[str, ...]
+    once: bool = False
+    hint: str = field(default="", repr=False)
+
+    @property
+    @override
+    def expected(self) -> str:
+        *others, last = map(repr, self.names)
+        return f"a list of some of {', '.join(others)} and {last}{', each once' if self.once else ''}"
+
+    @override
+    def __call__(self, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence) or not (value or self.once):
+            raise ValueError
+        if any(name not in self.names for name in value) or (self.once and len(set(value)) < len(value)):
+            raise ValueError
+        return tuple(value)
+
+
 class Either(Kind):
     """A value of any of several kinds, as in ``Either(OneOf("epoch"), Count())``.
 
@@ -207,10 +253,13 @@ class Either(Kind):
 
     @override
     def __call__(self, value: Any) -> Any:
+        why = ""
         for kind in self.kinds:
-            with suppress(ValueError):
+            try:
                 return kind(value)
-        raise ValueError
+            except (ValueError, TypeError) as error:
+                why = why or (str(error) if isinstance(error, Refused) else "")
+        raise Refused(why)
 
     @override
     def __repr__(self) -> str:
@@ -223,12 +272,16 @@ class Each(Kind):
 
     Attributes:
         of: the kind of each value.
-        length: the required number; None for any number, at least one.
+        length: the required number; None for any number.
+        empty: whether an empty sequence is accepted.
+        distinct: whether a value may be given only once.
         hint: values to choose from, as a sentence, for the message.
     """
 
     of: Kind
     length: int | None = None
+    empty: bool = False
+    distinct: bool = False
     hint: str = field(default="", repr=False)
 
     @property
@@ -238,14 +291,16 @@ class Each(Kind):
         if isinstance(self.of, Names):
             return each
         number = "a sequence" if self.length is None else f"{self.length} values"
-        return f"{number}, each {each}"
+        return f"{number}, each {each}{' and given once' if self.distinct else ''}"
 
     @override
     def __call__(self, value: Any) -> tuple[Any, ...]:
         if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
             raise ValueError
         values = tuple(self.of(one) for one in value)
-        if not values or self.length not in (None, len(values)):
+        if not (values or self.empty) or self.length not in (None, len(values)):
+            raise ValueError
+        if self.distinct and len(set(values)) < len(values):
             raise ValueError
         return values
 

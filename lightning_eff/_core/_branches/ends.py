@@ -4,8 +4,8 @@ import re
 
 from torch import nn
 
-from lightning_eff._core._branches.finding import Branch
-from lightning_eff._core._branches.graph import SHAPES, End, Graph, Node, kind
+from lightning_eff._core._branches.finding import Branch, vectors_of
+from lightning_eff._core._branches.graph import End, Graph, Node, kind
 from lightning_eff._core._stack.finding import repeated, signature
 
 
@@ -85,18 +85,7 @@ def _tensors(module: nn.Module, graph: Graph, end: End, every: list[Branch], *, 
             f"{who}: {end.weight} ends a residual branch and is used elsewhere too ({', '.join(others)}), where zeros would"
             f" have another effect. Remove {who}."
         )
-    return (end.weight, *biases_beside(module, end.weight), *_handed(graph, end), *end.added)
-
-
-def _handed(graph: Graph, end: End) -> list[str]:
-    """Return the biases that a layer got as arguments, whatever their names."""
-    found: list[str] = []
-    for f in graph.inputs[end.node]:
-        while f not in graph.leaves and kind(f) in SHAPES and len(graph.inputs[f]) == 1:
-            f = graph.inputs[f][0]
-        if f in graph.leaves and graph.leaves[f][1].ndim == 1:
-            found.append(graph.leaves[f][0])
-    return found
+    return (end.weight, *biases_beside(module, end.weight), *vectors_of(graph, end.node), *end.added)
 
 
 def alike_unused(module: nn.Module, graph: Graph, names: list[str]) -> list[str]:

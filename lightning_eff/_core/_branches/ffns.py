@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
 
 from torch import nn
+from typing_extensions import override
 
-from lightning_eff._core._branches.finding import branches
+from lightning_eff._core._arguments.kinds import Each, Kind, Names
+from lightning_eff._core._branches.finding import branches, vectors_of
 from lightning_eff._core._branches.graph import SHAPES, End, Graph, Node, kind
 
 # operations on each hidden unit separately
@@ -98,7 +100,7 @@ def _ffn(graph: Graph, end: End, maps: dict[str, set[Node]]) -> FFN | str:
             if any(_gathered(graph, f) for f in at[1]):
                 return f"{at[0]} belongs to an expert, which sees only the tokens routed to it"
             first[at[0]] = node
-            vectors |= dict.fromkeys(_biases(graph, node))
+            vectors |= dict.fromkeys(vectors_of(graph, node))
             continue
         if kind(node) not in _BY_UNIT:
             return f"{kind(node)} precedes it, which does not act on each hidden unit separately"
@@ -142,15 +144,6 @@ def _gathered(graph: Graph, node: Node) -> bool:
     return False
 
 
-def _biases(graph: Graph, node: Node) -> Iterator[str]:
-    """Yield the vectors that a layer adds itself."""
-    for f in graph.inputs[node]:
-        while f not in graph.leaves and kind(f) in SHAPES and len(graph.inputs[f]) == 1:
-            f = graph.inputs[f][0]
-        if f in graph.leaves and graph.leaves[f][1].ndim == 1:
-            yield graph.leaves[f][0]
-
-
 class _Layout(NamedTuple):
     """The dimensions of the first and of the last layer's weight along the hidden units, and how often the first has them."""
 
@@ -178,17 +171,54 @@ def _out_first(graph: Graph, node: Node, name: str) -> bool:
     return turns % 2 == 1 or kind(node) == "Linear"
 
 
-def check_names(ffn: Any, *, who: str) -> None:
-    """Raise ``ValueError`` unless ``ffn`` is None, or lists of names as :func:`given_ffns` accepts them."""
-    if ffn is not None and (
-        isinstance(ffn, str)
-        or not ffn
-        or any(isinstance(names, str) or len(names) < 2 or not all(isinstance(n, str) for n in names) for names in ffn)
-    ):
+@dataclass(frozen=True, repr=False)
+class LayersOfFFNs(Kind):
+    """Lists of names as :func:`given_ffns` accepts them, converted to a list of lists."""
+
+    hint: str = field(default="Write ffn=[['blocks.*.mlp.0', 'blocks.*.mlp.2']].", repr=False)
+
+    @property
+    @override
+    def expected(self) -> str:
+        return "lists of at least two names of linear layers, with the one back to the stream last"
+
+    @override
+    def __call__(self, value: Any) -> list[list[str]]:
+        found = [list(names) for names in Each(Names(empty=False))(value)]
+        if min(map(len, found)) < 2:
+            raise ValueError
+        return found
+
+
+#: the feed-forward networks that a technique acts on; None finds them
+FFNs = Annotated[Sequence[Sequence[str]], LayersOfFFNs()]
+
+
+def ffns_of(
+    module: nn.Module, graph: Graph, names: Sequence[Sequence[str]] | None, *, who: str, way_out: str
+) -> list[FFN]:
+    """Return the feed-forward networks that the user names, or those of the module's graph.
+
+    Args:
+        module: the root.
+        graph: the graph of its loss.
+        names: as in :func:`given_ffns`; None takes those of the graph.
+        who: the technique's name, for messages.
+        way_out: what to do if there is none, as the end of a sentence.
+
+    Raises:
+        ValueError: if there is none, or a name does not match.
+    """
+    if names is not None:
+        return given_ffns(module, names, who=who)
+    ffns, refused = find_ffns(graph)
+    if not ffns:
+        why = "; ".join(f"{name}: {reason}" for name, reason in refused.items()) or "there are no residual branches"
         raise ValueError(
-            f"{who}(ffn={ffn!r}): expected None, or lists of at least two names of linear layers, with the one back to the"
-            " stream last, such as [['blocks.*.mlp.0', 'blocks.*.mlp.2']]."
+            f"{who}: found no feed-forward network x + W_2 f(W_1 x) in {type(module).__name__} ({why}). Name them, such as"
+            f" ffn=[['blocks.*.fc1', 'blocks.*.fc2']], or {way_out}."
         )
+    return ffns
 
 
 def given_ffns(module: nn.Module, names: Sequence[Sequence[str]], *, who: str) -> list[FFN]:

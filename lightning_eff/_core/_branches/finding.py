@@ -188,14 +188,14 @@ def heads_of(graph: Graph) -> list[Head]:
                 graph.inputs[here] if here is node or (kind(here) in _LOGITS and not graph.map_at(here)) else ()
             ),
         )
-        added = [name for here in reached if kind(here) == "Add" for name in _vectors(graph, here)]
+        added = [name for here in reached if kind(here) == "Add" for name in vectors_of(graph, here)]
         for here in reached:
             if (at := graph.map_at(here)) is not None:
-                found.setdefault(at[0], Head(at[0], here, (*_vectors(graph, here), *added)))
+                found.setdefault(at[0], Head(at[0], here, (*vectors_of(graph, here), *added)))
     return [*found.values()]
 
 
-def _vectors(graph: Graph, node: Node) -> list[str]:
+def vectors_of(graph: Graph, node: Node) -> list[str]:
     """Return names of the one-dimensional parameters among a node's arguments, in any dtype."""
     found: list[str] = []
     for f in graph.inputs[node]:

@@ -22,7 +22,7 @@ from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core._stack.finding import candidates, listed, repeated
 from lightning_eff._core.patches import hook_before
-from lightning_eff._core.steps import in_evaluation, silent, takes_index
+from lightning_eff._core.steps import in_evaluation, looking_on, silent, takes_index
 
 WAYS_OUT = (
     "Give a batch, lightning_eff.apply(module, technique, batch=batch); or an example_input_array to the LightningModule; or"
@@ -72,7 +72,7 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
     most, blocks = -1, _blocks(module)
     for of, call in attempts(module, batch):
         try:
-            with aside(module), _followed(module):
+            with aside(module), looking_on(), _followed(module):
                 graph, made = _graph(call(), module)
         except TooLarge as e:
             raise ValueError(f"{who}: {of} has {e}. {WAYS_OUT}, so that it is not looked through.") from e

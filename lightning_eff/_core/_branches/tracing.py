@@ -1,19 +1,16 @@
 """The graph of the module's own ``training_step``, from one forward pass separate from the run."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_eff._core import rng
 from lightning_eff._core._branches.graph import Graph, TooLarge
+from lightning_eff._core._branches.probing import aside
 from lightning_eff._core._branches.sharded_step import named, step_of
-from lightning_eff._core._stack.compiled import uncompiled
-from lightning_eff._core.batches import num_samples
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import in_evaluation, silent
+from lightning_eff._core.steps import looking_on
 
 
 def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph | None:
@@ -35,9 +32,7 @@ def traced(session: Session, batch: Any, batch_idx: int, *, who: str) -> Graph |
             raise ValueError(
                 f"{who}: training_step has {e}. Name the layers, if {who} has an argument for this, or remove {who}."
             ) from e
-    chain.cost.forward_passes += 1
-    with suppress(ValueError):  # a batch without tensors has no countable samples
-        chain.cost.forward_samples += num_samples(batch)
+    chain.cost.add(batch)
     if output is None:
         return None
     if graph is None:
@@ -56,17 +51,6 @@ def looked_at(session: Session, *, precision: bool = True) -> Iterator[None]:
         session: the run.
         precision: compute in the run's precision; otherwise in that of weights and batch.
     """
-    module = session.module
-    frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point() and p.is_leaf]
-    with ExitStack() as scope:
-        scope.enter_context(torch.enable_grad())
-        scope.enter_context(rng.fork())
-        scope.enter_context(silent(module))
-        scope.enter_context(in_evaluation(module.modules()))
-        if precision:
-            scope.enter_context(session.trainer.precision_plugin.train_step_context())
-        scope.enter_context(uncompiled())
-        for p in frozen:
-            scope.callback(p.requires_grad_, False)
-            p.requires_grad_(True)
+    context = session.trainer.precision_plugin.train_step_context() if precision else nullcontext()
+    with aside(session.module), looking_on(), context:
         yield

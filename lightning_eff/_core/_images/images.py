@@ -75,9 +75,11 @@ def find_images(batch: Any, keys: Sequence[str | int] | None, *, who: str, besid
             such tensor; with the tensors found.
     """
     named = tensors(batch)
-    listed = (
-        ", ".join(f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in named) or "no tensors"
-    )
+
+    def listed() -> str:
+        held = (f"{path or 'the batch'} {tuple(t.shape)} {str(t.dtype)[6:]}" for path, t in named)
+        return ", ".join(held) or "no tensors"
+
     mend = "Set keys= to the names or positions of the image tensors (N, C, H, W), or remove the technique."
     if keys is None:
         four = [(path, t) for path, t in named if t.ndim == 4 and min(t.shape) > 0 and id(t) not in beside]
@@ -85,7 +87,7 @@ def find_images(batch: Any, keys: Sequence[str | int] | None, *, who: str, besid
         chosen = chosen or [(path, t) for path, t in four if t.dtype == torch.uint8]
         if not chosen:
             raise ValueError(
-                f"{who}: found no images in the batch: {listed}; expected a tensor (N, C, H, W) of floating point or uint8."
+                f"{who}: found no images in the batch: {listed()}; expected a tensor (N, C, H, W) of floating point or uint8."
                 f" {mend}"
             )
     else:
@@ -98,7 +100,7 @@ def find_images(batch: Any, keys: Sequence[str | int] | None, *, who: str, besid
                 if missing
                 else f"{wrong} are not (N, C, H, W) of floating point or uint8"
             )
-            raise ValueError(f"{who}(keys={list(keys)}): {what}; it holds {listed}. {mend}")
+            raise ValueError(f"{who}(keys={list(keys)}): {what}; it holds {listed()}. {mend}")
     for path, t in chosen:
         if t.shape[3] in (1, 3, 4) and min(t.shape[1:3]) > 4:
             raise ValueError(
@@ -107,7 +109,7 @@ def find_images(batch: Any, keys: Sequence[str | int] | None, *, who: str, besid
             )
     shapes = sorted({(t.shape[0], *t.shape[2:]) for _, t in chosen})
     if len(shapes) > 1:
-        raise ValueError(f"{who}: the batch's images differ in (N, H, W), {shapes}: {listed}. {mend}")
+        raise ValueError(f"{who}: the batch's images differ in (N, H, W), {shapes}: {listed()}. {mend}")
     size, *side = shapes[0]
     height, width = side
     images = frozenset(id(t) for _, t in chosen)

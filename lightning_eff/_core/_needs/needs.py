@@ -13,6 +13,7 @@ class Part(Enum):
     TENSOR = "splits linear layers over several processes"
     ITSELF = "expects a module that divides itself in configure_model"
     PIPELINE = "runs each block in one process only, and on parts of the batch"
+    CONTEXT = "divides the tokens of each sequence over processes inside the blocks"
     FLAT = "joins parameters into flat tensors before it cuts them into pieces"
     ENGINE = "leaves parameters, backward passes and optimizer steps to DeepSpeed's engine"
     UNKNOWN = "may divide the module in a way that lightning_eff does not know"
@@ -49,15 +50,16 @@ WORDS: Mapping[Need, str] = {
 #: The parts with which each process has the whole module, as plain tensors.
 PLAIN = frozenset({Part.COPIES, Part.COMPRESSED})
 _FOREIGN = frozenset({Part.FLAT, Part.ENGINE, Part.UNKNOWN})
+_UNTRIED = _FOREIGN | {Part.CONTEXT}
 #: The divisions under which each need is not met.
 UNMET: Mapping[Need, frozenset[Part]] = {
     Need.BATCH: _FOREIGN,
     Need.MODULE: frozenset({Part.ENGINE, Part.UNKNOWN}),
-    Need.SAVED: frozenset({Part.UNKNOWN}),
+    Need.SAVED: frozenset({Part.UNKNOWN, Part.CONTEXT}),
     Need.STEP: _FOREIGN,
-    Need.CALLS: _FOREIGN,
-    Need.BLOCKS: _FOREIGN,
-    Need.LAYERS: _FOREIGN | {Part.TENSOR},
+    Need.CALLS: _UNTRIED,
+    Need.BLOCKS: _UNTRIED,
+    Need.LAYERS: _UNTRIED | {Part.TENSOR},
     Need.PIECES: _FOREIGN,
     Need.WHOLE: frozenset(Part) - PLAIN,
     Need.DDP: frozenset(Part),
@@ -89,7 +91,11 @@ def refused(needs: Need, reasons: Reasons, parts: Iterable[Part]) -> dict[Part, 
         unmet = next((need for need in needs if part in UNMET[need]), None)
         why = ""
         if unmet is not None:
-            why = UNTRIED if part in _FOREIGN and unmet in _UNKNOWN_OF else f"the technique {WORDS[unmet]}"
+            why = (
+                UNTRIED
+                if part is Part.CONTEXT or (part in _FOREIGN and unmet in _UNKNOWN_OF)
+                else f"the technique {WORDS[unmet]}"
+            )
         why = reasons.get(part, why)
         if why:
             found[part] = why

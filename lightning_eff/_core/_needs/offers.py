@@ -13,7 +13,12 @@ from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import PLAIN, Need, Part, Reasons, refused
 
 #: The HybridParallelStrategy argument that disables each part.
-_UNDONE = {Part.SHARD: "shard=False", Part.TENSOR: "tensor_parallel_size=1", Part.PIPELINE: "pipeline_parallel_size=1"}
+_UNDONE = {
+    Part.SHARD: "shard=False",
+    Part.TENSOR: "tensor_parallel_size=1",
+    Part.PIPELINE: "pipeline_parallel_size=1",
+    Part.CONTEXT: "context_parallel_size=1",
+}
 
 
 def parts_of(strategy: Strategy) -> tuple[Part, ...]:

@@ -393,8 +393,10 @@ def take_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 def group_without(group: dict[str, Any], parameters: list[Any]) -> dict[str, Any]:
     """Return a copy of ``group`` without ``parameters``."""
     gone = {id(p) for p in parameters}
-    kept = [i for i, p in enumerate(group["params"]) if id(p) not in gone]
-    found = {**group, "params": [group["params"][i] for i in kept]}
-    if "param_names" in group:
-        found["param_names"] = [group["param_names"][i] for i in kept]
-    return found
+    return group_of(group, lambda p: id(p) not in gone)
+
+
+def group_of(group: dict[str, Any], takes: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return a copy of ``group`` with only the parameters for which ``takes`` is true."""
+    kept = [i for i, p in enumerate(group["params"]) if takes(p)]
+    return {**group, **{key: [group[key][i] for i in kept] for key in _OF_PARAMETERS if key in group}}

@@ -45,6 +45,11 @@ def watch(optimizer: Optimizer, found: Watch) -> None:
     vars(optimizer)[_WATCHES].append(found)
 
 
+def is_watch(hook: Any) -> bool:
+    """Return whether a step pre-hook is the one of :func:`watch`."""
+    return hook is _before_step
+
+
 def watches(optimizer: Optimizer) -> list[Watch]:
     """Return the watches of an optimizer."""
     return vars(optimizer).get(_WATCHES, [])

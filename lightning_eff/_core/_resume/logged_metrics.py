@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_eff._core._stack.walking import modules_by_path
+
 _DICTIONARIES = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _META = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx"),
@@ -114,9 +116,10 @@ class Metrics:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._found = {path: m for path, m in module.named_modules() if _is_metric(m)}
+        named = modules_by_path(module)
+        self._found = {path: m for path, m in named if _is_metric(m)}
         # members of a collection that share a state get it only on request
-        self._shared = [m for m in module.modules() if hasattr(m, "_compute_groups_create_state_ref")]
+        self._shared = [m for _, m in named if hasattr(m, "_compute_groups_create_state_ref")]
         self._began = {path: _plain_attributes(metric) for path, metric in self._found.items()}
 
     def state_dict(self) -> dict[str, Any]:

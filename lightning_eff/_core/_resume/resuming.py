@@ -1,6 +1,6 @@
 """The state of a run in a checkpoint besides weights and the techniques' own states, and how a resumed run restores it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -24,6 +24,7 @@ from lightning_eff._core._resume.position import (
 )
 from lightning_eff._core._run.loading import TrainLoaders
 from lightning_eff._core._run.processes import Saved, layout, log_other_replicas, replica, wrap_again
+from lightning_eff._core.blocks import BlockStack
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.progress import ends_batch, mend_loops, open_gradients, take_up
 
@@ -244,9 +245,13 @@ class Resume:
         patches.set(loop, "run", run_on)
         patches.set(loop, "on_run_start", on_run_start)
 
-    def start(self) -> None:
-        """Record the state at the start of training, before any hook changes it."""
-        self._flags, self._metrics = Flags(self._trainer, self._module), Metrics(self._module)
+    def start(self, stacks: Collection[BlockStack]) -> None:
+        """Record the state at the start of training, before any hook changes it.
+
+        Args:
+            stacks: the blocks that techniques freeze for a while.
+        """
+        self._flags, self._metrics = Flags(self._trainer, self._module, stacks), Metrics(self._module)
 
     def set_up(self, optimizers: Sequence[Optimizer]) -> None:
         """Add missing groups when the optimizers are built, before their state is loaded."""

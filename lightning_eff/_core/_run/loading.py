@@ -24,6 +24,7 @@ class TrainLoaders:
         states: the loaders' states in a checkpoint, in order. They are restored when the loaders are wrapped.
         taken_by: the technique that chooses the samples of an epoch, or "".
         told_to: a technique that must know the samples of each step, or "".
+        keep: called with each loader before it is wrapped; set by the technique that keeps its samples.
         take: checks a loader before it is wrapped; set by the technique that chooses.
         tune: called with each wrapped loader; set by the technique that chooses its settings.
         take_up_rng: called before the loaders or a sampler begin an iteration.
@@ -36,6 +37,7 @@ class TrainLoaders:
         self.states: list[dict[str, Any]] = []
         self.taken_by = ""
         self.told_to = ""
+        self.keep: Callable[[Any], None] | None = None
         self.take: Callable[[Any, bool], None] | None = None
         self.tune: Callable[[ResumableLoader], None] | None = None
         self.take_up_rng = take_up_rng
@@ -100,6 +102,8 @@ class TrainLoaders:
             dataloader = process(dataloader)
             if not self._asking:
                 return dataloader
+            if self.keep is not None:
+                self.keep(dataloader)
             if self.take is not None:
                 self.take(dataloader, not self._loaders)
             # a loader that is used twice has a separate position in each place

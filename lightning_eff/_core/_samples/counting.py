@@ -86,16 +86,21 @@ class Counting:
         self._told: dict[tuple[str, ...], int] = {}  # of the latest batch
         self._firm: set[tuple[str, ...]] = set()  # kinds of batches whose size the user has logged
         self._warned = False
+        self._last: Any = None  # what the last call of :meth:`learn` got
 
     def learn(self, found: list[tuple[str, Tensor]], told: int | None, *, exact: bool = True) -> None:
         """Learn that a batch with these tensors has ``told`` samples. Unless ``exact``, the last batch may have fewer."""
+        got = [(path, _shape(t)) for path, t in found], told, exact
+        if got == self._last:
+            return  # it would find the same again
+        self._last = got
         kind = tuple(path for path, _ in found)
         self._told.pop(kind, None)
         if told is None or told < 2 or kind in self._firm:
             return
         if exact:
             self._told[kind] = told
-        fitting = [(path, dim) for path, t in found for dim, size in enumerate(_shape(t)) if size == told]
+        fitting = [(path, dim) for path, shape in got[0] for dim, size in enumerate(shape) if size == told]
         fitting.sort(key=lambda place: place[1])  # leading dimensions first
         before = self._places.get(kind)
         kept = fitting if before is None else [place for place in before if place in fitting]
@@ -105,6 +110,7 @@ class Counting:
     def hear(self, found: list[tuple[str, Tensor]], said: list[int]) -> None:
         """Learn from the ``batch_size`` of the step's calls of ``self.log``, if it had any."""
         self.hears = False
+        self._last = None
         if said:
             self._places.pop(tuple(path for path, _ in found), None)
             self.learn(found, said[0])

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_eff._core._stack.walking import modules_of
+
 
 def untraced_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
     """Return ``saved_tensors_hooks(pack, unpack)``, neither of which Dynamo compiles.
@@ -40,7 +42,7 @@ def uncompiled() -> AbstractContextManager[None]:
 def compiled_around(module: nn.Module, parts: Iterable[nn.Module]) -> bool:
     """Return whether any of ``parts`` is, or is inside, a compiled submodule of ``module``."""
     looked_for = {id(part) for part in parts}
-    for m in module.modules():
+    for m in modules_of(module):
         compiled = type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) is not None
         if compiled and any(id(part) in looked_for for part in m.modules()):
             return True

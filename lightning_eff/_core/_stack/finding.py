@@ -21,12 +21,13 @@ from lightning_eff._core._stack._candidates.candidate import Layers as Layers
 from lightning_eff._core._stack._candidates.candidate import listed as listed
 from lightning_eff._core._stack._candidates.candidate import signature as signature
 from lightning_eff._core._stack._candidates.patterns import is_pattern
+from lightning_eff._core._stack.walking import modules_by_path
 
 
 def candidates(module: nn.Module) -> list[Candidate]:
     """Return the outermost stacks in lists of ``module``: those of composite blocks first, then the longest."""
     found: list[Candidate] = []
-    for path, container in module.named_modules():
+    for path, container in modules_by_path(module):
         if not isinstance(container, nn.ModuleList | nn.Sequential) or not path:
             continue
         if any(path.startswith(f"{outer.path}.") for outer in found if outer.composite):
@@ -90,7 +91,7 @@ def _stages(module: nn.Module) -> dict[type[nn.Module], list[Candidate]]:
     """Return containers of blocks of one class, of any widths and number, by class and in the module's order."""
     found: dict[type[nn.Module], list[Candidate]] = {}
     taken: list[str] = []
-    for path, container in module.named_modules():
+    for path, container in modules_by_path(module):
         if not isinstance(container, nn.ModuleList | nn.Sequential) or not path:
             continue
         if any(path.startswith(f"{outer}.") for outer in taken):

@@ -60,7 +60,7 @@ class Stacks:
     def _stack(self, found: Candidate, who: str, *, chain: bool = True) -> BlockStack:
         self._refuse_shared(found, who)
         if found.path not in self._stacks:
-            self._stacks[found.path] = BlockStack(found, self.module)
+            self._stacks[found.path] = BlockStack(found, self.module, who=who)
             rank_zero_info(f"{who}: blocks found at {found}")
         stack = self._stacks[found.path]
         self._askers.setdefault(found.path, []).append(who)
@@ -78,6 +78,22 @@ class Stacks:
                     f"{who}: some blocks of {found} are also in {stack}, which {first} uses. Give both techniques the same"
                     f" layers=, such as layers={path!r}."
                 )
+
+    def thaw_blocks(self) -> None:
+        """Show what the module itself trains, because techniques and model summaries look for it."""
+        for stack in self._stacks.values():
+            stack.thaw()
+
+    def freeze_blocks(self) -> None:
+        """Freeze the blocks that do not run or train yet."""
+        for stack in self._stacks.values():
+            stack.freeze_inactive()
+
+    def release_blocks(self) -> None:
+        """Restore all blocks, and forget the stacks."""
+        for stack in self._stacks.values():
+            stack.release()
+        self._stacks.clear()
 
     def verify(self, output: Any) -> None:
         """Raise ``ValueError`` if a training step, which returned ``output``, showed that a stack is not one."""

@@ -71,6 +71,8 @@ def adds_to(entered: Tensor, left: Tensor) -> bool | None:
             continue
         adds = kind in _ADDS or (kind in ("Sum", "Mean") and any(_kind(other) == "Stack" for other in edges if other))
         places = _ADDS.get(kind) or ((0,) if kind in _FIRST else range(len(edges)))
+        if kind == "ScatterAdd" and edges[0] is None:  # sums of rows in a new tensor, as of merged tokens
+            places, adds = (1,), False
         if kind not in _ADDS and kind not in _FIRST and kind not in _ANY:
             continue
         for place in places:

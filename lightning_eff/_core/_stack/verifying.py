@@ -43,9 +43,10 @@ class Verifying:
         self._at_once = not getattr(root, "automatic_optimization", True)  # the step itself updates weights
         self._graph, self._away = False, frozenset[int]()
         self._feeding = Feeding()
-        self._waits, self._since, self._between = False, set[str](), set[str]()
+        self._waits, self._since, self._between, self._before = False, set[str](), set[str](), -1
         self._others: list[tuple[Candidate, Feeding, list[bool | None]]] = []
         self._adds: dict[int, bool | None] = {}
+        self._unsplit: tuple[int, str] | None = None  # a block whose output has no hidden state that is found
         self._minus = False
         self._hidden: dict[int, Tensor] = {}
         self._rest: dict[int, list[Tensor]] = {}
@@ -74,7 +75,7 @@ class Verifying:
         others = [c for c in outermost(stacks(self._root)) if c.path != self._found.path]
         others = [c for c in others if ours.isdisjoint(map(id, c.blocks))]
         self._others = [(c, Feeding(), []) for c in others if not compiled_around(self._root, c.parents)]
-        self._waits, self._since, self._between = waits, set(), set()
+        self._waits, self._since, self._between, self._before = waits, set(), set(), -1
         if self.skips and not dropped:
             self._leavings = Leavings(self._blocks)
         for index, block in enumerate(self._blocks.values()):
@@ -125,6 +126,7 @@ class Verifying:
             try:
                 entered, (left, rest) = hidden_of(args, kwargs), split_output(output)
             except TypeError:
+                self._unsplit = self._unsplit or (index, type(output).__name__)
                 return
             self._note(index, entered, left, rest)
             if self.adds and self._adds[index] is None and block._compiled_call_impl is not None:
@@ -138,8 +140,10 @@ class Verifying:
             self._see(next(i for i, each in enumerate(self._at) if each is block), args, kwargs, output)
 
     def _see(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._between |= self._since
+        if index > self._before:  # else another pass over the blocks begins
+            self._between |= self._since
         self._since.clear()
+        self._before = index
         self._feeding.seen(index, args, kwargs, output)
 
     def _note(self, index: int, entered: Tensor, left: Tensor, rest: tuple[Any, ...] | None) -> None:
@@ -209,6 +213,10 @@ class Verifying:
         if not self.adds:
             return None
         who = self.skipper or who
+        if self._unsplit is not None:
+            return f"{returned(*self._unsplit, self._found, who)} {self._way_out(who)}"
+        if not self._feeding.met and self._is_used(output):
+            return uncalled(self._found, who)
         plain = [index for index, adds in self._adds.items() if adds is False]
         if plain:
             return (
@@ -248,6 +256,19 @@ class Verifying:
             if c.length == len(self._at) and feeding.met == runs and _parent(c) == _parent(self._found)
         ]
         return beside[0] if self._away and beside else None
+
+    def _is_used(self, output: Any) -> bool:
+        """Return whether the loss depends on a parameter of the blocks."""
+        loss, own = _loss(output), {id(p) for block in self._at for p in block.parameters()}
+        front, seen = [] if loss is None else [*nodes_of([loss])], set[Node]()
+        while front:
+            node = front.pop()
+            if id(getattr(node, "variable", None)) in own:
+                return True
+            fresh = {other for other, _ in node.next_functions if other is not None} - seen
+            seen |= fresh
+            front += fresh
+        return False
 
     def _read_beside(self, output: Any) -> int | None:
         """Return a block of which the loss uses another output than the hidden state, other than through later blocks."""
@@ -293,6 +314,22 @@ class Verifying:
         if not chains:
             return f"Remove {who}."
         return f"Name another stack, such as layers={chains[0].path!r}, or remove {who}. Stacks: {listed(chains)}."
+
+
+def uncalled(stack: object, who: str) -> str:
+    """Word the error for blocks that the module runs in another way than by calling them."""
+    return (
+        f"{who}: the module runs {stack} without calling its blocks (it calls block.forward, or parts of a block), so {who}"
+        f" cannot see what a block returns. Call each block, as in x = block(x), or remove {who}."
+    )
+
+
+def returned(index: int, kind: str, stack: object, who: str) -> str:
+    """Word the problem that a block returns a value of another ``kind`` than those with a hidden state."""
+    return (
+        f"{who}: block {index} of {stack} returns {kind}, so it is unknown what a skipped block must return; expected a"
+        " tensor, or a tuple that begins with one."
+    )
 
 
 def _parent(found: Candidate) -> str:

@@ -31,6 +31,7 @@ class TargetCall:
         others: the targets that the call would have had if the batch had each of the other labels.
         factors: for a part of a batch, the factor of its loss on its own target and on each of the others, relative to a plain
             mean over parts; empty if all are 1.
+        whole: whether the target is the labels themselves, so that element i belongs to label i.
     """
 
     fn: Callable[..., Tensor]
@@ -40,6 +41,7 @@ class TargetCall:
     places: Tensor
     others: tuple[Tensor, ...] = ()
     factors: tuple[float, ...] = ()
+    whole: bool = False
 
     @property
     def input(self) -> Tensor:
@@ -115,7 +117,7 @@ class TargetCall:
         target = self.target if target is None else target
         weight = self.arguments.get("weight")
         if not (self.of_classes and target.is_floating_point()):
-            elements = self.input.new_empty(self.element_places.shape)
+            elements = self.input.new_empty(self.target.shape if self.of_classes else self.element_places.shape)
             return counts_of(self.fn, {**self.arguments, "target": target}, elements)
         valid = self.valid.to(self.input.dtype)
         if weight is None or self._of_probabilities:  # torch divides by the number of rows here, with weights too
@@ -141,6 +143,11 @@ class TargetCall:
             ValueError: for other shapes.
         """
         n = len(self.shape)
+        if self.whole and self.of_classes and not self._of_probabilities:
+            if values.shape == self.shape:
+                return values
+            if values.shape == self.shape[:1]:
+                return values.reshape(-1, *(1,) * (n - 1)).expand(self.shape)
         places = self.element_places
         if values.shape[:n] == self.shape:
             rows, index = values.reshape(-1, *values.shape[n:]), places
@@ -224,9 +231,11 @@ def mixed(*weights: float | Tensor) -> Change:
                 terms.append(factor * weight * call.fn(**{**call.arguments, "target": target}))
                 continue
             losses = call.losses(target)
-            at = call.at_elements(weight.to(losses.device, losses.dtype), fill=float(k == 0))
+            if weight.dtype != losses.dtype or weight.device != losses.device:
+                weight = weight.to(losses.device, losses.dtype)
+            at = call.at_elements(weight, fill=float(k == 0))
             terms.append(factor * call.reduce(at * losses, call.counted(target)))
-        return torch.stack(terms).sum(dim=0)
+        return terms[0] + terms[1] if len(terms) == 2 else torch.stack(terms).sum(dim=0)
 
     return change
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_eff._core._targets.followed import Followed, hold, release
 from lightning_eff._core._targets.operations import CASTING, COMPARING, JOINING, MOVING, POINTWISE, name_of
 
 _NESTED = (list, tuple, dict)
@@ -37,6 +38,7 @@ class Trace:
         others: the tensor's values if the batch had each of the other labels.
         selects: whether it selects the entries that count, as ``labels != -100`` does.
         kind: with what the labels were compared.
+        whole: whether it is the labels themselves, so that ``places`` counts from 0 in their shape.
     """
 
     label: str
@@ -44,6 +46,7 @@ class Trace:
     others: list[Tensor]
     selects: bool = False
     kind: Kind = Kind.SINGLE
+    whole: bool = False
 
 
 @dataclass
@@ -55,15 +58,16 @@ class Stray:
     output: Tensor
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists, tuples and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
+            yield from tensors(item)
+    elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors(item)
 
 
 def _replaced(value: Any, by: Callable[[Tensor], Tensor]) -> Any:
@@ -89,17 +93,22 @@ class Follower:
     Attributes:
         strays: operations that combine labels with the network's output outside of a loss call, as in a hand-written loss.
         compared: whether labels were compared with other tensors without a gradient, as in a metric.
+        by_class: whether followed tensors have the class ``Followed``.
+        foreign: whether a tensor was followed that cannot have it.
     """
 
     def __init__(self) -> None:
         self._traces: dict[int, tuple[Tensor, Trace]] = {}  # keeps the tensors, because ids of freed ones are reused
+        self.by_class = False
+        self.foreign = False
+        self._held: list[Tensor] = []
         self.strays: list[Stray] = []
         self.compared = False
 
     def begin(self, label: str, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
         """Follow ``tensor``, the batch's labels at the path ``label``, and ``others``, of the same shape."""
         places = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape)
-        self._record(tensor, Trace(label, places, [other.clone() for other in others]))
+        self._record(tensor, Trace(label, places, [other.clone() for other in others], whole=True))
 
     def get(self, value: Any) -> Trace | None:
         """Return the trace of ``value``, or None if it is not a tensor computed from labels."""
@@ -108,9 +117,13 @@ class Follower:
 
     def knows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a tensor computed from labels is among a call's arguments, also nested. Called for each torch call."""
-        if not self._traces:
+        traces = self._traces
+        if not traces:
             return False
-        return self._known(args) or (bool(kwargs) and self._known(kwargs.values()))
+        for value in args:
+            if id(value) in traces or (isinstance(value, _NESTED) and self._known((value,))):
+                return True
+        return bool(kwargs) and self._known(kwargs.values())
 
     def _known(self, values: Iterable[Any]) -> bool:
         traces = self._traces
@@ -124,12 +137,15 @@ class Follower:
     def clear(self) -> None:
         self._traces.clear()
         self.strays.clear()
+        for tensor in self._held:
+            release(tensor)
+        self._held.clear()
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Update the traces after a torch call, and return its output."""
         if not self._traces:
             return output
-        used = [t for t in _tensors((args, kwargs)) if id(t) in self._traces]
+        used = [t for t in tensors((args, kwargs)) if id(t) in self._traces]
         if not used:
             return output
         name = name_of(func)
@@ -148,6 +164,9 @@ class Follower:
         return output
 
     def _record(self, tensor: Tensor, trace: Trace) -> None:
+        if self.by_class and id(tensor) not in self._traces and hold(tensor):
+            self._held.append(tensor)
+        self.foreign |= type(tensor) not in (Tensor, Followed)
         self._traces[id(tensor)] = (tensor, trace)
 
     def _moved(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -204,6 +223,7 @@ class Follower:
                 return
             self._begin_at(target, of_value)
         trace = self._traces[id(target)][1]
+        trace.whole = False
         if of_value is not None:
             func(trace.places, *index, of_value.places, **kwargs)
         mask = self.get(index[0]) if index and getattr(index[0], "dtype", None) == torch.bool else None
@@ -234,13 +254,13 @@ class Follower:
             self._record(output, Trace(trace.label, places, [func(o, output.shape[-1]) for o in trace.others]))
 
     def _computed(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        traces = [trace for trace in map(self.get, _tensors((args, kwargs))) if trace is not None]
+        traces = [trace for trace in map(self.get, tensors((args, kwargs))) if trace is not None]
         if name == "where":  # the selected values before the condition
             traces.sort(key=lambda trace: trace.selects)
         first = traces[0]
         if name in CASTING and self.get(args[0] if args else None) is None:  # a cast to the type of labels
             return
-        data = [t for t in _tensors((args, kwargs)) if t.ndim and self.get(t) is None]
+        data = [t for t in tensors((args, kwargs)) if t.ndim and self.get(t) is None]
         # a confusion matrix counts ``classes * labels + predictions``
         self.compared |= name in ("eq", "ne") and bool(data)
         self.compared |= name == "add" and any(
@@ -248,7 +268,7 @@ class Follower:
         )
         if data and all(trace.selects for trace in traces) and name not in COMPARING:  # labels only select values
             return
-        in_place = any(output is t for t in _tensors(args))
+        in_place = any(output is t for t in tensors(args))
         if not isinstance(output, Tensor) or (in_place and self.get(output) is None):
             return
         try:
@@ -270,13 +290,13 @@ class Follower:
 
     def _meets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a weight or an output of the network is among the arguments."""
-        return any(t.requires_grad for t in _tensors((args, kwargs)) if id(t) not in self._traces)
+        return any(t.requires_grad for t in tensors((args, kwargs)) if id(t) not in self._traces)
 
     def _strayed(
         self, name: str, used: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Record where labels are combined with the network's output. An embedding of labels is an input, not a loss."""
         traces = [trace for t in used if (trace := self.get(t)) is not None and not trace.selects]
-        computed = any(t.grad_fn is not None for t in _tensors((args, kwargs)))
+        computed = any(t.grad_fn is not None for t in tensors((args, kwargs)))
         if traces and computed and name != "embedding" and isinstance(output, Tensor) and output.grad_fn is not None:
             self.strays.append(Stray(name, traces[0].label, output))

@@ -6,7 +6,7 @@ followed. :func:`rolled` gives other labels to the same inputs while the targets
 on labels in another way, such as a Python number or code that torch does not show.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_eff._core._targets.following import Follower, Kind, Trace
+from lightning_eff._core._targets.following import Follower, Kind, Trace, tensors
 from lightning_eff._core._targets.operations import CASTING, name_of
 from lightning_eff._core.patches import hook_behind
 
@@ -64,17 +64,6 @@ class Leak:
 _NONE = Leak(Level.NOT, "")
 
 
-def _held(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _held(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _held(item)
-
-
 class Leaks:
     """The tensors of one pass that depend on labels through operations that are not followed.
 
@@ -95,12 +84,12 @@ class Leaks:
 
     def of(self, value: Any) -> Leak:
         """Return the worst leak of the tensors in ``value``."""
-        found = [self._found[id(t)][1] for t in _held(value) if id(t) in self._found] if self._found else []
+        found = [self._found[id(t)][1] for t in tensors(value) if id(t) in self._found] if self._found else []
         return max(found, key=lambda leak: leak.rank, default=_NONE)
 
     def knows(self, args: Any, kwargs: Any) -> bool:
         """Return whether one of a call's tensors is marked."""
-        return bool(self._found) and any(id(t) in self._found for t in _held((args, kwargs)))
+        return bool(self._found) and any(id(t) in self._found for t in tensors((args, kwargs)))
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, follower: Follower) -> None:
         """Update the marks after a torch call, other than a loss, that has been followed."""
@@ -113,15 +102,15 @@ class Leaks:
             given = (first,)
         written = first if name == "setitem" else kwargs.get("out")
         leak = self.of(given)
-        made = [t for t in (*_held(output), *_held(written)) if follower.get(t) is None]
-        if made or not any(True for _ in _held(output)):
-            traces = [trace for t in _held(given) if (trace := follower.get(t)) is not None]
+        made = [t for t in (*tensors(output), *tensors(written)) if follower.get(t) is None]
+        if made or not any(True for _ in tensors(output)):
+            traces = [trace for t in tensors(given) if (trace := follower.get(t)) is not None]
             new = max((_level(trace) for trace in traces), default=Level.NOT)
-            entry = name == "embedding" and all(t.ndim > 2 for t in _held(output))
+            entry = name == "embedding" and all(t.ndim > 2 for t in tensors(output))
             leak = max(leak, Leak(new, name, entry and new > Level.NOT), key=lambda leak: leak.rank)
         if leak.level is Level.NOT:
             return
-        into = [*_held(output), *_held(written)]
+        into = [*tensors(output), *tensors(written)]
         self.escaped |= output is not None and not into
         for t in into:
             if name != "setitem" or follower.get(t) is None:
@@ -133,7 +122,7 @@ class Leaks:
         rest = {key: value for key, value in arguments.items() if key != "target"}
         self.fed |= target is not None and self.of(rest).entry
         if self.through_inputs:
-            traces = [trace for t in _held(rest) if (trace := follower.get(t)) is not None]
+            traces = [trace for t in tensors(rest) if (trace := follower.get(t)) is not None]
             found = [leak, self.of(rest), *(Leak(_level(trace), "sub") for trace in traces)]
             leak = max(found, key=lambda leak: leak.level)
         elif target is None:
@@ -147,7 +136,7 @@ class Leaks:
         """Remove the marks from these modules' outputs, where labels that are ids are mixed; return the hooks' handles."""
 
         def clear(module: nn.Module, args: Any, output: Any) -> None:
-            for t in _held(output):
+            for t in tensors(output):
                 if id(t) in self._found and not (isinstance(module, nn.Embedding) and t.ndim < 3):
                     del self._found[id(t)]
                     self.entered = True

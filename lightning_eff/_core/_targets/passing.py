@@ -1,7 +1,8 @@
 """One pass of a ``training_step`` in which loss calls on followed labels are changed."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from typing_extensions import override
 
 from lightning_eff._core._targets.calls import Change, TargetCall
 from lightning_eff._core._targets.edges import backward_by_edges
+from lightning_eff._core._targets.followed import enter, foreign, leave
 from lightning_eff._core._targets.following import Follower, Trace
 from lightning_eff._core._targets.leaks import Leaks
 from lightning_eff._core.losses import LOSSES, bind_loss, observed
@@ -40,7 +42,24 @@ class Window(TorchFunctionMode):
         self.over = False  # whether another pass of the step has begun, with its own window
         self.targeted = False  # whether calls were changed, set after the pass
         self.factors: Callable[[], tuple[float, ...]] = tuple  # the factors of the current part of the batch
+        self.foreign = False  # whether a loss call had tensors of classes that handle torch's calls themselves
         self.leaks: Leaks | None = None  # finds labels used in other ways than as targets
+
+    @override
+    def __enter__(self) -> Self:
+        if not self.follower.by_class:
+            return super().__enter__()
+        enter(self)
+        return self
+
+    @override
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        if self.follower.by_class:
+            leave(self)
+        else:
+            super().__exit__(exc_type, exc_val, exc_tb)
 
     @override
     def __torch_function__(
@@ -50,17 +69,25 @@ class Window(TorchFunctionMode):
         if self.over or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         leaks = self.leaks
-        known = func in _LOOKED_AT or self.follower.knows(args, kwargs)
-        if not known and (leaks is None or not leaks.knows(args, kwargs)):  # true of almost all calls
+        if (  # true of almost all calls
+            func not in _LOOKED_AT
+            and not self.follower.knows(args, kwargs)
+            and (leaks is None or not leaks.knows(args, kwargs))
+        ):
             return func(*args, **kwargs)
+        self.foreign |= any(map(foreign, types))
+        return self.on_call(func, args, kwargs)
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a torch call on followed tensors, or of a loss call, which is changed if it is on labels."""
         if func in _BACKWARD:
             with self:  # torch has suspended the mode, which must also see recomputed calls
                 return backward_by_edges(*args, **kwargs)
         arguments = bind_loss(func, args, kwargs)
         if arguments is None:
             output = self.follower.follow(func, args, kwargs, func(*args, **kwargs))
-            if leaks is not None:
-                leaks.note(func, args, kwargs, output, self.follower)
+            if self.leaks is not None:
+                self.leaks.note(func, args, kwargs, output, self.follower)
             return output
         return self._on_loss(func, arguments)
 
@@ -81,7 +108,8 @@ class Window(TorchFunctionMode):
         if not self._is_meant(fn, arguments):
             return fn(**arguments)
         shape = self.shapes[trace.label]
-        call = TargetCall(fn, arguments, trace.label, shape, trace.places, tuple(trace.others), self.factors())
+        others, factors = tuple(trace.others), self.factors()
+        call = TargetCall(fn, arguments, trace.label, shape, trace.places, others, factors, trace.whole)
         output = self.change(call)
         if (output.ndim > 0) != (call.reduction == "none"):
             raise ValueError(

@@ -16,13 +16,16 @@ _MEND = (
 )
 
 
-def none_seen(elsewhere: Sequence[str], still: Sequence[str], module: nn.Module, closed: Any = None) -> str:
+def none_seen(
+    elsewhere: Sequence[str], still: Sequence[str], module: nn.Module, closed: Any = None, *, on_labels: bool = False
+) -> str:
+    """Word the error if no loss call was seen; with ``on_labels``, only those on labels could be."""
     if closed is not None:
         return (
             f"the batch holds an object of class {type(closed).__name__}, whose tensors cannot be followed to the loss."
             " Collate batches into tensors, dicts, lists or dataclasses, or remove the technique."
         )
-    seen = "none was called"
+    seen = "none was called on labels" if on_labels else "none was called"
     if elsewhere:
         seen = f"seen were {', '.join(f'F.{name}' for name in elsewhere)}, whose targets come from elsewhere"
     if still:

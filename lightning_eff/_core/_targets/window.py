@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_eff._core._targets.calls import Change, TargetCall
+from lightning_eff._core._targets.followed import can_follow
 from lightning_eff._core._targets.leaks import Leaks, Level, depends_on_labels, leaked, rolled
 from lightning_eff._core._targets.passing import Window
 from lightning_eff._core._targets.seen import none_seen, not_of_them
@@ -79,12 +80,9 @@ class Targets:
         self.named = labels
         self._window: Window | None = None  # the last pass
         self._paths: list[str] | None = None
-        self._checked = False
-
-    @property
-    def checked(self) -> bool:
-        """Whether all ranks have run a pass whose loss is known to come from the calls on labels."""
-        return self._checked
+        #: whether all ranks have run a pass whose loss is known to come from the calls on labels
+        self.checked = False
+        self._by_class = False  # whether labels can be followed by their class, known after the first pass
 
     def labels(self, step: Step, batch: Any) -> dict[str, Tensor]:
         """Return the batch's labels by path: tensors that are targets of the step's loss calls, unchanged or converted.
@@ -154,6 +152,7 @@ class Targets:
         if others is not None:
             named = {path: tensor for path, tensor in named.items() if path in others}
         window = Window(change, {path: tensor.shape for path, tensor in named.items()}, scored=self.scored)
+        window.follower.by_class = self._by_class and not self.session.divided and can_follow(named.values())
         for path, tensor in named.items():
             beside = [] if others is None else others[path]
             beside = [beside] if isinstance(beside, Tensor) else list(beside)
@@ -170,7 +169,7 @@ class Targets:
         wrong: list[str] = []
 
         def see(output: Any) -> None:
-            if not self._checked and (loss := loss_of(output)) is not None and window.made:
+            if not self.checked and (loss := loss_of(output)) is not None and window.made:
                 wrong.extend(filter(None, [not_of_them(window, loss)]))
 
         step.seen.append(see)
@@ -182,6 +181,7 @@ class Targets:
             if not self.session.divided:
                 see(output)
             self._check(step, window, loss_of(output), wrong)
+            self._by_class = self.checked and not (window.foreign or window.follower.foreign)
             self.compared |= window.learning and (window.follower.compared or bool(window.still))
             self.changed.update(call.fn.__name__ for call, _ in window.made)
         except BaseException:
@@ -356,11 +356,14 @@ class Targets:
             return
         problem = None
         if loss is not None and not window.made and self.session.sees_loss:
-            problem = LossNotVisible(f"{self.who}: {none_seen(window.elsewhere, window.still, step.module)}")
+            alone = window.follower.by_class
+            problem = LossNotVisible(
+                f"{self.who}: {none_seen(window.elsewhere, window.still, step.module, on_labels=alone)}"
+            )
         elif wrong:
             problem = LossNotVisible(f"{self.who}: {wrong[0]}")
-        if not self._checked:
-            self._checked = all(ready for (ready,) in self._agree(problem, loss is not None))
+        if not self.checked:
+            self.checked = all(ready for (ready,) in self._agree(problem, loss is not None))
         elif problem is not None:
             raise problem
 

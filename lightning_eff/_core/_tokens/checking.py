@@ -14,13 +14,14 @@ the start is detected too.
 import copy
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor, nn
 
 from lightning_eff._core import rng
+from lightning_eff._core._architecture.derived import Derived
 from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core._tokens.inputs import BLIND, Call, Path, Plan, is_cache, leaves, mapped, tables_at, told
 from lightning_eff._core.blocks import hidden_of, split_output
@@ -222,7 +223,7 @@ class Trial:
             fewer = plan.fewer(self.call, half)
             some, rest = split_output(self.run(fewer, plan.tables, half))
             pairs = half.repeat_interleave(2, dim=-1)
-            with getattr(self.block, "twice", nullcontext)():  # doubles the block's own tokens too
+            with self._own_doubled():
                 twice = split_output(self.run(_doubled(fewer, plan), plan.tables, pairs))[0]
         except Exception as error:
             caches = [told(path, value) for path, value in leaves(self.call) if is_cache(value)]
@@ -242,6 +243,15 @@ class Trial:
             if isinstance(part, Tensor) and part.shape != full.shape and not _is_bias(part, fewer):
                 return f"it also returns {tuple(full.shape)}, which cannot be restored from some tokens"
         return None
+
+    @contextmanager
+    def _own_doubled(self) -> Iterator[None]:
+        """Double the tokens that the block itself adds, such as prompts and prefixes."""
+        with ExitStack() as scope:
+            for m in self.block.modules():
+                if isinstance(m, Derived) and hasattr(m, "twice"):
+                    scope.enter_context(cast(Any, m).twice())
+            yield
 
     def _close(self, got: Tensor, expected: Tensor, hidden: Tensor) -> bool:
         if got.shape != expected.shape:

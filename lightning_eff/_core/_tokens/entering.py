@@ -34,7 +34,7 @@ class EnteringTokens(Tokens):
     _own_tables = False  # recomputation of a block runs inside the patch
 
     @override
-    def _put_on(self, step: Step) -> None:
+    def _put_on(self, step: Step | None) -> None:
         running = self._running()
         self._entered, self._last = min(running, default=-1), max(running, default=-1)
         # by number of samples: the kept places, the number of all tokens, and their dimension

@@ -1,14 +1,16 @@
 """The interface for tokens that are merged from block to block; attention weights each by the number of tokens in it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._tokens.inputs import Call, Plan, given_back, leaves, mapped, told
+from lightning_eff._core._tokens.checking import as_in_training
+from lightning_eff._core._tokens.inputs import Call, Plan, leaves, mapped, told
 from lightning_eff._core._tokens.proportional import Proportional, refuted
 from lightning_eff._core._tokens.window import Fewer, Tokens
 from lightning_eff._core.blocks import BlockStack, hidden_of, split_output
@@ -36,48 +38,68 @@ def merged_tokens(hidden: Tensor, sizes: Tensor, groups: Tensor, count: int) -> 
     return hidden.new_zeros(len(hidden), count, hidden.shape[-1]).scatter_add(1, at, share * hidden), totals
 
 
-@dataclass(frozen=True)
+@dataclass
 class Held:
     """The state of merged tokens at one block, in one pass over the blocks.
 
     Attributes:
-        entered: a fingerprint of the hidden state that the module passes: one number per token, (B, m).
-        given: the same for the hidden state that the block gets, (B, n).
+        given: a fingerprint of the hidden state that the block gets: one number per token, (B, n).
         sizes: the number of the module's tokens in each token that the block gets, (B, n); None for one each.
         places: for each of the module's tokens, the token that contains it, (B, N).
-        groups: for each passed token, the token into which it is merged, (B, m); None if none are merged here.
-        weights: the number of the module's tokens in each passed token, (B, m); None as for ``groups``.
+        decided: whether the block has run and decided which tokens it merges.
+        groups: the token into which each is merged behind the block's attention, (B, n); None if none are merged.
+        count: the number of tokens after that.
     """
 
-    entered: Tensor
     given: Tensor
     sizes: Tensor | None
     places: Tensor
+    decided: bool = False
     groups: Tensor | None = None
-    weights: Tensor | None = None
+    count: int = 0
 
-    def of(self, hidden: Tensor) -> Tensor:
-        """Return the block's input for a hidden state that the module passes."""
-        if self.groups is None or self.weights is None:
+    @property
+    def weights(self) -> Tensor:
+        """The sizes, (B, n), as numbers."""
+        return torch.ones_like(self.given) if self.sizes is None else self.sizes
+
+    def merged(self, hidden: Tensor) -> Tensor:
+        """Return a hidden state of the block's tokens after merging, (B, count, D)."""
+        return hidden if self.groups is None else merged_tokens(hidden, self.weights, self.groups, self.count)[0]
+
+    def representatives(self, hidden: Tensor) -> Tensor:
+        """Return the token of each group, (B, count, D), of a hidden state in which the tokens of a group are equal."""
+        if self.groups is None:
             return hidden
-        return merged_tokens(hidden, self.weights, self.groups, self.given.shape[1])[0]
+        rows = torch.arange(self.groups.shape[1], device=hidden.device).expand_as(self.groups)
+        chosen = self.groups.new_zeros(len(hidden), self.count).scatter(1, self.groups, rows)
+        return hidden.gather(1, chosen.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+
+    def after(self) -> tuple[Tensor | None, Tensor]:
+        """Return the sizes and the places of the tokens after merging."""
+        if self.groups is None:
+            return self.sizes, self.places
+        totals = self.given.new_zeros(len(self.given), self.count).scatter_add(1, self.groups, self.weights)
+        return totals, self.groups.gather(1, self.places)
 
 
 class MergingTokens(Tokens):
-    """Blocks of a stack between which tokens are merged; after the last block each token gets the value of its group.
+    """Blocks of a stack that merge tokens between attention and MLP; after the last one each token gets its group's value.
 
     Attention in a block weights a merged token by the number of tokens in it. Code after the stack sees the full number of
-    tokens. A block that is recomputed in the backward pass gets the same tokens as before.
+    tokens, and hooks on a block see as many in its output as in its input. A block that is recomputed in the backward pass
+    gets the same tokens as before.
 
     Args:
         session: the run.
         who: the technique's name, for messages.
-        merge: takes the keys of the block before, (B, n, d). Returns the group of each token, (B, n), numbered 0 .. count - 1,
-            and the number of groups; None to merge none.
+        merge: takes the keys of the block's attention, (B, n, d). Returns the group of each token, (B, n), numbered
+            0 .. count - 1, and the number of groups; None to merge none.
         also: as in ``Tokens``.
 
     Attributes:
         full: the number of tokens per sample in the module, in the latest pass.
+        evaluating: whether an evaluation step runs.
     """
 
     _own_tables = False  # merged tokens have no position
@@ -91,7 +113,9 @@ class MergingTokens(Tokens):
         self._tried: list[Plan] = []  # plans of blocks whose attention was tested with sizes
         self._passes: list[dict[int, Held]] = []  # the passes of this step, each by block
         self.full = 0
-        self._before: tuple[Held, Tensor | None] | None = None  # the state and keys of the block before
+        self.evaluating = False
+        self._before: Held | None = None  # the state of the block before
+        self._full: Tensor | None = None  # a block's output, in which the tokens of a group are equal
         self._now: Held | None = None  # the state of the block that runs
 
     @override
@@ -104,8 +128,23 @@ class MergingTokens(Tokens):
             )
         return stack
 
+    @contextmanager
+    def in_evaluation(self) -> Iterator[None]:
+        """Merge tokens in an evaluation step too. A block that was not tested in a training step is tested now."""
+        if self._patches is not None:  # evaluation within a training step
+            yield
+            return
+        self._put_on(None)
+        self.evaluating = True
+        try:
+            with as_in_training():  # torch's fused encoder layers hide their attention
+                yield
+        finally:
+            self.evaluating = False
+            self._take_off()
+
     @override
-    def _put_on(self, step: Step) -> None:
+    def _put_on(self, step: Step | None) -> None:
         super()._put_on(step)
         assert self._patches is not None, "they are on"
         running = self._running()
@@ -116,7 +155,7 @@ class MergingTokens(Tokens):
     @override
     def _take_off(self) -> None:
         super()._take_off()
-        self._passes, self._before = [], None
+        self._passes, self._before, self._full = [], None, None
 
     def _and_order(self, step: Step, batch: Any) -> None:
         passes, rest = divmod(len(self._seen), max(len(self._order), 1))
@@ -136,22 +175,25 @@ class MergingTokens(Tokens):
             return fewer.plain(*call[0], **call[1])
         hidden = hidden_of(*call)
         if _again():
-            held = self._found(fewer.index, hidden, "entered")
-            less = held.of(hidden)
+            held = self._found(fewer.index, hidden)
         else:
             self._check(fewer, self._on_all(fewer.index, call))
-            held, less = self._next(fewer.index, hidden)
-        given = mapped(call, lambda _, value: less if value is hidden else value)
+            held = self._next(fewer.index, hidden)
         self._now = held
         try:
-            output = fewer.plain(*given[0], **given[1])
+            output = fewer.plain(*call[0], **call[1])
         finally:
             self._now = None
-        if fewer.index != self._order[-1] or held.sizes is None:
-            return output
         new, rest = split_output(output)
-        new = new.gather(1, held.places.unsqueeze(-1).expand(-1, -1, new.shape[-1]))
-        return new if rest is None else (new, *given_back(rest, given, call))
+        same, self._full = self._full, None
+        if held.groups is not None:  # hooks may have changed the output, and then its groups have a mean
+            new = held.representatives(new) if new is same else held.merged(new)
+        places = held.after()[1]
+        if fewer.index == self._order[-1] and new.shape[1] < self.full:
+            new = new.gather(1, places.unsqueeze(-1).expand(-1, -1, new.shape[-1]))
+        elif held.groups is None:
+            return output
+        return new if rest is None else (new, *rest)
 
     def _on_all(self, index: int, call: Call) -> Call:
         """Return the call on all tokens, to which a plan refers; only the shape of the hidden state matters."""
@@ -161,33 +203,24 @@ class MergingTokens(Tokens):
         every = hidden.narrow(1, 0, 1).expand(-1, self.full, -1)
         return mapped(call, lambda _, value: every if value is hidden else value)
 
-    def _next(self, index: int, hidden: Tensor) -> tuple[Held, Tensor]:
-        """Merge the tokens that the forward pass passes to a block, and return the state and the block's input."""
+    def _next(self, index: int, hidden: Tensor) -> Held:
+        """Return the state at a block that the forward pass has reached."""
         size, tokens = hidden.shape[:2]
-        mark = _mark(hidden)
         if index == self._order[0]:
             self._passes.append({})
             self.full = tokens
-            places = torch.arange(tokens, device=hidden.device).expand(size, -1)
-            held, less = Held(mark, mark, None, places), hidden
+            held = Held(_mark(hidden), None, torch.arange(tokens, device=hidden.device).expand(size, -1))
         else:
-            before, keys = self._before or (None, None)
-            if before is None or before.given.shape != (size, tokens):
+            before = self._before
+            count = None if before is None else before.count if before.groups is not None else before.given.shape[1]
+            if before is None or (len(before.given), count) != (size, tokens):
                 raise ValueError(
                     f"{self.who}: block {index} of {self.stack} is called on {tokens} tokens of {size} samples; expected those"
-                    f" that the block before it returned{'' if before is None else f', {tuple(before.given.shape)}'}. {_OUT}"
+                    f" that the block before it returned{'' if before is None else f', {(len(before.given), count)}'}. {_OUT}"
                 )
-            found = None if keys is None else self.merge(keys)
-            if found is None:
-                held, less = Held(mark, mark, before.sizes, before.places), hidden
-            else:
-                groups, count = found
-                weights = torch.ones_like(mark) if before.sizes is None else before.sizes
-                less, sizes = merged_tokens(hidden, weights, groups, count)
-                held = Held(mark, _mark(less), sizes, groups.gather(1, before.places), groups, weights)
-        self._passes[-1][index] = held
-        self._before = held, None
-        return held, less
+            held = Held(_mark(hidden), *before.after())
+        self._passes[-1][index] = self._before = held
+        return held
 
     # -- inside the hooks: the block's own code
 
@@ -197,33 +230,51 @@ class MergingTokens(Tokens):
         if self._looking:
             self._check(fewer, call)
             return fewer.plain(*call[0], **call[1])
-        held = self._now or self._found(fewer.index, hidden, "given")
-        with Proportional(hidden.shape[0], hidden.shape[1], held.sizes) as attention:
-            output = fewer.plain(*call[0], **call[1])
-        if not _again():
-            if attention.runs_again:
-                raise self._refusal(
-                    fewer,
-                    "its own code checkpoints its attention (transformers' activation_checkpointing_enable does, or torch's"
-                    " checkpoint within forward), which would be recomputed without the sizes of merged tokens. Use"
-                    " Rematerialization instead, which recomputes whole blocks",
-                )
-            self._before = held, attention.keys
-        return output
+        held = self._now or self._found(fewer.index, hidden)
 
-    def _found(self, index: int, hidden: Tensor, what: Literal["entered", "given"]) -> Held:
+        def merge(total: Tensor, keys: Tensor) -> Tensor:
+            if not held.decided:
+                held.decided = True
+                found = self.merge(keys)
+                if found is not None:
+                    held.groups, held.count = found
+            return held.merged(total)
+
+        with Proportional(hidden.shape[0], hidden.shape[1], held.sizes) as attention:
+            attention.merge_behind(hidden, merge)
+            output = fewer.plain(*call[0], **call[1])
+        if attention.keys is not None and attention.waits:
+            raise self._refusal(
+                fewer,
+                "it did not add the result of its attention to its input as when it was tested, so there was no place to merge",
+            )
+        if attention.runs_again and not _again():
+            raise self._refusal(
+                fewer,
+                "its own code checkpoints its attention (transformers' activation_checkpointing_enable does, or torch's"
+                " checkpoint within forward), which would be recomputed without the sizes of merged tokens. Use"
+                " Rematerialization instead, which recomputes whole blocks",
+            )
+        if held.groups is None:
+            return output
+        small, rest = split_output(output)
+        full = small.gather(1, held.groups.unsqueeze(-1).expand(-1, -1, small.shape[-1]))
+        self._full = full
+        return full if rest is None else (full, *rest)
+
+    def _found(self, index: int, hidden: Tensor) -> Held:
         """Return the state of these tokens in the forward pass, for a block that is recomputed."""
         every = [held[index] for held in self._passes if index in held]
-        suits = [held for held in every if getattr(held, what).shape == hidden.shape[:2]]
+        suits = [held for held in every if held.given.shape == hidden.shape[:2]]
         if not suits:
             raise RuntimeError(
                 f"{self.who}: block {index} of {self.stack} runs again on {tuple(hidden.shape[:2])} tokens; expected those of"
-                f" the forward pass, {', '.join(str(tuple(getattr(held, what).shape)) for held in every) or 'none'}. {_OUT}"
+                f" the forward pass, {', '.join(str(tuple(held.given.shape)) for held in every) or 'none'}. {_OUT}"
             )
         if len(suits) == 1:
             return suits[0]
         mark = _mark(hidden)  # several passes precede one backward pass, such as those of two views
-        return min(suits, key=lambda held: float((getattr(held, what) - mark).abs().sum()))
+        return min(suits, key=lambda held: float((held.given - mark).abs().sum()))
 
     def _check(self, fewer: Fewer, call: Call) -> None:
         plan = self._plan(fewer, call)

@@ -5,6 +5,7 @@ calls torch's ``scaled_dot_product_attention``, or its own softmax of a product 
 block must return the same for tokens with sizes as for repeated tokens.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_eff._core import rng
-from lightning_eff._core._tokens.checking import TOLERANCE, Trial
+from lightning_eff._core._tokens.checking import TOLERANCE, Trial, as_in_training
 from lightning_eff._core._tokens.inputs import Call, mapped
 from lightning_eff._core.blocks import hidden_of, split_output
 
 _PRODUCTS = frozenset({torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__})
 _SOFTMAX = frozenset({F.softmax, torch.softmax, Tensor.softmax})
 _NAMES = ("attn_mask", "dropout_p", "is_causal")
+_SUMS = frozenset({torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__})
 
 
 class Proportional(TorchFunctionMode):
@@ -44,6 +46,7 @@ class Proportional(TorchFunctionMode):
         self.causal = False
         self.runs_again = False
         self._around = _saving()
+        self._merge: tuple[Tensor, Callable[[Tensor, Tensor], Tensor]] | None = None
         self._log = None if sizes is None else sizes.log()
         self._right: Tensor | None = None  # the right factor of the latest square product, perhaps K^T
 
@@ -57,9 +60,33 @@ class Proportional(TorchFunctionMode):
         if func in _SOFTMAX:
             return self._softmax(func, args, kwargs)
         output = func(*args, **kwargs)
+        if func in _SUMS and self._merge is not None and self.keys is not None:
+            return self._summed(output, args)
         if func in _PRODUCTS and self._of_tokens(output) and len(args) == 2:
             self._right = args[1]
         return output
+
+    def merge_behind(self, hidden: Tensor, merge: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Replace the sum of a block's input and its attention's result by ``merge(sum, keys)``, once.
+
+        Args:
+            hidden: the block's input, (B, n, D).
+            merge: takes the sum and the keys of the attention, (B, n, d), and returns fewer tokens, (B, m, D).
+        """
+        self._merge = hidden, merge
+
+    def _summed(self, output: Any, args: tuple[Any, ...]) -> Any:
+        assert self._merge is not None and self.keys is not None, "it was asked for"
+        hidden, merge = self._merge
+        if not any(value is hidden for value in args) or output.shape != hidden.shape:
+            return output
+        self._merge = None
+        return merge(output, self.keys)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the tokens that were to be merged have not been."""
+        return self._merge is not None
 
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         query, key, value = (*args[:3], *(kwargs.pop(name) for name in ("query", "key", "value")[len(args) :]))
@@ -156,9 +183,34 @@ def _refuted(trial: Trial, dtype: torch.dtype, generator: Generator) -> str | No
     expected = split_output(copies)[0]
     expected = expected.index_select(1, sizes.cumsum(0) - sizes)
     scale = (expected - hidden).abs().max()
-    if bool((got - expected).abs().max() <= TOLERANCE[dtype] * scale + 1e-12):
-        return None
-    return (
-        "with sizes it computes something else than with as many copies of its tokens: not all of its attention uses them, or"
-        " each token sees only some of the others"
-    )
+    if bool((got - expected).abs().max() > TOLERANCE[dtype] * scale + 1e-12):
+        return (
+            "with sizes it computes something else than with as many copies of its tokens: not all of its attention uses them,"
+            " or each token sees only some of the others"
+        )
+    return _unmerged(trial, many, expected, sizes, TOLERANCE[dtype] * scale + 1e-12)
+
+
+def _unmerged(trial: Trial, many: Tensor, expected: Tensor, sizes: Tensor, tolerance: Tensor) -> str | None:
+    """Return why copies cannot be merged behind a block's attention: its MLP must return the same for one of them."""
+    call = mapped(trial.call, lambda _, v: many if v is trial.hidden else v.clone() if isinstance(v, Tensor) else v)
+    first = sizes.cumsum(0) - sizes
+    many = hidden_of(*call)
+    samples, tokens = many.shape[:2]
+    with Proportional(samples, tokens, None) as attention, as_in_training():
+        attention.merge_behind(many, lambda total, keys: total.index_select(1, first))
+        try:
+            got = split_output(trial.block(*call[0], **call[1]))[0]
+        except Exception as error:  # what follows may need as many tokens as before
+            return f"behind its attention it does not run on merged tokens ({error})"
+    if attention.waits:
+        return (
+            "it nowhere adds the result of its attention to its input, as x + attention(norm(x)) does, so there is no place"
+            " between attention and MLP at which to merge"
+        )
+    if got.shape != expected.shape or bool((got - expected).abs().max() > tolerance):
+        return (
+            "behind its attention it computes something else with merged tokens than with copies of them, because its MLP"
+            " depends on other tokens or runs beside the attention"
+        )
+    return None

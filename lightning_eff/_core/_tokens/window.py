@@ -241,7 +241,7 @@ class Tokens:
                 found[index] = block
         return found
 
-    def _put_on(self, step: Step) -> None:
+    def _put_on(self, step: Step | None) -> None:
         self._patches = Patches()
         for index, block in self._running().items():
             # a compiled block is wrapped outside of its compiled call
@@ -280,6 +280,7 @@ class Tokens:
         """Return the choice for a block, and the ascending positions of its tokens, on the block's device."""
         in_order = hidden if plan.dim == 1 else hidden.transpose(0, 1)
         index, step = fewer.index, fewer.step
+        assert step is not None, "tokens are chosen in training steps only"
 
         def seed() -> Generator:
             session = self.session
@@ -309,7 +310,8 @@ class Tokens:
         longest, plan = self._plans.get(key, (0, None))
         if plan is not None and hidden.shape[plan.dim] <= longest:
             return plan
-        size = num_samples(fewer.step.given)  # other links may split samples
+        # other links may split samples; without a step, only (B, T, D) is taken
+        size = hidden.shape[0] if fewer.step is None else num_samples(fewer.step.given)
 
         def find(*, per_sample: bool) -> Plan:
             generator = self.session.generator(self.who, "trial", fewer.index)
@@ -338,7 +340,9 @@ class Tokens:
 class Fewer:
     """Replaces a block's ``forward`` in a step."""
 
-    def __init__(self, tokens: Tokens, step: Step, index: int, block: nn.Module, plain: Callable[..., Any]) -> None:
+    def __init__(
+        self, tokens: Tokens, step: Step | None, index: int, block: nn.Module, plain: Callable[..., Any]
+    ) -> None:
         self.tokens, self.step, self.index, self.block, self.plain = tokens, step, index, block, plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

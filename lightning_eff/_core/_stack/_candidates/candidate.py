@@ -114,12 +114,13 @@ def of_one_width(blocks: Sequence[nn.Module]) -> bool:
 def class_of(block: nn.Module) -> type[nn.Module]:
     """Return the class as which a block was written, without the mixins of FSDP2 or the wrapper of torch.compile.
 
-    For a block that was replaced by an instance of a derived class, it is the original class, because only some blocks may have
-    been replaced.
+    For a block that was replaced by an instance of a derived class, by one technique or several, it is the original class,
+    because only some blocks may have been replaced.
     """
     block = getattr(block, "_orig_mod", block)
-    swap = swap_of(block)
-    cls = type(swap.was) if swap is not None and isinstance(block, type(swap.was)) else type(block)
+    while (swap := swap_of(block)) is not None and isinstance(block, type(swap.was)):
+        block = swap.was
+    cls = type(block)
     index = getattr(cls, "_orig_cls_mro_index", None)  # set by FSDP2: the position of the block's own class
     return cls if index is None else cls.__mro__[index]
 
