@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import OneOf
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_memory_bound
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_memory_bound
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.memory._compression.arguments import GroupSize, Method, check_method, check_not_compiled
 from lightning_eff.memory._compression.engine import Engine
@@ -60,7 +60,6 @@ class ACTPrecision(WrappingPrecision):
     saves: ClassVar[str] = "activation memory: at least 4, 7 or 12 times less at 8, 4 or 2 bits"
     paper: ClassVar[str] = "Chen et al. 2021, arXiv:2104.14129; Pan et al. 2021, arXiv:2111.11124"
     constraints: ClassVar[str] = "no compiled submodules; costs time for encoding and decoding; adds gradient noise"
-    survey: ClassVar[Survey | None] = Survey("activation compressed training", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((2, 4, 8))}, needs_memory_bound)
 
     @declared

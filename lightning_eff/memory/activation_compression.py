@@ -16,9 +16,8 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Count, Layers, Number
 from lightning_eff._core._needs.needs import Need
-from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_memory_bound
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_memory_bound
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Control, Technique
@@ -113,7 +112,6 @@ class ActivationCompression(Technique):
     )
     constraints: ClassVar[str] = "no compiled submodules; costs time for encoding and decoding; adds gradient noise"
     needs: ClassVar[Need] = Need.SAVED
-    survey: ClassVar[Survey | None] = Survey("activation compressed training", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"bits": Choice((2, 4, 8))}, needs_memory_bound)
     control: ClassVar[Control] = Control(
         "the baseline for the same time if it fits into memory, or else block checkpointing"
@@ -297,12 +295,7 @@ class ActivationCompression(Technique):
         if found.values and sum(found.values.values()) < float("inf"):
             allocation.learn(found.values, found.numel, found.shared, set(found.wide))
         self._measured += 1
-        cost = session.chain.cost
-        cost.forward_passes += passes
-        cost.backward_passes += passes
-        with contextlib.suppress(ValueError):  # a batch without tensors has no number of samples
-            cost.forward_samples += passes * num_samples(batch)
-        cost.seconds += time.perf_counter() - began
+        session.chain.cost.add(batch, forward=passes, backward=passes, since=began)
 
     def _gradient(self, engine: Engine, seed: int, step: Step, batch: Any, proceed: Proceed) -> list[Tensor | None]:
         """Return the gradient of every parameter in a pass without side effects; empty if the step has no loss."""

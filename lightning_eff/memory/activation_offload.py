@@ -14,7 +14,7 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.blocks import refuse_compiled_around, untraced_hooks
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_memory_bound
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, needs_memory_bound
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, snapshot
 from lightning_eff._core.technique import Control, Technique
@@ -121,7 +121,6 @@ class ActivationOffload(Technique):
     )
     paper: ClassVar[str] = "Rhu et al. 2016, arXiv:1602.08124 (vDNN)"
     constraints: ClassVar[str] = "needs an accelerator; layers= must not be inside a compiled module"
-    survey: ClassVar[Survey | None] = Survey("offloading of activations", zhuang="3", shen="7.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"min_bytes": Choice((2**18, 2**20, 2**22)), "prefetch": Choice((1, 2))}, _pointless
     )

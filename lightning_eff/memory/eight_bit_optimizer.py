@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count
 from lightning_eff._core._needs.needs import Part, Reasons
-from lightning_eff._core._optim.combined import CombinedOptimizer, Following, Origins, take_groups
+from lightning_eff._core._optim.combined import CombinedOptimizer, Following, Origins, group_of, take_groups
 from lightning_eff._core._optim.scheduled import optimizers_of, put_around, reference_rates, schedulers_of
 from lightning_eff._core.optimizers import rewrite_configured
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.memory._eight_bit.equivalents import eight_bit, equivalent_of, four_bit, imported
@@ -93,7 +93,6 @@ class EightBitOptimizer(Technique):
     refuses: ClassVar[Reasons] = {
         Part.PIPELINE: "each process sorts its own weights into 8 and 32 bits, so a checkpoint fits no other process"
     }
-    survey: ClassVar[Survey | None] = Survey("low-precision weights and states", zhuang="3", shen="4.2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
     control: ClassVar[Control] = Control("the baseline with 32-bit states, at the batch size that fits")
     needs_automatic_optimization: ClassVar[bool] = False
@@ -230,11 +229,8 @@ def _divided(groups: list[dict[str, Any]], stays: Any) -> tuple[list[tuple[int, 
     found: tuple[list[tuple[int, dict[str, Any]]], ...] = ([], [])
     for at, group in enumerate(groups):
         for part, side in enumerate((True, False)):
-            chosen = [i for i, p in enumerate(group["params"]) if stays(p) is side]
-            if chosen:
-                share = {**group, "params": [group["params"][i] for i in chosen]}
-                if "param_names" in group:
-                    share["param_names"] = [group["param_names"][i] for i in chosen]
+            share = group_of(group, lambda p, side=side: stays(p) is side)
+            if share["params"]:
                 for name in ("lr", "initial_lr", "max_lr", "min_lr"):
                     if isinstance(share.get(name), Tensor) and side is False:
                         share[name] = float(share[name])

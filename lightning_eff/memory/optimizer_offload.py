@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._needs.needs import Part, Reasons
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, needs_memory_bound
+from lightning_eff._core.search_space import RunProfile, SearchSpace, needs_memory_bound
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.memory._hosting.update import HostUpdate, check_optimizer
@@ -78,7 +78,6 @@ class OptimizerOffload(Technique):
         Part.PIPELINE: "the technique loads the optimizer state of all weights, of which each process has some",
     }
     constraints: ClassVar[str] = "needs an optimizer of torch.optim other than LBFGS, and an accelerator"
-    survey: ClassVar[Survey | None] = Survey("offloading of optimizer states", zhuang="3", shen="7.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=_pointless)
     control: ClassVar[Control] = Control("the baseline for the same time, since each step is the plain optimizer's")
     conflicts: ClassVar[Mapping[str, str]] = {

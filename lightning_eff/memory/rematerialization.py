@@ -16,7 +16,7 @@ from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_blocks, needs_memory_bound
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, needs_blocks, needs_memory_bound
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
 from lightning_eff._core.technique import Control, Technique
@@ -30,7 +30,7 @@ from lightning_eff.memory._recompute.offloading import Offloading
 from lightning_eff.memory._recompute.optimum import agreed, measure, parse_budget, plan_from, plan_state, solve, tell
 from lightning_eff.memory._recompute.profile import Profiler
 from lightning_eff.memory._recompute.recomputation import Recomputation
-from lightning_eff.memory._recompute.selective import Selective
+from lightning_eff.memory._recompute.selective import Selective, warn_on_cpu
 
 Policy = Literal["full", "sqrt", "selective", "optimal"]
 
@@ -66,7 +66,8 @@ class Rematerialization(Technique):
       pass.
     - ``"sqrt"``: the n blocks form about sqrt(n) segments, each recomputed from its input. The last one is stored.
     - ``"selective"``: the outputs of matrix products and attention are stored, and the rest of a block is recomputed (torch's
-      selective checkpointing). Attention with dropout is recomputed too, so that its masks are correct.
+      selective checkpointing). Attention with dropout is recomputed too, so that its masks are correct. This is for GPUs. On
+      a CPU it saves little memory for much time, and a warning says so.
     - ``"optimal"``: each block is measured on the first batch, before any weight changes, and the fastest plan within
       ``memory_budget`` is used. A plan says which blocks to store, and from where to recompute the others, in nested segments
       (Herrmann et al.). It is logged, and :meth:`draw` plots it. A new plan is made for larger batches than before, and when
@@ -112,7 +113,6 @@ class Rematerialization(Technique):
         "needs deterministic blocks; 'sqrt' and 'optimal' do not support FSDPStrategy; 'optimal' needs automatic"
         " optimization"
     )
-    survey: ClassVar[Survey | None] = Survey("rematerialization", zhuang="3", shen="6")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"policy": Choice(("full", "sqrt", "selective", "optimal")), "share": Choice((0.3, 0.5, 0.7))},
         lambda profile: needs_blocks(profile) or needs_memory_bound(profile),
@@ -229,6 +229,7 @@ class Rematerialization(Technique):
                 " Remove layers= of the other technique, so that it handles the rest of the step, or remove one of them."
             )
         if self.policy == "selective":
+            warn_on_cpu(session.trainer.strategy.root_device)
             self._engine = Selective(stack.blocks)
         else:
             self._offloading = Offloading() if self.offload else None

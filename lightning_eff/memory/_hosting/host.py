@@ -203,11 +203,6 @@ class HostStore:
         self._warned = False
 
     @property
-    def pool_bytes(self) -> int:
-        """The bytes of allocated host memory, used or free."""
-        return self._pool.num_bytes
-
-    @property
     def seconds_waited(self) -> float:
         """The seconds for which computation has waited for copies, as far as known."""
         copiers = [self._given] if self._given is not None else list(self._copiers.values())

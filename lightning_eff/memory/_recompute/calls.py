@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lightning_eff._core.blocks import BlockStack
+from lightning_eff._core.blocks import BlockStack, Candidate
 from lightning_eff._core.patches import Patches
 
 Handle = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -38,7 +38,9 @@ def hand_over(stack: BlockStack, patches: Patches, handle: Handle) -> None:
             patches.set(block, name, _Handed(index, getattr(block, name), handle))
 
 
-def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, who: str = "Rematerialization"
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Remove Hugging Face's caches of keys and values from the arguments of a block's call.
 
     A block adds to its cache as it runs, and a recomputed one would do so twice. Nothing reads the cache in training.
@@ -46,7 +48,7 @@ def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     """
     if not any(map(_is_cache, args)) and not any(map(_is_cache, kwargs.values())):
         return args, kwargs
-    _log_once()
+    _log_once(who)
     kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
     if kwargs.get("use_cache"):
         kwargs["use_cache"] = False
@@ -63,14 +65,14 @@ def _is_cache(value: Any) -> bool:
 
 
 @functools.cache
-def _log_once() -> None:
+def _log_once(who: str) -> None:
     rank_zero_info(
-        "Rematerialization: blocks get past_key_values=None in training steps, since a recomputed block would add to the"
+        f"{who}: blocks get past_key_values=None in training steps, since a recomputed block would add to the"
         " cache twice. Set use_cache=False in the model's configuration."
     )
 
 
-def refuse_checkpointed(module: nn.Module, stack: BlockStack) -> None:
+def refuse_checkpointed(module: nn.Module, stack: BlockStack | Candidate, *, who: str = "Rematerialization") -> None:
     """Check that blocks are not checkpointed already, since they would run a third time.
 
     Raises:
@@ -79,13 +81,13 @@ def refuse_checkpointed(module: nn.Module, stack: BlockStack) -> None:
     for path, m in module.named_modules():
         if getattr(m, "gradient_checkpointing", False) is True:
             raise ValueError(
-                f"Rematerialization: {path or type(module).__name__!r} has gradient_checkpointing enabled, so"
-                f" {stack} would be recomputed twice. Disable it on the model, or remove Rematerialization."
+                f"{who}: {path or type(module).__name__!r} has gradient_checkpointing enabled, so"
+                f" {stack} would be recomputed twice. Disable it on the model, or remove {who}."
             )
     for block in stack.blocks:
         for m in block.modules():
             if hasattr(m, "_checkpoint_wrapped_module"):
                 raise ValueError(
-                    f"Rematerialization: {stack} has blocks in torch's checkpoint_wrapper, so they would be recomputed"
-                    " twice. Remove the wrapper or Rematerialization."
+                    f"{who}: {stack} has blocks in torch's checkpoint_wrapper, so they would be recomputed"
+                    f" twice. Remove the wrapper or {who}."
                 )

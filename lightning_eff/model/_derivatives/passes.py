@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,24 +10,43 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_eff._core._branches.tracing import looked_at
+from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.session import Session
 from lightning_eff._core.wrapping import unrounded
 
 
-@contextmanager
-def watched(loss: Tensor) -> Iterator[tuple[Tensor, list[str]]]:
-    """Give the loss, and a list of the custom autograd functions in its graph whose backward pass has no derivative.
+@dataclass
+class Differentiation:
+    """Derivatives of a loss that are computed within :func:`watched`.
 
-    torch treats the result of such a function as a constant, or raises only in a part of the graph that nothing needs,
-    so a second derivative would be wrong without an error. The returned loss is multiplied by a 1 that requires a
-    gradient, so everything that passes back through the graph depends on it. The list is filled during the backward
-    pass.
+    Attributes:
+        loss: the loss to differentiate, shape ().
+        reason: why it could not be differentiated so often, or an empty string.
     """
-    found: list[str] = []
+
+    loss: Tensor
+    reason: str = ""
+
+
+@contextmanager
+def watched(loss: Tensor) -> Iterator[Differentiation]:
+    """Find out whether the derivatives in this block exist; an error in them ends the block and becomes the reason.
+
+    torch treats the result of a custom autograd function whose backward pass has no derivative as a constant, or raises
+    only in a part of the graph that nothing needs, so a second derivative would be wrong without an error. The given loss
+    is multiplied by a 1 that requires a gradient, so everything that passes back through the graph depends on it.
+    """
+    constant: list[str] = []
+    found = Differentiation(loss * torch.ones((), dtype=loss.dtype, device=loss.device, requires_grad=True))
     with ExitStack() as scope:
         for node in _own_functions(loss):
-            scope.callback(node.register_hook(_noting(type(node).__name__.removesuffix("Backward"), found)).remove)
-        yield loss * torch.ones((), dtype=loss.dtype, device=loss.device, requires_grad=True), found
+            scope.callback(node.register_hook(_noting(type(node).__name__.removesuffix("Backward"), constant)).remove)
+        try:
+            yield found
+        except (RuntimeError, ValueError) as e:
+            found.reason = first_line(e)
+    if constant:
+        found.reason = f"the backward pass of {', '.join(constant)} has no derivative"
 
 
 def _noting(name: str, found: list[str]) -> Any:

@@ -14,6 +14,7 @@ from lightning_eff._core._architecture.record import swapped
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._needs.needs import Part, Reasons
+from lightning_eff._core._stack.walking import parameters_by_name, parameters_of
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
@@ -90,14 +91,17 @@ class Adapter(Architecture):
         Raises:
             ValueError: for a pattern of ``also`` that means no parameter.
         """
-        named = dict(root.named_parameters(remove_duplicate=False))
-        paths = [*named, *(path for path, m in root.named_modules() if path and any(True for _ in m.parameters()))]
-        who = type(self).__name__
+        found: set[int] = set()
         if self.also:
-            check_met(self.also, paths, who=who, what="parameters and modules", root=type(root).__name__)
-        found = {id(p) for name, p in named.items() if any(meets(at, one) for one in self.also for at in _above(name))}
+            named = dict(root.named_parameters(remove_duplicate=False))
+            paths = [*named, *(path for path, m in root.named_modules() if path and any(True for _ in m.parameters()))]
+            who, of = type(self).__name__, type(root).__name__
+            check_met(self.also, paths, who=who, what="parameters and modules", root=of, argument="also")
+            found = {
+                id(p) for name, p in named.items() if any(meets(at, one) for one in self.also for at in _above(name))
+            }
         for _, m, swap in swapped(root):
-            found |= {id(p) for name, p in m.named_parameters() if name not in swap.tensors and p.requires_grad}
+            found |= {id(p) for name, p in parameters_by_name(m) if name not in swap.tensors and p.requires_grad}
         return found
 
     def freeze(self, surgeon: Surgeon, trained: set[int], what: str) -> None:
@@ -112,9 +116,9 @@ class Adapter(Architecture):
             ValueError: if nothing is left to train.
         """
         who, root = type(self).__name__, surgeon.root
-        numbers = sum(p.numel() for p in root.parameters() if p.requires_grad)
+        numbers = sum(p.numel() for p in parameters_of(root) if p.requires_grad)
         surgeon.freeze(lambda name, p: id(p) not in trained)
-        self._trained = sum(p.numel() for p in root.parameters() if p.requires_grad)
+        self._trained = sum(p.numel() for p in parameters_of(root) if p.requires_grad)
         self._frozen = numbers - self._trained
         if not self._trained:
             raise ValueError(

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_eff._core._architecture.record import check_checkpoint
+from lightning_eff._core._stack.walking import modules_by_path, without_collections
 from lightning_eff._core.session import Session
 from lightning_eff.model.adapters._pieces import Pieces, local, sketch
 
@@ -17,8 +19,14 @@ STILL = "_lightning_eff_still"
 
 def still(module: nn.Module) -> dict[str, Tensor]:
     """The frozen parameters, and buffers that represent such, by name."""
-    found: dict[str, Tensor] = {n: p for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    for path, m in module.named_modules(remove_duplicate=False):
+    named = modules_by_path(module, once=False)
+    found: dict[str, Tensor] = {
+        f"{path}.{name}" if path else name: p
+        for path, m in named
+        for name, p in m._parameters.items()
+        if p is not None and not p.requires_grad
+    }
+    for path, m in named:
         for name in m.__dict__.get(STILL, ()):
             found[f"{path}.{name}" if path else name] = m.get_buffer(name)
     return found
@@ -42,8 +50,9 @@ class Partial:
         self._frozen: dict[str, Tensor] = {}
         self._begun: dict[str, tuple[int, Tensor, Tensor | None]] = {}
         self._keys: list[str] = []
+        self._looked: dict[str, tuple[Any, Tensor]] = {}
         self._held: set[str] = set()
-        self.base = torch.zeros(0, 2, device="cpu")
+        self.base = torch.zeros(0, 2, dtype=torch.float32, device="cpu")
         module, strategy = session.module, session.trainer.strategy
         configure = module.configure_model
 
@@ -58,23 +67,35 @@ class Partial:
         else:
             session.patches.set(strategy, "load_model_state_dict", self._loading(strategy.load_model_state_dict))
 
+    @without_collections()
     def _look(self, module: LightningModule) -> None:
         self._frozen, self._keys = still(module), list(module.state_dict())
-        looked = [self._pieces.whole_sketch(p) for p in self._frozen.values()]
-        self.base = torch.stack(looked) if looked else torch.zeros(0, 2, device="cpu")
+        self.base = self._pieces.whole_sketches([*self._frozen.values()])
+        looked = zip(self._frozen.items(), self.base, strict=True)
+        self._looked = {name: (_content_of(p), of_p) for (name, p), of_p in looked}
 
+    @without_collections()
     def begin(self) -> None:
         """Record the weights with which training starts."""
         module = self._session.module
-        named = {**dict(module.named_parameters(remove_duplicate=False)), **still(module)}
-        here = {name: named[name] for name in self._frozen if name in named}  # a pipeline stage has only some of them
+        now = still(module)
+        if any(name not in now for name in self._frozen):  # some train again by now
+            now = {**dict(module.named_parameters(remove_duplicate=False)), **now}
+        here = {name: now[name] for name in self._frozen if name in now}  # a pipeline stage has only some of them
         whole = not self._pieces.divided
-        self._begun = {name: (p._version, sketch(local(p)), p.detach() if whole else None) for name, p in here.items()}
+        self._begun = {
+            name: (p._version, self._sketched(name, p), p.detach() if whole else None) for name, p in here.items()
+        }
         if not self._pieces.divided:
             self._frozen = here
             return
         self._frozen |= here
         self.base = self._pieces.agreed(self.base, self._frozen)
+
+    def _sketched(self, name: str, p: Tensor) -> Tensor:
+        """The sketch of this rank's piece of ``p``, from :meth:`_look` if the tensor has not changed since."""
+        content, found = self._looked.get(name, (None, None))
+        return sketch(local(p)) if found is None or content != _content_of(p) or self._pieces.divided else found
 
     def without(self, states: dict[str, Any]) -> dict[str, Any]:
         """``states`` without frozen parameters that were not changed, and without values stored with them."""
@@ -185,6 +206,11 @@ class Partial:
                 f" checkpoint's run: {', '.join(wrong[:3])}{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}. Load the"
                 f" weights that the run started with, or train with {self._who}(save='all')."
             )
+
+
+def _content_of(p: Tensor) -> tuple[int, int, int]:
+    """What differs if another tensor, or other values, are in the place of ``p``."""
+    return id(p), p._version, 0 if p.is_meta or isinstance(p, DTensor) else p.data_ptr()
 
 
 def _of(key: str, names: set[str]) -> bool:

@@ -1,6 +1,6 @@
 """What adapters need from strategies that divide parameters: which are refused, and how pieces are inspected and read."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,23 @@ LOOKS = 256
 
 def sketch(t: Tensor) -> Tensor:
     """Two numbers that identify a tensor, (2,): a weighted sum of some elements, and the sum of their absolute values."""
-    if t.is_meta or not t.numel():
-        return torch.zeros(2, device="cpu")
-    flat = t.detach().reshape(-1)
-    few = flat[:: max(1, flat.numel() // LOOKS)][:LOOKS].to(torch.float32)
-    weights = 1 + torch.arange(few.numel(), device=few.device) % 7
-    return torch.stack([(few * weights).sum(), few.abs().sum()]).cpu()
+    return sketches([t])[0]
+
+
+def sketches(tensors: Sequence[Tensor]) -> Tensor:
+    """The sketches of several tensors, (n, 2). Tensors of the same size, dtype and device share their operations."""
+    found = torch.zeros(len(tensors), 2, dtype=torch.float32, device="cpu")
+    alike: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    for i, t in enumerate(tensors):
+        if not t.is_meta and t.numel():
+            alike.setdefault((t.numel(), t.dtype, t.device), []).append(i)
+    for (numel, *_), places in alike.items():
+        every = max(1, numel // LOOKS)
+        few = [tensors[i].detach().reshape(-1)[::every][:LOOKS].to(torch.float32) for i in places]
+        rows = torch.stack(few).cpu()  # sums on the CPU have the same bits for any number of rows
+        weights = 1 + torch.arange(rows.shape[1], device="cpu") % 7
+        found[places] = torch.stack([(rows * weights).sum(1), rows.abs().sum(1)], dim=1)
+    return found
 
 
 def local(t: Tensor) -> Tensor:
@@ -137,11 +148,12 @@ class Pieces:
         self.divided = divides(session)
         self.loads_at_once = self.divided and not plans(session)
 
-    def whole_sketch(self, t: Tensor) -> Tensor:
-        """The sketch of ``t``; NaN for a tensor that is divided by now or on the meta device."""
-        if self.divided and (t.is_meta or isinstance(t, DTensor)):
-            return torch.full((2,), torch.nan, device="cpu")
-        return sketch(t)
+    def whole_sketches(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The sketches of whole tensors, (n, 2); NaN for those that are divided by now or on the meta device."""
+        found = torch.full((len(tensors), 2), torch.nan, dtype=torch.float32, device="cpu")
+        whole = [i for i, t in enumerate(tensors) if not (self.divided and (t.is_meta or isinstance(t, DTensor)))]
+        found[whole] = sketches([tensors[i] for i in whole])
+        return found
 
     def agreed(self, base: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
         """Sketches of the whole tensors, the same on all ranks; a collective operation."""

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.naming import check_met, meets
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Change
-from lightning_eff._core.search_space import SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace
 from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, Adapter, folded, unless_memory_bound
 from lightning_eff.model.adapters._arguments import Also, Paths, Save
 
@@ -68,7 +68,6 @@ class BitFit(Adapter):
     saves = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
     paper = "Ben Zaken et al. 2022, arXiv:2106.10199"
     constraints = "fine-tuning of modules that have biases"
-    survey = Survey("parameter-efficient tuning (BitFit)", zhuang="3")
     search_space = SearchSpace({}, unless_memory_bound)
     change_at = Change.FREEZE
     conflicts: ClassVar[Mapping[str, str]] = {

@@ -18,10 +18,10 @@ from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._branches.ends import alike_unused, refuse_unequal
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.probing import probed
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace
 from lightning_eff.model.adapters._adapter import DEAD, RIVALS, Adapter, blockwise, folded, unless_memory_bound
 from lightning_eff.model.adapters._arguments import Also, Save, Targets
-from lightning_eff.model.adapters._reading import read, unread
+from lightning_eff.model.adapters._peft.reading import read, unread
 
 WHO = "HoulsbyAdapters"
 STD = 0.01  # of the initial W_d, truncated at two standard deviations as in the paper
@@ -134,7 +134,6 @@ class HoulsbyAdapters(Adapter):
     saves = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
     paper = "Houlsby et al. 2019, arXiv:1902.00751"
     constraints = "fine-tuning of residual networks of linear layers"
-    survey = Survey("parameter-efficient tuning (adapters)", zhuang="3")
     search_space = SearchSpace({"bottleneck": Choice((8, 64))}, _pointless)
     stays = "an adapter has an activation function, so it cannot be merged into a linear layer"
     conflicts: ClassVar[Mapping[str, str]] = {**DEAD, **blockwise("adapters"), "LoRA": RIVALS, "BitFit": RIVALS}

@@ -19,7 +19,7 @@ from lightning_eff._core._arguments.kinds import Alias, Number
 from lightning_eff._core._optim.parameter_multipliers import hasten
 from lightning_eff._core._optim.scheduled import schedulers_of
 from lightning_eff._core.optimizers import is_per_parameter, rewrite_configured
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff.model.adapters._adapter import DEAD, RIVALS, blockwise
 from lightning_eff.model.adapters._arguments import Also, Dropout, Rank, Save, Targets
@@ -89,7 +89,6 @@ class LoRA(OnLinearLayers):
 
     saves = "the memory of most gradients and of the optimizer's state; checkpoints of kilobytes"
     paper = "Hu et al. 2022, arXiv:2106.09685"
-    survey = Survey("parameter-efficient tuning (LoRA)", zhuang="3")
     search_space = SearchSpace({"rank": Choice((4, 8, 16)), "b_rate": Choice((1.0, 16.0))}, pointless)
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,
@@ -125,7 +124,8 @@ class LoRA(OnLinearLayers):
     def maker(self, maps: Sequence[LinearMap]) -> Maker:
         from peft import LoraConfig
 
-        from lightning_eff.model.adapters._peft.layers import lora_layer
+        from lightning_eff.model.adapters._peft.copies import Copies
+        from lightning_eff.model.adapters._peft.layers import draw_lora, lora_layer
 
         config = LoraConfig(
             r=self.rank,
@@ -139,7 +139,7 @@ class LoRA(OnLinearLayers):
         def make(base: nn.Module, *, transposed: bool, read: bool) -> nn.Module:
             return lora_layer(_own_weight(base) if self.pissa else base, config, transposed=transposed, read=read)
 
-        return make
+        return Copies(make, draw_lora) if self.starts_alone else make
 
     # -- LoRA+
 

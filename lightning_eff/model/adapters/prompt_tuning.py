@@ -4,7 +4,6 @@ The rule is ``f([P; E(x)])`` for x of T tokens, E(x) of (T, d) and P of (k, d); 
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -19,10 +18,10 @@ from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core._tokens.embeddings import token_embeddings
-from lightning_eff._core.batches import num_samples, tensors
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.batches import tensors
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Proceed, Stage, Step, looking_on
+from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, Adapter, blockwise, unless_memory_bound
 from lightning_eff.model.adapters._arguments import Also, Length, Save
 from lightning_eff.model.adapters._pieces import divides, nowhere
@@ -102,7 +101,6 @@ class PromptTuning(Adapter):
     saves = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper = "Lester et al. 2021, arXiv:2104.08691"
     constraints = "language models of one text with room for k more tokens; no cache in generation"
-    survey = Survey("parameter-efficient tuning (prompts)", zhuang="3")
     search_space = SearchSpace({"length": Choice((5, 20, 100))}, _pointless)
     stays = "its prompts are not tokens, and a plain module has no place for them before each text"
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -198,7 +196,7 @@ class PromptTuning(Adapter):
     def _tried(self, step: Step, batch: Any) -> bool:
         session, hooks = self.session, hooked(step.module)
         before = {path: prefix.given for path, prefix in hooks.items()}
-        with looking_on(), looked_at(session), torch.no_grad():
+        with looked_at(session), torch.no_grad():
             output = step_of(session, batch, step.batch_idx)
         for path, prefix in hooks.items():
             if output is not None and prefix.given == before[path]:
@@ -206,9 +204,7 @@ class PromptTuning(Adapter):
                     f"{WHO}: training_step did not call {path or 'the module itself'}, whose calls get the prompts. Call it"
                     " instead of its forward or its parts, or remove the callback."
                 )
-        session.chain.cost.forward_passes += PASSES
-        with suppress(ValueError):  # batches without tensors have no samples to count
-            session.chain.cost.forward_samples += PASSES * num_samples(batch)
+        session.chain.cost.add(batch, forward=PASSES)
         return output is not None
 
     @override

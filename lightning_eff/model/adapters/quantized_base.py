@@ -18,7 +18,7 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._stack.finding import candidates
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_memory_bound
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, needs_memory_bound
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.adapters._adapter import folded
@@ -81,7 +81,6 @@ class QuantizedBase(Architecture):
     saves = "seven eighths (NF4) or three quarters (int8) of the memory of frozen 32-bit linear layers"
     paper = "Dettmers et al. 2023, arXiv:2305.14314"
     constraints = "frozen linear layers, as with LoRA; needs bitsandbytes"
-    survey = Survey("parameter-efficient tuning (QLoRA)", zhuang="3")
     search_space = SearchSpace({"bits": Choice((4, 8))}, _pointless)
     control = Control("the baseline with the same adapter on the unrounded base, for the same time")
     change_at = Change.FREEZE

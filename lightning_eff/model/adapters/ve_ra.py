@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import LinearMap
 from lightning_eff._core._arguments.kinds import Alias, Count, Number
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, blockwise
 from lightning_eff.model.adapters._arguments import Also, Dropout, Rank, Save, Targets
 from lightning_eff.model.adapters._peft.places import pointless
@@ -72,7 +72,6 @@ class VeRA(OnLinearLayers):
 
     saves = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper = "Kopiczko et al. 2023, arXiv:2310.11454"
-    survey = Survey("parameter-efficient tuning (VeRA)", zhuang="3")
     search_space = SearchSpace({"rank": Choice((64, 256, 1024))}, pointless)
     conflicts: ClassVar[Mapping[str, str]] = {
         **DEAD,

@@ -22,7 +22,7 @@ from lightning_eff._core._needs.needs import Part
 from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.blocks import find_stack, hidden_of
 from lightning_eff._core.patches import hook_before
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace
 from lightning_eff.model.adapters._adapter import DEAD, FROZEN, RIVALS, Adapter, blockwise, unless_memory_bound
 from lightning_eff.model.adapters._arguments import Also, Length, Save
 from lightning_eff.model.adapters._pieces import nowhere
@@ -96,7 +96,6 @@ class VisualPromptTuning(Adapter):
     saves = "the memory of nearly all gradients and of the optimizer's state; checkpoints of kilobytes"
     paper = "Jia et al. 2022, arXiv:2203.12119"
     constraints = "fine-tuning of vision transformers whose blocks do not depend on positions"
-    survey = Survey("parameter-efficient tuning (visual prompts)", zhuang="3")
     search_space = SearchSpace({"length": Choice((5, 10, 50)), "deep": Choice((True, False))}, _pointless)
     stays = "its prompts are tokens that no image has, and a plain module has no place for them"
     conflicts: ClassVar[Mapping[str, str]] = {

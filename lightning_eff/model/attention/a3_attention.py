@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_attention
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_attention
 from lightning_eff.model.attention._replacing.selecting import SelectedKeys, with_best
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS
 
@@ -95,7 +95,6 @@ class A3Attention(SelectedKeys):
     constraints = (
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; slower on a CPU or GPU"
     )
-    survey = Survey("sparse attention in hardware (A3)", zhuang="4")
     search_space = SearchSpace({"search": Choice((0.125, 0.5)), "cut": Choice((0.05, 0.1))}, needs_attention)
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
 

@@ -12,13 +12,14 @@ from lightning_eff._core._architecture.record import swap_of
 from lightning_eff._core._architecture.technique import Architecture
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._attention.calls import Call
+from lightning_eff._core._attention.inside import Inside, Place, put_inside
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_attention
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_attention
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff.model.attention._replacing.inside import Inside, InsideAttention, Place, put_inside
+from lightning_eff.model.attention._replacing.inside import InsideAttention
 from lightning_eff.model.attention._replacing.selecting import SLOWER
 from lightning_eff.model.attention._replacing.technique import CONFLICTS, NO_PAIRS, SOME_KEYS
 
@@ -131,7 +132,6 @@ class DOTAAttention(InsideAttention):
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; no faster on a CPU or GPU; a single"
         " device or DDP"
     )
-    survey = Survey("sparse attention in hardware (DOTA)", zhuang="4")
     search_space = SearchSpace({"share": Choice((0.1, 0.25, 0.5))}, needs_attention)
     control = SLOWER
     conflicts: ClassVar[Mapping[str, str]] = {

@@ -13,7 +13,7 @@ from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._attention.calls import Call
 from lightning_eff._core._needs.needs import Part, Reasons
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_attention
+from lightning_eff._core.search_space import SearchSpace, Uniform, needs_attention
 from lightning_eff._core.session import Session
 from lightning_eff.model.attention._replacing.projections import orthogonal_rows
 from lightning_eff.model.attention._replacing.selecting import SelectedKeys, with_best
@@ -117,7 +117,6 @@ class ELSAAttention(SelectedKeys):
 
     paper = "Ham et al. 2021, doi:10.1109/ISCA52012.2021.00060"
     refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique learns its thresholds from whole batches"}
-    survey = Survey("sparse attention in hardware (ELSA)", zhuang="4")
     search_space = SearchSpace({"p": Uniform(0.5, 4.0, log=True)}, needs_attention)
     neutral_at: ClassVar[Mapping[str, Any]] = {"p": 0.0}
     checkpointed = ("_threshold",)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._attention.calls import Call, CannotReplace
-from lightning_eff._core.search_space import SearchSpace, Survey
-from lightning_eff.model.attention._replacing.inside import Inside, InsideAttention, Place, put_inside
+from lightning_eff._core._attention.inside import Inside, Place, put_inside
+from lightning_eff._core.search_space import SearchSpace
+from lightning_eff.model.attention._replacing.inside import InsideAttention
 from lightning_eff.model.attention._replacing.masks import problem_of_mask, refuse_dropout, visible_keys
 from lightning_eff.model.attention._replacing.technique import CONFLICTS, EXACT, NO_PAIRS, too_short
 
@@ -125,7 +126,6 @@ class Fastformer(InsideAttention):
         "encoders, by scaled_dot_product_attention or nn.MultiheadAttention, without dropout of weights, not compiled; a single"
         " device or DDP"
     )
-    survey = Survey("linear attention (Fastformer)", zhuang="4", shen="4.1")
     search_space = SearchSpace({}, too_short)
     control = EXACT
     conflicts: ClassVar[Mapping[str, str]] = {

@@ -11,8 +11,9 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._attention.calls import Call, CannotReplace
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
-from lightning_eff.model.attention._replacing.inside import Inside, InsideAttention, Place, put_inside
+from lightning_eff._core._attention.inside import Inside, Place, put_inside
+from lightning_eff._core.search_space import Choice, SearchSpace
+from lightning_eff.model.attention._replacing.inside import InsideAttention
 from lightning_eff.model.attention._replacing.masks import problem_of_mask, visible_keys
 from lightning_eff.model.attention._replacing.technique import CONFLICTS, EXACT, too_short
 
@@ -99,7 +100,6 @@ class Linformer(InsideAttention):
         "encoders on batches of one length, by scaled_dot_product_attention or nn.MultiheadAttention, not compiled; a single"
         " device or DDP"
     )
-    survey = Survey("linear attention (Linformer)", zhuang="4", shen="4.1")
     search_space = SearchSpace({"rank": Choice((64, 128))}, too_short)
     control = EXACT
     conflicts: ClassVar[Mapping[str, str]] = {

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, needs_attention
+from lightning_eff._core.search_space import RunProfile, SearchSpace, needs_attention
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.attention._replacing.chunks import chunked_attention
@@ -101,7 +101,6 @@ class MemoryEfficientAttention(ReplacedAttention):
     saves = "the quadratic memory of attention weights, where torch has no fused kernel for the call"
     paper = "Rabe & Staats 2021, arXiv:2112.05682; Dao et al. 2022, arXiv:2205.14135"
     constraints = "attention by scaled_dot_product_attention or nn.MultiheadAttention, not compiled"
-    survey = Survey("self-attention in less than O(n²) memory (Rabe & Staats; FlashAttention)", zhuang="3", shen="6")
     search_space = SearchSpace({}, _pointless)
     control = Control(
         "the baseline for as many seconds, since torch's own scaled_dot_product_attention computes the same"

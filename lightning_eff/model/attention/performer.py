@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Alias, Count
 from lightning_eff._core._attention.calls import Call, CannotReplace, keys_alone
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff.model.attention._replacing.masks import in_full, refuse_dropout
 from lightning_eff.model.attention._replacing.projections import orthogonal_rows
@@ -32,6 +32,7 @@ from lightning_eff.model.attention._replacing.technique import (
 
 WHO = "Performer"
 CHUNK = 64  # the queries of causal attention at a time
+_CAREFUL_CHUNK = 16
 
 
 def positive_features(x: Tensor, omega: Tensor, *, shift: Tensor | None = None) -> Tensor:
@@ -42,17 +43,23 @@ def positive_features(x: Tensor, omega: Tensor, *, shift: Tensor | None = None) 
         omega: (m, E), with rows like normal vectors.
         shift: (.., 1), against overflow; it cancels in attention if it is one per query, or one for all keys.
     """
-    exponent = x @ omega.T - x.square().sum(-1, keepdim=True) / 2
+    exponent = log_features(x, omega)
     if shift is not None:
         exponent = exponent - shift
     return torch.exp(exponent) / math.sqrt(len(omega))
 
 
-def linear_attention(fq: Tensor, fk: Tensor, v: Tensor, *, causal: bool, chunk: int = CHUNK) -> Tensor:
+def log_features(x: Tensor, omega: Tensor) -> Tensor:
+    """Return ``omega x - |x|^2 / 2``, the logarithm of ``sqrt(m) phi(x)``: (.., m)."""
+    return x @ omega.T - x.square().sum(-1, keepdim=True) / 2
+
+
+def linear_attention(
+    fq: Tensor, fk: Tensor, v: Tensor, *, causal: bool, chunk: int = CHUNK, sees: Tensor | None = None
+) -> Tensor | None:
     """Return ``fq_i (sum_j fk_j v_j^T) / (fq_i sum_j fk_j)`` over all j, or over j <= i: (.., L, E').
 
-    Causal sums are prefix sums: within a chunk over its own keys, plus the sums over all chunks before. Rows with a
-    denominator of zero are zero.
+    Causal sums are prefix sums: within a chunk over its own keys, plus the sums over all chunks before.
 
     Args:
         fq: the features of queries, (.., L, m).
@@ -60,6 +67,10 @@ def linear_attention(fq: Tensor, fk: Tensor, v: Tensor, *, causal: bool, chunk: 
         v: (.., S, E').
         causal: whether only j <= i counts.
         chunk: the number of queries at a time in causal attention.
+        sees: which rows see a key, (.., L or 1, 1); None if all do. Other rows are zero.
+
+    Returns:
+        None if the denominator of a row is so small that terms which matter may have underflowed, or if it overflowed.
     """
     ones = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)  # the denominator is one more column
     if not causal:
@@ -76,7 +87,61 @@ def linear_attention(fq: Tensor, fk: Tensor, v: Tensor, *, causal: bool, chunk: 
             start += chunk
         sums = torch.cat(found, dim=-2)
     top, bottom = sums[..., :-1], sums[..., -1:]
+    numbers = torch.finfo(bottom.dtype)
+    floor = numbers.tiny * fk.shape[-2] * fk.shape[-1] / numbers.eps  # all that underflows is below eps of this
+    right = (bottom > floor) & (bottom < torch.inf)
+    if not bool((right if sees is None else right | ~sees).all()):
+        return None
     return top / torch.where(bottom > 0, bottom, 1.0)
+
+
+def careful_linear_attention(
+    log_q: Tensor, log_k: Tensor, v: Tensor, *, causal: bool, chunk: int = _CAREFUL_CHUNK
+) -> Tensor:
+    """Return what :func:`linear_attention` returns, from the logarithms of features, without harmful underflow.
+
+    Sums over keys are kept relative to each feature's largest key so far, ``c = max_j log k_j``, and each row relative to
+    its largest term, ``r_i = max (log q_i + c)``. Then the factors of each term are at most 1, and its product underflows
+    only if it is negligible in its row. Keys in the row's own chunk are added term by term, because later keys of the chunk
+    may have a larger maximum. It takes several times the memory and time.
+
+    Args:
+        log_q: (.., L, m).
+        log_k: (.., S, m), -inf for hidden keys.
+        v: (.., S, E').
+        causal: whether only j <= i counts.
+        chunk: the number of queries at a time in causal attention.
+    """
+    ones = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
+    found: list[Tensor] = []
+    if not causal:
+        most = log_k.detach().amax(-2, keepdim=True)
+        row = _finite((log_q.detach() + most).amax(-1, keepdim=True))
+        found.append(torch.exp(log_q + most - row) @ (torch.exp(log_k - _finite(most)).transpose(-1, -2) @ ones))
+    else:
+        most = torch.full_like(log_k[..., :1, :], -torch.inf).detach()
+        before = log_k.new_zeros(*log_k.shape[:-2], log_k.shape[-1], ones.shape[-1])
+        start = 0
+        for q in log_q.split(chunk, dim=-2):
+            k, some = (t[..., start : start + chunk, :] for t in (log_k, ones))
+            start += chunk
+            upto = torch.maximum(most, k.detach().cummax(-2).values)
+            row = _finite((q.detach() + upto).amax(-1, keepdim=True))
+            terms = q.unsqueeze(-2) + k.unsqueeze(-3) - row.unsqueeze(-1)
+            later = torch.ones(terms.shape[-3:-1], dtype=torch.bool, device=q.device).triu(1)
+            inner = torch.exp(terms.masked_fill(later[..., None], -torch.inf)).sum(-1)
+            found.append(inner @ some + torch.exp(q + most - row) @ before)
+            now = _finite(upto[..., -1:, :])
+            before = before * torch.exp(most - now).transpose(-1, -2) + torch.exp(k - now).transpose(-1, -2) @ some
+            most = upto[..., -1:, :]
+    sums = torch.cat(found, dim=-2)
+    top, bottom = sums[..., :-1], sums[..., -1:]
+    return top / torch.where(bottom == 0, 1.0, bottom)  # a row that sees no key is zero
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Return ``x`` with 0 in place of -inf, to subtract it."""
+    return x.masked_fill(x == -torch.inf, 0.0)
 
 
 class Performer(ReplacedAttention):
@@ -86,7 +151,8 @@ class Performer(ReplacedAttention):
     orthogonal directions, ``exp(omega x - |x|^2 / 2) / sqrt(m)``. On average over draws, their products are the softmax
     kernel. Sums over keys are computed once; in causal attention they are prefix sums. The weights of a row sum to one,
     as in softmax. Padding on either side is read from the mask, also from a causal one. Grouped queries are supported.
-    Everything is computed in float32 or higher.
+    Everything is computed in float32 or higher. If features of a call underflow so far that a row would be wrong, the call is
+    computed again relative to running maxima, which is several times slower.
 
     **Where it pays.** For L tokens and heads of E features it takes about ``2 L m (E + 1)`` products instead of
     ``2 L^2 E``. It saves nothing below ``L = m``, and up to about 8,000 tokens fused exact attention is faster on a
@@ -122,7 +188,6 @@ class Performer(ReplacedAttention):
         "attention by scaled_dot_product_attention or nn.MultiheadAttention, without dropout of weights, not compiled; pays"
         " for thousands of tokens"
     )
-    survey = Survey("linear attention (Performer)", zhuang="4", shen="4.1")
     search_space = SearchSpace({"features": Choice((64, 256))}, too_short)
     control = EXACT
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -189,11 +254,23 @@ class Performer(ReplacedAttention):
                 hidden = ~of_keys
             elif of_keys is not None:
                 hidden = of_keys <= torch.finfo(of_keys.dtype).min / 2
-            fq, fk = self._safe(q, omega, (-1,), None), self._safe(k, omega, (-2, -1), hidden)
+            bias = None
             if of_keys is not None and of_keys.dtype != torch.bool:
                 assert hidden is not None
-                fk = fk * torch.exp(of_keys.to(dtype).masked_fill(hidden, 0.0))[..., None]
-            return linear_attention(fq, fk, call.whole_value.to(dtype), causal=causal)
+                bias = of_keys.to(dtype).masked_fill(hidden, 0.0)[..., None]
+            v, sees = call.whole_value.to(dtype), None
+            if hidden is not None:
+                shown = (~hidden)[..., None]
+                sees = shown.cumsum(-2) > 0 if causal else shown.any(-2, keepdim=True)
+            fq, fk = self._safe(q, omega, (-1,), None), self._safe(k, omega, (-2, -1), hidden)
+            fk = fk if bias is None else fk * torch.exp(bias)
+            out = linear_attention(fq, fk, v, causal=causal, sees=sees)
+            if out is not None:
+                return out
+            log_k = log_features(k, omega)
+            log_k = log_k if bias is None else log_k + bias
+            log_k = log_k if hidden is None else log_k.masked_fill(hidden[..., None], -torch.inf)
+            return careful_linear_attention(log_features(q, omega), log_k, v, causal=causal)
 
         return in_full(call, compute)
 

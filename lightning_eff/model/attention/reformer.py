@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Alias, Count, Kind
 from lightning_eff._core._attention.calls import Call, CannotReplace
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff.model.attention._replacing.hashing import buckets_of, hashed_attention, num_chunks
 from lightning_eff.model.attention._replacing.masks import in_full, refuse_dropout, visible_keys
@@ -98,7 +98,6 @@ class Reformer(ReplacedAttention):
         "self-attention by scaled_dot_product_attention or nn.MultiheadAttention, without dropout of weights, not compiled;"
         " pays for thousands of tokens"
     )
-    survey = Survey("attention by hashing (Reformer)", zhuang="4", shen="4.1")
     search_space = SearchSpace({"buckets": Choice((8, 32)), "rounds": Choice((1, 4))}, too_short)
     control = EXACT
     conflicts: ClassVar[Mapping[str, str]] = {

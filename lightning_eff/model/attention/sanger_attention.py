@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Either, Number, OneOf
 from lightning_eff._core._attention.calls import Call
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_attention
+from lightning_eff._core.search_space import SearchSpace, Uniform, needs_attention
 from lightning_eff.model.attention._replacing.selecting import SelectedKeys, with_best
 from lightning_eff.model.attention._replacing.technique import OUTSIDE, SOME_KEYS
 
@@ -68,7 +68,6 @@ class SangerAttention(SelectedKeys):
     """
 
     paper = "Lu et al. 2021, doi:10.1145/3466752.3480125"
-    survey = Survey("sparse attention in hardware (Sanger)", zhuang="4")
     search_space = SearchSpace({"threshold": Uniform(5e-4, 0.02, log=True)}, needs_attention)
     conflicts: ClassVar[Mapping[str, str]] = {**OUTSIDE, **SOME_KEYS}
     neutral_at: ClassVar[Mapping[str, Any]] = {"threshold": -math.inf}

@@ -178,7 +178,6 @@ class ChannelsLast(Technique):
     paper = "PyTorch 2020, Channels Last Memory Format in PyTorch"
     constraints = "modules with nn.Conv2d, nn.Conv3d or their transposed versions; no 8-bit optimizer"
     refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), "")
-    survey = None
     search_space = SearchSpace({}, needs_images)
     control = Control("the baseline for as many seconds, since results are equal up to rounding")
     conflicts: ClassVar[Mapping[str, str]] = {

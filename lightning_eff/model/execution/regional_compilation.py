@@ -125,7 +125,6 @@ class RegionalCompilation(Technique):
     saves = "step time, by fused kernels; compile time does not grow with depth"
     paper = "Ansel et al. 2024, doi:10.1145/3620665.3640366 (PyTorch 2)"
     constraints = "a stack of repeated blocks; a compiler for inductor"
-    survey = None
     search_space = SearchSpace({"same_random": Choice((True, False))}, needs_blocks)
     control = Control(
         "the baseline for as many seconds, compile time included; results are equal up to rounding, and the baseline can be"

@@ -5,11 +5,12 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Generator
+from torch import Generator, nn
 from typing_extensions import override
 
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._stack.unused_parameters import look_for_unused, refuse_reentrant, refuse_static_graph
+from lightning_eff._core._stack.walking import parameters_of
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Technique
@@ -47,6 +48,7 @@ class Dropping(Technique):
             tuple[list[float], list[int]]
         ] = []  # in the accumulation window in which a checkpoint was saved
         self._needed: tuple[int, int] | None = None
+        self._outside: nn.Parameter | None = None  # one outside of the blocks that trained when it was last looked for
         self._dropped = 0
         self._passes, self._passed_over = 0, 0
         self._where = ""
@@ -122,6 +124,7 @@ class Dropping(Technique):
 
     @override
     def on_blocks_changed(self, session: Session) -> None:
+        self._outside = None
         self._draw(session)
 
     def _draw(self, session: Session) -> None:
@@ -151,9 +154,14 @@ class Dropping(Technique):
 
     def _look_for_needed(self, session: Session) -> tuple[int, int] | None:
         """Return the stack and the block that must run for any parameter to get a gradient, where only blocks train."""
+        outside = self._outside
+        if outside is not None and outside.requires_grad:  # still trains: no walk in this step
+            return None
         blocks = [(i, j, block) for i, stack in enumerate(self._stacks) for j, block in enumerate(stack.blocks)]
         inside = {id(p) for _, _, block in blocks for p in block.parameters()}
-        if any(p.requires_grad and id(p) not in inside for p in session.module.parameters()):
+        trained = (p for p in parameters_of(session.module) if p.requires_grad and id(p) not in inside)
+        self._outside = next(trained, None)
+        if self._outside is not None:
             return None
         active = [(i, j, block) for i, j, block in blocks if j < self._stacks[i].active]
         return next(((i, j) for i, j, block in active if any(p.requires_grad for p in block.parameters())), None)
@@ -165,6 +173,7 @@ class Dropping(Technique):
 
     @override
     def detach(self, session: Session) -> None:
+        self._outside = None
         if self._stacks:
             self._learnt, self._stacks = [stack.state_dict() for stack in self._stacks], []
 

@@ -114,9 +114,9 @@ class Freezing(Technique):
                 f"{who}: the checkpoint's module has {self._length} blocks, but this one has {len(blocks)}. Build the module"
                 f" with {self._length} blocks, or start a new fit."
             )
-        self._length = len(blocks)
-        if self._below is None:
+        if not self._length:  # a new run; a resumed one may be within an accumulation window and keeps its plan
             self._plan = self.plan(0.0, len(blocks))
+        self._length = len(blocks)
         self._apply(session)
 
     @override

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Layers, Number
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._progressive.course import WHO, Progressive
 from lightning_eff.model.growth._progressive.inputs import Kind
@@ -113,7 +113,6 @@ class AutoProg(Progressive):
         "blocks of one class and shape; one more copy of the weights until the last stage; images for resolutions; the loss"
         " rises when the network grows; automatic optimization"
     )
-    survey = Survey("AutoProg", zhuang="2.1", shen="4.4")
     search_space = SearchSpace(
         {"depth": Choice((0.25, 0.5)), "until": Uniform(0.3, 0.8), "search": Uniform(0.03, 0.12)},
         needs_blocks,

@@ -10,10 +10,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction, Layers
-from lightning_eff._core._branches.ffns import FFN, Part, check_names
+from lightning_eff._core._arguments.stages import Stages
+from lightning_eff._core._branches.ffns import FFN, FFNs, Part
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.blocks import BlockStack
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
@@ -22,7 +23,7 @@ from lightning_eff.model.growth._ffn.width import Width
 from lightning_eff.model.growth._sizes.depth import blocks_of, copied, copy_with_state, show_trained
 from lightning_eff.model.growth._sizes.length import Keys, Length
 from lightning_eff.model.growth._sizes.shares import check_multiples, whole
-from lightning_eff.model.growth._sizes.stages import Stages, size_at
+from lightning_eff.model.growth._sizes.stages import size_at
 from lightning_eff.model.growth._untrained import Growing, note
 
 Shares = list[tuple[float, float]]
@@ -132,7 +133,6 @@ class CompoundGrowth(Growing):
         "blocks of one class and shape; feed-forward networks with a whole number of hidden units at each stage, called as"
         " modules; the loss rises when blocks are added; automatic optimization"
     )
-    survey = Survey("CompoundGrow", zhuang="2.1", shen="4.4")
     search_space = SearchSpace(
         {
             "first": Choice((0.25, 0.5)),  # of all blocks
@@ -163,19 +163,18 @@ class CompoundGrowth(Growing):
         width: Annotated[Sequence[tuple[float, float]], Stages("fraction of the hidden units")] | None = _HALF,
         length: Annotated[Sequence[tuple[float, float]], Stages("fraction of the tokens")] | None = None,
         layers: Layers | None = None,
-        ffn: Sequence[Sequence[str]] | None = None,
+        ffn: FFNs | None = None,
         copy_optimizer_state: bool = True,
         noise: Annotated[float, Fraction(below=1)] = 1e-3,
         mode: Literal["reshape", "truncate"] = "reshape",
         keys: Keys | None = None,
     ) -> None:
         check_multiples(width, who=WHO)
-        check_names(ffn, who=WHO)
         self.depth = None if depth is None else list(depth)
         self.width = None if width is None else list(width)
         self.length = None if length is None else list(length)
         self.layers = layers
-        self.ffn = None if ffn is None else [list(names) for names in ffn]
+        self.ffn = ffn
         self.copy_optimizer_state = copy_optimizer_state
         self.noise = noise
         self.mode: Literal["reshape", "truncate"] = mode

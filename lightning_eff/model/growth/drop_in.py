@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Layers
 from lightning_eff._core.blocks import BlockStack
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._shallower import Shallower
@@ -102,7 +102,6 @@ class DropIn(Growing):
     saves = "compute, activation memory and optimizer memory of the new blocks until they are mixed in"
     paper = "Smith et al. 2016 (CVPR), arXiv:1511.06951"
     constraints = "blocks that keep the shape of the hidden state"
-    survey = Survey("DropIn", zhuang="2.1", shen="4.4")
     search_space = SearchSpace(
         {"first": Choice((0.25, 0.5)), "start": Uniform(0.0, 0.4), "ramp": Uniform(0.2, 0.6)}, needs_blocks, _shares
     )

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction, Layers
 from lightning_eff._core._needs.needs import DIFFERS, Part, Reasons
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core.search_space import SearchSpace, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._freezing import Freezing
 
@@ -60,7 +60,6 @@ class GreedyLayerwise(Freezing):
     paper = "Bengio et al. 2006 (NeurIPS)"
     constraints = "automatic optimization; blocks not checkpointed with use_reentrant=True; best with residual blocks"
     refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), DIFFERS)
-    survey = Survey("greedy layer-wise training", zhuang="2.1", shen="4.4")
     search_space = SearchSpace({"until": Uniform(0.1, 0.6)}, needs_blocks)
     control = Control("the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {

@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Fraction, Layers
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core.search_space import SearchSpace, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._freezing import Freezing
 
@@ -63,7 +63,6 @@ class LayerFreezing(Freezing):
     )
     paper = "MosaicML Composer, layer freezing; Brock et al. 2017, arXiv:1706.04983"
     constraints = "automatic optimization; blocks not checkpointed with use_reentrant=True"
-    survey = Survey("layer freezing", zhuang="2.2", shen="4.4")
     search_space = SearchSpace({"start": Uniform(0.3, 0.8), "depth": Uniform(0.3, 1.0)}, needs_blocks)
     control = Control("the baseline for as many seconds")
     conflicts: ClassVar[Mapping[str, str]] = {

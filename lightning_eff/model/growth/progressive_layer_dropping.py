@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Fraction, Layers, Number
 from lightning_eff._core.blocks import BlockStack
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core.search_space import SearchSpace, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._dropping import Dropping, keep_probabilities
@@ -90,7 +90,6 @@ class ProgressiveLayerDropping(Dropping):
         "residual blocks, best pre-norm; DDP without static_graph, and with use_reentrant=False where blocks are"
         " checkpointed"
     )
-    survey = Survey("progressive layer dropping", zhuang="2.1", shen="4.4")
     search_space = SearchSpace({"theta_min": Uniform(0.4, 0.9), "gamma": Uniform(5.0, 200.0, log=True)}, needs_blocks)
     control = Control(
         "a shallower model with as many FLOPs per step: only the first blocks, as many as are kept on average",

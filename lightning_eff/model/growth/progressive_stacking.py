@@ -7,9 +7,10 @@ from lightning.pytorch import Callback
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Layers
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core._arguments.stages import Stages
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform, needs_blocks
 from lightning_eff._core.technique import Control
-from lightning_eff.model.growth._sizes.stages import Stages, doubling
+from lightning_eff.model.growth._sizes.stages import doubling
 from lightning_eff.model.growth._stacking import Stacking
 
 _STAGES, _HINT = ((0.0, 3), (0.25, 6), (0.5, 12)), "The default is [(0.0, 3), (0.25, 6), (0.5, 12)]."
@@ -86,7 +87,6 @@ class ProgressiveStacking(Stacking):
         "blocks of one class and shape; the loss rises at a switch; init='identity' needs pre-norm residual blocks and"
         " automatic optimization"
     )
-    survey = Survey("progressive stacking", zhuang="2.1", shen="4.4")
     search_space = SearchSpace(
         {
             "first": Choice((0.25, 0.5)),  # of all blocks

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Count, Fraction, Layers
 from lightning_eff._core._optim.learning_rates import Rates
 from lightning_eff._core.blocks import BlockStack
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._shallower import Shallower
@@ -107,7 +107,6 @@ class ShallowToDeep(Stacking):
         "blocks of one class whose number is a multiple of the group size; automatic optimization; the loss "
         "rises at a switch"
     )
-    survey = Survey("shallow-to-deep training", zhuang="2.1", shen="4.4")
     search_space = SearchSpace(
         {
             "first": Choice((0.25, 0.5)),

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Alias, Fraction, Layers
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import BlockStack
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_blocks
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.growth._dropping import Dropping, keep_probabilities
@@ -114,7 +114,6 @@ class StochasticDepth(Dropping):
         "residual blocks; mode 'batch': DDP without static_graph, and with use_reentrant=False where blocks "
         "are checkpointed"
     )
-    survey = Survey("stochastic depth", zhuang="2.1", shen="4.4")
     search_space = SearchSpace({"drop": Uniform(0.05, 0.5), "mode": Choice(("batch", "sample"))}, needs_blocks)
     control = Control(
         "in mode 'batch' a shallower model with as many FLOPs per step: only the first blocks, as many as are kept on"

@@ -20,7 +20,6 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.attention import Given, attentions_given
 from lightning_eff.model.initialization._once import Initialization, Turn, traced
-from lightning_eff.model.initialization._orthogonal import orthogonal
 
 #: Names of weights, or patterns of them.
 Patterns = Annotated[
@@ -141,6 +140,20 @@ def chosen(maps: dict[str, Map], patterns: Sequence[str] | None, *, who: str, mo
 def listed(names: Sequence[str], most: int = 12) -> str:
     """Return the first names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def orthogonal(shape: Sequence[int], *, gain: float, generator: torch.Generator) -> Tensor:
+    """Return a random W of ``shape`` (m, ...), as a matrix (m, n): ``W^T W = gain^2 I`` if m >= n, else
+    ``W W^T = gain^2 I``.
+
+    It is uniform over such matrices: Q of a Gaussian matrix's QR decomposition, with a positive diagonal of R. Float32,
+    on the CPU.
+    """
+    m, n = shape[0], max(torch.Size(shape[1:]).numel(), 1)
+    a = torch.randn(max(m, n), min(m, n), generator=generator, dtype=torch.float64)
+    q, r = torch.linalg.qr(a)
+    q = q * r.diagonal().sign()
+    return (gain * (q if m >= n else q.mT)).reshape(*shape).float()
 
 
 def draw_orthogonal(one: Map, weight: Tensor, *, gain: float, generator: torch.Generator) -> None:

@@ -18,7 +18,7 @@ from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core._branches.probing import Probe, probed
 from lightning_eff._core._branches.tracing import traced
 from lightning_eff._core._needs.offers import is_plain
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.attention import Branches, branches_given
@@ -82,7 +82,6 @@ class Fixup(OfBranches):
     saves = "norms and steps: residual networks of any depth train without norms"
     paper = "Zhang et al. 2019, arXiv:1901.09321"
     constraints = "modules with residual branches; no tensor parallelism"
-    survey = Survey("initialisation: Fixup", shen="4.3")
     search_space = SearchSpace({"biases": Choice((True, False))}, needs_blocks)
     control = Control("the baseline, with its norms, for as many seconds with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = conflicts(WHO, zero=False) | {

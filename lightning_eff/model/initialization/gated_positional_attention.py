@@ -15,7 +15,7 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Alias, Count, Number
 from lightning_eff._core._needs.needs import Need, Part, Reasons
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_images
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._gated.finding import find
 from lightning_eff.model.initialization._gated.gated import gated
@@ -77,7 +77,6 @@ class GatedPositionalAttention(Architecture):
     saves = "steps and samples: vision transformers need not learn that nearby patches matter"
     paper = "d'Ascoli et al. 2021, arXiv:2103.10697"
     constraints = "vision transformers that attend to all patches of a grid, not compiled"
-    survey = Survey("initialisation: gated positional self-attention (ConViT)", shen="4.3")
     search_space = SearchSpace(
         {"locality": Choice((0.5, 1.0, 2.0))},
         needs_images,

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Number
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_blocks
 from lightning_eff.model.initialization._given.names import Ends
 from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts
 
@@ -55,7 +55,6 @@ class LayerScale(BranchScale):
 
     saves = "steps: deep vision transformers become trainable, and end better"
     paper = "Touvron et al. 2021, arXiv:2103.17239"
-    survey = Survey("initialisation: residual branches scaled by channel (LayerScale)", shen="4.3")
     search_space = SearchSpace({"init": Choice((None, 0.1, 1e-5))}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("LayerScale", zero=False)
 

@@ -15,7 +15,7 @@ from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._needs.needs import Reasons
 from lightning_eff._core._needs.offers import is_plain
 from lightning_eff._core.passes import loss_of, unseen
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_matrices
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.attention import Attentions
@@ -96,7 +96,6 @@ class LSUV(OfMaps):
 
     saves = "steps: no layer starts with signals that are too small or too large"
     paper = "Mishkin & Matas 2015, arXiv:1511.06422"
-    survey = Survey("initialisation: layer-sequential unit variance (LSUV)", shen="4.3")
     search_space = SearchSpace({"tolerance": Choice((0.1, 0.02))}, needs_matrices)
     control = Control(
         "the baseline for as many seconds, including the passes at the start, with its learning rate decayed to zero"

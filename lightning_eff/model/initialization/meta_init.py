@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -13,11 +13,10 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._needs.needs import Reasons
-from lightning_eff._core._run.error_text import first_line
-from lightning_eff._core.batches import map_tensors, num_samples
+from lightning_eff._core.batches import map_tensors
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.passes import training_batches
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_matrices
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import takes_index
 from lightning_eff._core.technique import Control
@@ -127,7 +126,6 @@ class MetaInit(Initialization):
     saves = "steps: networks without norms start where gradient steps can be trusted"
     paper = "Dauphin & Schoenholz 2019, NeurIPS"
     constraints = "losses with third derivatives"
-    survey = Survey("initialisation: searched for by gradients (MetaInit)", shen="4.3")
     search_space = SearchSpace(
         {"steps": Choice((100, 500)), "lr": Choice((0.1, 0.01))},
         needs_matrices,
@@ -298,25 +296,17 @@ class _Search:
             batch = map_tensors(batch, _noise) if self._made_up else batch
             loss = self._loss(batch)
             assert loss is not None, "it was there before"
-            reason = ""
-            with watched(loss) as (whole, constant):
-                try:
-                    quotient = gradient_quotient(whole, self._all, eps=self._eps)
-                    slopes = norm_slopes(quotient, [*self.weights.values()]) if with_slopes else []
-                except (RuntimeError, ValueError) as e:
-                    quotient, slopes, reason = loss, [], first_line(e)
-            if constant:
-                reason = f"the backward pass of {', '.join(constant)} has no derivative"
-            if reason:
+            quotient, slopes = loss, list[float]()
+            with watched(loss) as derived:
+                quotient = gradient_quotient(derived.loss, self._all, eps=self._eps)
+                slopes = norm_slopes(quotient, [*self.weights.values()]) if with_slopes else []
+            if derived.reason:
                 raise ValueError(
-                    f"{WHO}: the loss of {type(session.module).__name__} cannot be differentiated three times ({reason})."
-                    f" Replace the operation at the start of training, or remove {WHO}. The weights are unchanged."
+                    f"{WHO}: the loss of {type(session.module).__name__} cannot be differentiated three times"
+                    f" ({derived.reason}). Replace the operation at the start of training, or remove {WHO}. The weights are"
+                    " unchanged."
                 )
-        cost = session.chain.cost
-        cost.forward_passes += 1
-        cost.backward_passes += 3 if with_slopes else 2
-        with suppress(ValueError):  # batches of no tensors have no samples to count
-            cost.forward_samples += num_samples(batch)
+        session.chain.cost.add(batch, backward=3 if with_slopes else 2)
         every = session.gather([float(quotient.detach()), *slopes])
         means = [sum(values) / len(values) for values in zip(*every, strict=True)]
         if not all(abs(value) < float("inf") for value in means):

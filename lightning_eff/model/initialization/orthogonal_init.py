@@ -1,6 +1,6 @@
 """Orthogonal initialization: layers keep the length of signals, forward and backward (Saxe et al. 2013, arXiv:1312.6120).
 
-The rule is ``_orthogonal.orthogonal``.
+The rule is ``_maps.orthogonal``.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Number
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_matrices
 from lightning_eff._core.session import Session
 from lightning_eff.model.initialization._divided.writing import whole
 from lightning_eff.model.initialization._given.attention import Attentions
@@ -54,7 +54,6 @@ class OrthogonalInit(OfMaps):
 
     saves = "steps: deep networks keep the length of signals and gradients"
     paper = "Saxe et al. 2013, arXiv:1312.6120"
-    survey = Survey("initialisation: orthogonal", shen="4.3")
     search_space = SearchSpace({"gain": Choice((1.0, 2**0.5))}, needs_matrices)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "TFixup", "ZerO"), SAME_WEIGHTS),

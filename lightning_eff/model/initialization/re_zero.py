@@ -6,7 +6,7 @@ The rule is ``x + alpha F(x)`` with alpha = 0, which ``_scales.scaled.Scaled`` c
 from collections.abc import Mapping
 from typing import ClassVar
 
-from lightning_eff._core.search_space import SearchSpace, Survey, needs_blocks
+from lightning_eff._core.search_space import SearchSpace, needs_blocks
 from lightning_eff.model.initialization._given.names import Ends
 from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts
 
@@ -46,7 +46,6 @@ class ReZero(BranchScale):
 
     saves = "steps: deep networks start as identities, with undamped gradients"
     paper = "Bachlechner et al. 2020, arXiv:2003.04887"
-    survey = Survey("initialisation: residual branches with a learnt scale (ReZero)", shen="4.3")
     search_space = SearchSpace({}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("ReZero", zero=True)
 

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Either, Number, OneOf
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_blocks
 from lightning_eff.model.initialization._given.names import Ends
 from lightning_eff.model.initialization._scales.branch_scale import BranchScale, conflicts
 
@@ -59,7 +59,6 @@ class SkipInit(BranchScale):
 
     saves = "steps: deep networks start as identities, with undamped gradients"
     paper = "De & Smith 2020, arXiv:2002.10444"
-    survey = Survey("initialisation: residual branches with a learnt scale (SkipInit)", shen="4.3")
     search_space = SearchSpace({"alpha": Choice((0.0, "depth"))}, needs_blocks)
     conflicts: ClassVar[Mapping[str, str]] = conflicts("SkipInit", zero=True)
 

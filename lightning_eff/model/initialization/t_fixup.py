@@ -12,7 +12,7 @@ from lightning_eff._core._branches.attention import Attention, Part
 from lightning_eff._core._branches.ends import alike_unused, biases_beside, refuse_unequal
 from lightning_eff._core._branches.finding import Branch, branches
 from lightning_eff._core._branches.graph import Graph, kind
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff.model.initialization._divided.writing import whole
 from lightning_eff.model.initialization._given.attention import Attentions, Branches, branches_given
@@ -78,7 +78,6 @@ class TFixup(OfMaps):
     saves = "steps: deep transformers train without warm-up, and without norms"
     paper = "Huang et al. 2020, ICML"
     constraints = "transformers"
-    survey = Survey("initialisation: scaled by depth (T-Fixup)", shen="4.3")
     search_space = SearchSpace(
         {"draw": Choice((True, False))},
         needs_blocks,

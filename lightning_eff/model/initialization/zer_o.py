@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_eff._core._branches.ends import alike_unused, biases_beside, refuse_unequal
 from lightning_eff._core._branches.finding import branches
 from lightning_eff._core._branches.graph import Graph
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_matrices
 from lightning_eff._core.session import Session
 from lightning_eff.model.initialization._divided.writing import whole
 from lightning_eff.model.initialization._given.attention import Attentions
@@ -84,7 +84,6 @@ class ZerO(OfMaps):
 
     saves = "steps: deep residual networks start as identities, and the result depends less on the seed"
     paper = "Zhao et al. 2021, arXiv:2110.12661"
-    survey = Survey("initialisation: without random numbers (ZerO)", shen="4.3")
     search_space = SearchSpace({"last": Choice((True, False))}, needs_matrices)
     conflicts: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("LSUV", "OrthogonalInit", "TFixup"), SAME_WEIGHTS),

@@ -11,7 +11,7 @@ from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._branches.ends import biases_beside, tensors_that_end
 from lightning_eff._core._branches.finding import branches, heads
 from lightning_eff._core._branches.sharded_step import take_apart
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.initialization._given.names import Ends, by_hand
@@ -74,7 +74,6 @@ class ZeroProjections(Initialization):
     saves = "steps: deep networks start as identities, with undamped gradients"
     paper = "Goyal et al. 2017, arXiv:1706.02677; Zhang et al. 2019, arXiv:1901.09321"
     constraints = "modules with residual branches"
-    survey = Survey("initialisation: zero-initialised residual branches (Fixup)", shen="4.3")
     search_space = SearchSpace(
         {"scale": Choice((0.0, 0.25)), "head": Choice((True, False))},
         needs_blocks,

@@ -3,7 +3,7 @@
 ``_row_dropout.patterns`` holds the rule: patterns that keep one of every ``period`` units, and their probabilities.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, ClassVar
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
-from lightning_eff._core._branches.ffns import FFN, Part, check_names
+from lightning_eff._core._branches.ffns import FFN, FFNs, Part
 from lightning_eff._core._run.ranks import on_all_ranks
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_blocks
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.model.layers._row_dropout.looking import found
@@ -65,7 +65,6 @@ class ApproximateRandomDropout(Technique):
     saves = "products of feed-forward networks, forward and backward, for the dropped hidden units"
     paper = "Song et al. 2018, arXiv:1805.08939"
     constraints = "feed-forward networks whose layers are called as modules"
-    survey = Survey("approximate random dropout", shen="4.1")
     search_space = SearchSpace({"rate": Choice((0.25, 0.5, 0.7))}, needs_blocks)
     control = Control(
         "the baseline for the same time, and a baseline with a fraction 1 - rate of the hidden units throughout"
@@ -92,16 +91,15 @@ class ApproximateRandomDropout(Technique):
         rate: Annotated[float, Fraction(below=1), Alias("p")] = 0.5,
         *,
         most: Annotated[int, Count(at_least=2)] = 4,
-        ffn: Sequence[Sequence[str]] | None = None,
+        ffn: FFNs | None = None,
     ) -> None:
         if rate > 1.0 - 1.0 / most + 1e-12:
             raise ValueError(
                 f"{WHO}({rate=}, {most=}): periods of {most} drop at most {1.0 - 1.0 / most:.3g} of the units. Give a smaller"
                 " rate or a larger `most`."
             )
-        check_names(ffn, who=WHO)
         self.rate, self.most = float(rate), most
-        self.ffn = None if ffn is None else [list(names) for names in ffn]
+        self.ffn = ffn
 
     def _reset(self) -> None:
         self._thinned: Thinned | None = None

@@ -17,7 +17,7 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._stack.finding import candidates
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_matrices
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._monarch.factors import num_weights
 from lightning_eff.model.layers._monarch.module import MonarchLinear
@@ -73,7 +73,6 @@ class ButterflyLinear(ByName, Architecture):
     saves = "products and weights of large linear layers, at some cost in quality; seldom time without custom kernels"
     paper = "Dao et al. 2022, arXiv:2204.00595; Dao et al. 2019, arXiv:1903.05895"
     constraints = "pays only for large linear layers; the number of blocks must divide their features"
-    survey = Survey("butterfly and Monarch matrices", shen="4.1")
     search_space = SearchSpace({"blocks": Choice((4, 8, 16))}, needs_matrices)
     control = Control(
         "the baseline for the same time, and with as many weights a baseline with narrower layers and LowRankLinear"

@@ -84,7 +84,6 @@ class FusedNorms(ByName, Technique):
     paper = "Zhang & Sennrich 2019, arXiv:1910.07467; Hsu et al. 2024, arXiv:2410.10989"
     constraints = "kernels on CUDA with triton; torch's functions elsewhere"
     needs: ClassVar[Need] = Need.LAYERS
-    survey = None
     search_space = SearchSpace({}, _pointless)
     control = Control("the baseline for the same time: the results are equal up to rounding")
     conflicts: ClassVar[Mapping[str, str]] = {}

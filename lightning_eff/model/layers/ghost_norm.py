@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core._stack.partial_views import Worn, worn_by
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.model.layers._ghosts.groups import GhostSize, chosen, normed, refuse_synchronized
@@ -98,7 +98,6 @@ class GhostNorm(ByName, Technique):
         Part.TENSOR: "",
         Part.PIPELINE: "its statistics would be those of micro-batches",
     }
-    survey = Survey("ghost batch normalisation", shen="4.1")
     search_space = SearchSpace({"size": Choice((8, 16, 32))}, _pointless)
     control = Control(
         "the baseline for the same time, and the baseline at the ghost batch's size with its own best learning rate"

@@ -18,10 +18,10 @@ from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Alias, Either, Number, OneOf
 from lightning_eff._core._branches.probing import Divided, probed
+from lightning_eff._core._resume.marks import Marked
 from lightning_eff._core._stack.finding import candidates
 from lightning_eff._core.search_space import Choice, SearchSpace, needs_matrices
 from lightning_eff._core.technique import Control
-from lightning_eff.model.layers._marks import Marked
 from lightning_eff.model.layers._shared.arguments import Paths
 from lightning_eff.model.layers._shared.choosing import ByName, is_named
 
@@ -91,7 +91,6 @@ class LogitSoftcap(ByName, Architecture):
     saves = "steps, if logits would grow without bound; costs an operation over all logits"
     paper = "Gemma Team 2024, arXiv:2408.00118"
     constraints = "heads that are nn.Linear; costs time with large vocabularies"
-    survey = None
     search_space = SearchSpace({"cap": Choice((15.0, 30.0))}, needs_matrices)
     control = Control("the baseline for the same time with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = {}

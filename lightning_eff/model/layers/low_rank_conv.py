@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_images
 from lightning_eff.model.layers._low_rank.factored import FactoredConv2d, conv_matrix
 from lightning_eff.model.layers._low_rank.technique import Energy, LowRank, Place
 from lightning_eff.model.layers._shared.arguments import COUNT_OR_FRACTION, Paths
@@ -58,7 +58,6 @@ class LowRankConv(LowRank):
     saves = "products and weights of wide convolutions, at some cost in quality; seldom time"
     paper = "Tai et al. 2015, arXiv:1511.06067"
     constraints = "two-dimensional convolutions with groups=1; seldom faster than a 3 x 3 kernel"
-    survey = Survey("low-rank convolutions", shen="4.1")
     search_space = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, needs_images)
     what: ClassVar[str] = "convolution"
 

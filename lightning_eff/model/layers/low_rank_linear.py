@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.linear_maps import LinearMap, choose
 from lightning_eff._core._arguments.kinds import Alias, Count
 from lightning_eff._core._stack.finding import candidates
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_matrices
 from lightning_eff.model.layers._low_rank.factored import FactoredLinear
 from lightning_eff.model.layers._low_rank.technique import Energy, LowRank, Place
 from lightning_eff.model.layers._shared.arguments import COUNT_OR_FRACTION, Paths
@@ -64,7 +64,6 @@ class LowRankLinear(LowRank):
     saves = "products and weights of large linear layers, at some cost in quality; seldom time"
     paper = "Khodak et al. 2021, arXiv:2105.01029"
     constraints = "pays only for large linear layers; below 512 features two layers take longer than one"
-    survey = Survey("low-rank linear maps", shen="4.1")
     search_space = SearchSpace({"rank": Choice((0.125, 0.25, 0.5))}, needs_matrices)
     what: ClassVar[str] = "linear layer"
     conflicts: ClassVar[Mapping[str, str]] = {

@@ -108,7 +108,6 @@ class NgramEmbedding(Architecture):
     saves = "steps: a table of parameters without products; costs its memory three times with Adam"
     paper = "Huang et al. 2025, arXiv:2501.16975; Pagnoni et al. 2024, arXiv:2412.09871"
     constraints = "models that look up tokens with nn.Embedding; no cache in generation"
-    survey = None
     search_space = SearchSpace(
         {"n": Choice((2, [2, 3], [2, 3, 4])), "lr": Uniform(0.003, 0.1, log=True)}, needs_sequences
     )

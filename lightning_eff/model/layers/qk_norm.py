@@ -65,7 +65,6 @@ class QKNorm(ByName, Architecture):
     saves = "steps, if attention logits would grow at high learning rates; costs two norms per attention"
     paper = "Henry et al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442"
     constraints = "attention by scaled_dot_product_attention"
-    survey = None
     search_space = SearchSpace({}, needs_attention)
     control = Control(
         "the baseline for the same time with its learning rate decayed to zero, and the best learning rate of each"

@@ -18,13 +18,15 @@ from lightning_eff._core._architecture.linear_maps import LinearMap
 from lightning_eff._core._architecture.naming import check_met
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
+from lightning_eff._core._arguments.kinds import SomeOf
 from lightning_eff._core._branches.attention import Attention, Part
+from lightning_eff._core.passes import restoring
 from lightning_eff._core.patches import hook_behind
-from lightning_eff._core.search_space import SearchSpace, Survey, needs_attention
+from lightning_eff._core.search_space import SearchSpace, needs_attention
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._attention.parts import attended, is_meant, maps_by_weight, problem
 from lightning_eff.model.layers._attention.rebiased import moved, rebiased
-from lightning_eff.model.layers._shared.arguments import Paths, Subset
+from lightning_eff.model.layers._shared.arguments import Paths
 from lightning_eff.model.layers._shared.choosing import ByName
 
 WHO = "RemoveQKVBias"
@@ -68,7 +70,6 @@ class RemoveQKVBias(ByName, Architecture):
     saves = "some parameters without effect; almost no time"
     paper = "Geiping & Goldstein 2022, arXiv:2212.14034"
     constraints = "attention without rotary embeddings and without normalised keys; no tensor parallelism"
-    survey = Survey("attention without biases (Cramming)", shen="6")
     search_space = SearchSpace({}, needs_attention)
     control = Control("the baseline for the same time, which computes the same function")
     conflicts: ClassVar[Mapping[str, str]] = {}
@@ -77,7 +78,9 @@ class RemoveQKVBias(ByName, Architecture):
 
     def __init__(
         self,
-        of: Annotated[Sequence[str], Subset(*KINDS, hint="A query's bias changes the output, so it stays.")] = KINDS,
+        of: Annotated[
+            Sequence[str], SomeOf(KINDS, once=True, hint="A query's bias changes the output, so it stays.")
+        ] = KINDS,
         *,
         names: Paths = None,
     ) -> None:
@@ -160,17 +163,13 @@ class RemoveQKVBias(ByName, Architecture):
         biases = {name: _bias(maps[name]) for name in gone}
         saved = {name: b.detach().clone() for name, b in biases.items()}
         generator = torch.Generator().manual_seed(0)
-        try:
+        with restoring(biases.values()):
             with torch.no_grad():
                 for name, b in biases.items():
                     drawn = torch.randn(b.shape, generator=generator).to(b)
                     b.copy_(torch.where(gone[name].to(b.device), drawn, b))
             before = _results(root, paths, surgeon.batch)
             drawn_move = {name: self._moved(maps, name, parts) for name, parts in moves.items()}
-        finally:
-            with torch.no_grad():
-                for name, b in biases.items():
-                    b.copy_(saved[name])
         true_move = {name: self._moved(maps, name, parts) for name, parts in moves.items()}
         new = {name: rebiased(maps[name], saved[name], ~gone[name].to(saved[name].device)) for name in gone}
         for name, b in true_move.items():
@@ -229,16 +228,11 @@ def _results(root: nn.Module, paths: Sequence[str], batch: Any) -> list[list[Ten
 def _values(new: Mapping[str, nn.Module], biases: Mapping[str, Tensor]) -> Iterator[None]:
     """Set these biases until the context ends."""
     held = {name: next(p for key, p in new[name].named_parameters() if key != "weight") for name in biases}
-    saved = {name: p.detach().clone() for name, p in held.items()}
-    with torch.no_grad():
-        for name, p in held.items():
-            p.copy_(biases[name])
-    try:
-        yield
-    finally:
+    with restoring(held.values()):
         with torch.no_grad():
             for name, p in held.items():
-                p.copy_(saved[name])
+                p.copy_(biases[name])
+        yield
 
 
 def _alike(was: Sequence[Tensor], now: Sequence[Tensor]) -> bool:

@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
-from lightning_eff._core.search_space import SearchSpace, Survey, needs_matrices
+from lightning_eff._core._resume.marks import Marked, device_of
+from lightning_eff._core.search_space import SearchSpace, needs_matrices
 from lightning_eff._core.technique import Control
-from lightning_eff.model.layers._fast_paths import REASON, read_in_evaluation
-from lightning_eff.model.layers._marks import Marked, device_of
 from lightning_eff.model.layers._shared.arguments import Paths
 from lightning_eff.model.layers._shared.choosing import ByName, check_any, select
+from lightning_eff.model.layers._shared.fast_paths import REASON, read_in_evaluation
 
 WHO = "RMSNormalization"
 
@@ -90,7 +90,6 @@ class RMSNormalization(ByName, Architecture):
     saves = "some time of unfused norms; almost none if LayerNorm is one kernel"
     paper = "Zhang & Sennrich 2019, arXiv:1910.07467"
     constraints = "modules with nn.LayerNorm; gains nothing if it is fused"
-    survey = Survey("normalisation (RMSNorm)", shen="4.1")
     search_space = SearchSpace({}, needs_matrices)
     control = Control("the baseline for the same time with its learning rate decayed to zero")
     conflicts: ClassVar[Mapping[str, str]] = {}

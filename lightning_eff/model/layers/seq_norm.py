@@ -16,11 +16,11 @@ from typing_extensions import override
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
+from lightning_eff._core._resume.marks import Marked, device_of
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_images
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._ghosts.groups import GhostSize, chosen, normed, refuse_synchronized
-from lightning_eff.model.layers._marks import Marked, device_of
 from lightning_eff.model.layers._shared.arguments import Paths
 from lightning_eff.model.layers._shared.choosing import ByName
 
@@ -106,7 +106,6 @@ class SeqNorm(ByName, Architecture):
     saves = "steps, if noisier statistics generalise better; no time per step"
     paper = "Dimitriou & Arandjelovic 2022, arXiv:2006.07159"
     constraints = "modules with BatchNorm; without sync_batchnorm"
-    survey = Survey("sequential normalisation (SeqNorm)", shen="4.1")
     search_space = SearchSpace({"size": Choice((8, 16, 32)), "channel_groups": Choice((2, 4, 8))}, needs_images)
     control = Control(
         "the baseline for the same time, and the baseline at the ghost batch's size with its own best learning rate"

@@ -15,15 +15,15 @@ from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count, OneOf
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_matrices
+from lightning_eff._core._resume.marks import device_of
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_matrices
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._activations.finding import between, computes, is_activation, is_rectifier
 from lightning_eff.model.layers._activations.functions import ELEMENTWISE, GATED, NAMES
 from lightning_eff.model.layers._activations.gated import Activation, gating
-from lightning_eff.model.layers._fast_paths import REASON, read_in_evaluation
-from lightning_eff.model.layers._marks import device_of
 from lightning_eff.model.layers._shared.arguments import Paths
 from lightning_eff.model.layers._shared.choosing import ByName, select
+from lightning_eff.model.layers._shared.fast_paths import REASON, read_in_evaluation
 
 WHO = "SwapActivation"
 
@@ -73,7 +73,6 @@ class SwapActivation(ByName, Architecture):
     saves = "steps, if the model learns faster with another function; no time per step"
     paper = "Shazeer 2020, arXiv:2002.05202; So et al. 2021, arXiv:2109.08668"
     constraints = "activations that are modules; for swiglu, between two linear layers"
-    survey = Survey("activation functions (ELU, SELU, GELU, ISRLU, SwiGLU)", shen="4.1")
     search_space = SearchSpace({"to": Choice(("relu2", "swiglu"))}, needs_matrices)
     control = Control(
         "the baseline for the same time: the activations cost about the same, and swiglu has as many weights"

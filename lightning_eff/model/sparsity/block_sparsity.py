@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.sparsity._masks.allotting import allotted
@@ -115,7 +115,6 @@ class BlockSparsity(Masked):
     saves = "no time: a network of few dense blocks, for block-sparse kernels"
     paper = "Ma et al. 2023, PMLR 234"
     constraints = "weights whose rows form whole groups"
-    survey = Survey("regrouping to dense blocks (HRBP)", zhuang="2.1", shen="4.2")
     search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
     control = Control("a fixed random mask of the same size", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}

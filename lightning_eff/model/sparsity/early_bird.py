@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._run.delayed_start import ActsLate, Length
 from lightning_eff._core._stack.unfreezing import thawing
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.sparsity._masks.arguments import Sparsity
@@ -113,7 +113,6 @@ class EarlyBird(ActsLate, Masked):
     saves = "no time here: it finds a smaller network early, for you to build"
     paper = "You et al. 2019, arXiv:1909.11957"
     constraints = "optimizers with separate moments for each weight"
-    survey = Survey("Early-Bird tickets, EarlyBERT", zhuang="2.1", shen="4.2")
     search_space = SearchSpace({"sparsity": Choice((0.3, 0.5))}, no_time)
     control = Control("the baseline for the same time, and a network with fewer units from the start")
     conflicts: ClassVar[Mapping[str, str]] = {

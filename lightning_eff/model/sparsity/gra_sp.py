@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._run.ranks import on_all_ranks
-from lightning_eff._core.search_space import Survey
 from lightning_eff._core.session import Session
 from lightning_eff.model._derivatives.passes import watched
 from lightning_eff.model.sparsity._masks.arguments import Dense, Sparsity, Weights
@@ -89,7 +88,6 @@ class GraSP(Scored):
 
     paper = "Wang et al. 2020, arXiv:2002.07376"
     constraints = "losses that have second derivatives"
-    survey = Survey("GraSP", zhuang="2.1", shen="4.2")
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **ZEROS}
 
     def __init__(
@@ -140,20 +138,16 @@ class GraSP(Scored):
         loss = self.loss(session, batch, batch_idx, 2)
         assert loss is not None, "this batch had a loss before"
         parameters = [self.parameter(name) for name in g]
-        reason = ""
-        with watched(loss) as (whole, constant):
-            try:
-                first = torch.autograd.grad(whole, parameters, create_graph=True, allow_unused=True)
-                dot: Any = sum((f * one).sum() for f, one in zip(first, g.values(), strict=True) if f is not None)
-                second = torch.autograd.grad(dot, parameters, allow_unused=True)
-            except RuntimeError as e:
-                second, reason = (), str(e).strip().partition("\n")[0]
-        if constant:
-            reason = f"the backward pass of {', '.join(constant)} has no derivative"
-        if reason:
+        second: Sequence[Tensor | None] = ()
+        with watched(loss) as derived:
+            first = torch.autograd.grad(derived.loss, parameters, create_graph=True, allow_unused=True)
+            dot: Any = sum((f * one).sum() for f, one in zip(first, g.values(), strict=True) if f is not None)
+            second = torch.autograd.grad(dot, parameters, allow_unused=True)
+        if derived.reason:
             raise ValueError(
-                f"{WHO}: the loss of {type(session.module).__name__} cannot be differentiated twice ({reason}). Use other"
-                " operations in the module, or SNIP, which differentiates once; no weight has changed."
+                f"{WHO}: the loss of {type(session.module).__name__} cannot be differentiated twice"
+                f" ({derived.reason}). Use other operations in the module, or SNIP, which differentiates once; no weight has"
+                " changed."
             )
         for product, hg in zip(products.values(), second, strict=True):
             if hg is not None:

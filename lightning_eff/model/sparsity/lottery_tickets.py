@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.sparsity._masks.arguments import Dense, Scope, Weights
@@ -58,7 +58,6 @@ class LotteryTickets(Masked):
     saves = "no time: it finds a sparse network that trains well, at the cost of several trainings"
     paper = "Frankle & Carbin 2018, arXiv:1803.03635"
     constraints = "an additional copy of weights and optimizer states"
-    survey = Survey("lottery tickets, iterative magnitude pruning", zhuang="2.1", shen="4.2")
     search_space = SearchSpace({"rounds": Choice((2, 4))}, no_time)
     control = Control("a fixed random mask of the final size for the same time", fixed)
     conflicts: ClassVar[Mapping[str, str]] = {

@@ -16,7 +16,7 @@ from lightning_eff._core._arguments.kinds import Either, Fraction, Number, OneOf
 from lightning_eff._core._stack.compiled import compiled_around
 from lightning_eff._core._stack.unfreezing import thawing
 from lightning_eff._core.patches import hook_behind
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
 from lightning_eff._core.technique import Control, Technique
@@ -102,12 +102,11 @@ class ReSprop(Technique):
     saves = "no time: products of the backward pass on hardware that can skip reused ones"
     paper = "Goli & Aamodt 2020, CVPR"
     constraints = "layers that are called as modules, outside compiled code; no fp16 scaler"
-    survey = Survey("ReSprop", zhuang="2.1", shen="4.2")
     search_space = SearchSpace({"sparsity": Uniform(0.1, 0.9)}, gains_nothing)
     control = Control("the baseline with the full gradient for as many steps")
     conflicts: ClassVar = {
         **dict.fromkeys(
-            ("BitFit", "PromptTuning", "VeRA", "VisualPromptTuning"),
+            ("BitFit", "PrefixTuning", "PromptTuning", "VeRA", "VisualPromptTuning"),
             "it freezes the weights of the layers whose gradients are reused",
         ),
         "RegionalCompilation": "gradients inside compiled blocks cannot be changed",

@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.sparsity._masks.arguments import Dense, Distribution, Sides, Sparsity, Weights
@@ -82,7 +82,6 @@ class RigL(Rewired):
     """
 
     paper = "Evci et al. 2019, arXiv:1911.11134"
-    survey = Survey("RigL", zhuang="2.1", shen="4.2")
     control = Control("a fixed random mask of the same size", fixed)
     search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9), "grow": Choice(("gradient", "random"))}, no_time)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core._stack.unfreezing import thawing
 from lightning_eff._core.progress import in_window
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, OtherWeights
 from lightning_eff.model.sparsity._masks.arguments import Dense, Weights
@@ -96,7 +96,6 @@ class SemiStructuredSparsity(OtherWeights):
     saves = "no time here: weights that some accelerators multiply at twice the throughput"
     paper = "Mishra et al. 2021, arXiv:2104.08378"
     constraints = "automatic optimization; an additional copy of the masked weights"
-    survey = Survey("2:4 sparsity", zhuang="2.1", shen="4.2")
     search_space = SearchSpace({"tiles": Choice((False, True))}, no_time)
     control = Control("a fixed random mask of half of the weights", _control)
     conflicts: ClassVar[Mapping[str, str]] = neighbours(WHO)

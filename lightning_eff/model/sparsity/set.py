@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.sparsity._masks.arguments import Dense, Distribution, Sides, Sparsity, Weights
@@ -50,7 +50,6 @@ class SET(Rewired):
     """
 
     paper = "Mocanu et al. 2018, Nature Communications 9, 2383"
-    survey = Survey("SET", zhuang="2.1", shen="4.2")
     control = Control("a fixed random mask of the same size", fixed)
     search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, no_time)
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **RIVALS_IN_STATE}

@@ -7,7 +7,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count
-from lightning_eff._core.search_space import Survey
 from lightning_eff._core.session import Session
 from lightning_eff.model.sparsity._masks.arguments import Dense, Sparsity, Weights
 from lightning_eff.model.sparsity._masks.masked import rivals
@@ -58,7 +57,6 @@ class SNIP(Scored):
     """
 
     paper = "Lee et al. 2018, arXiv:1810.02340"
-    survey = Survey("SNIP", zhuang="2.1", shen="4.2")
     conflicts: ClassVar[Mapping[str, str]] = {**rivals(WHO), **ZEROS}
 
     def __init__(

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff._core._arguments.kinds import Count, Fraction
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
@@ -128,7 +128,6 @@ class TrainLargeThenCompress(Masked):
     saves = "time to a given loss if the larger network pays off; bytes if you store it compactly"
     paper = "Li et al. 2020, arXiv:2002.11794"
     constraints = "you build the larger module"
-    survey = Survey("train large, then compress", zhuang="2.1", shen="4.2")
     search_space = SearchSpace({"sparsity": Uniform(0.5, 0.9)}, compressed)
     control = Control(
         "a fixed random mask of the same size; and the baseline, a module that is smaller from the start", _random

@@ -1,6 +1,7 @@
 """peft's layers, with the methods that ``lightning_eff.export`` needs."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -9,7 +10,7 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
-from lightning_eff.model.adapters._reading import unread
+from lightning_eff.model.adapters._peft.reading import unread
 
 #: peft's name of an adapter without a name.
 NAME = "default"
@@ -98,3 +99,17 @@ def lora_layer(base: nn.Module, config: LoraConfig, *, transposed: bool, read: b
     made.lightning_eff_init = config.init_lora_weights
     made.lightning_eff_read = read
     return made
+
+
+@torch.no_grad()
+def draw_lora(layer: LoRALinear) -> None:
+    """Give the factors of a layer their initial values, from the random numbers that peft draws for a new layer.
+
+    Peft makes two linear layers, which draw their values, and then draws A again.
+    """
+    a, b = (layer.get_parameter(f"{factor}.{NAME}.weight") for factor in ("lora_A", "lora_B"))
+    a.uniform_()
+    b.uniform_()
+    bound = math.sqrt(3.0) * (nn.init.calculate_gain("leaky_relu", math.sqrt(5)) / math.sqrt(a.shape[1]))
+    a.uniform_(-bound, bound)
+    b.zero_()

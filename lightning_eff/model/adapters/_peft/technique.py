@@ -9,10 +9,11 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import LinearMap
 from lightning_eff._core._architecture.surgeon import Surgeon
+from lightning_eff._core._stack.walking import parameters_of
 from lightning_eff.model.adapters._adapter import Adapter, folded
 from lightning_eff.model.adapters._optional import imported
 from lightning_eff.model.adapters._peft.places import places
-from lightning_eff.model.adapters._reading import read
+from lightning_eff.model.adapters._peft.reading import read
 
 
 class Maker(Protocol):
@@ -52,7 +53,7 @@ class OnLinearLayers(Adapter):
         make = self.maker(maps)
         trained = self.begin(root)
         chosen = {id(m.module): m for m in maps}
-        bases = {id(p) for m in maps for p in m.module.parameters()}
+        bases = {id(p) for m in maps for p in parameters_of(m.module)}
         made: list[nn.Module] = []
         in_readers = read(root)
 
@@ -62,12 +63,12 @@ class OnLinearLayers(Adapter):
 
         surgeon.leave(left)
         surgeon.swap(lambda path, m: id(m) in chosen, build, what="a linear layer", numbers=self.starts_alone)
-        bases |= {id(p) for m in made for p in m.base_layer.parameters()}  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        bases |= {id(p) for m in made for p in parameters_of(m.get_submodule("base_layer"))}
         self._maps = len(made)
         where = folded([m.path for m in maps])
         self.freeze(
             surgeon,
-            (trained - bases) | {id(p) for m in made for p in m.parameters() if id(p) not in bases},
+            (trained - bases) | {id(p) for m in made for p in parameters_of(m) if id(p) not in bases},
             f"{self.trains} of rank {self.rank} on {len(maps)} linear layers: {where}",
         )
 

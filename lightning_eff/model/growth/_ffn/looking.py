@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_eff._core._branches.ffns import FFN, find_ffns, given_ffns
+from lightning_eff._core._branches.ffns import FFN, ffns_of
 from lightning_eff._core._branches.graph import Graph, Node
 from lightning_eff._core._branches.tracing import traced
 from lightning_eff._core._run.error_text import first_line
-from lightning_eff._core.passes import loss_of, unseen
+from lightning_eff._core.passes import loss_of, restoring, unseen
 from lightning_eff._core.patches import hook_behind
 from lightning_eff._core.session import Session
 from lightning_eff.model.growth._ffn.width import Width
@@ -52,27 +52,15 @@ def narrowed(
     plain = traced(session, batch, batch_idx, who=who)
     if plain is None:
         return None
-    if names is not None:
-        ffns = given_ffns(session.module, names, who=who)
-    else:
-        ffns, refused = find_ffns(plain)
-        if not ffns:
-            why = "; ".join(f"{name}: {reason}" for name, reason in refused.items()) or "there are no residual branches"
-            raise ValueError(
-                f"{who}: found no feed-forward network x + W_2 f(W_1 x) in {type(session.module).__name__} ({why}). Name them,"
-                " as in ffn=[['blocks.*.fc1', 'blocks.*.fc2']], or use width=None."
-            )
+    ffns = ffns_of(session.module, plain, names, who=who, way_out="use width=None")
     check_units(ffns, shares, who=who)
     width = Width(session.module, ffns, shares[0])
     if shares[0] < 1.0:
-        before = [(p, p.detach().clone()) for p in width.parameters()]
-        try:
-            _try(session, batch, batch_idx, width, who=who)
-        finally:
-            width.share = shares[0]
-            with torch.no_grad():
-                for p, value in before:
-                    p.copy_(value)
+        with restoring(width.parameters()):
+            try:
+                _try(session, batch, batch_idx, width, who=who)
+            finally:
+                width.share = shares[0]
         width.clear()
     return width
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_eff._core.blocks import BlockStack, signature
 from lightning_eff._core.optimizers import copy_state
+from lightning_eff._core.passes import restoring
 from lightning_eff.model.growth._sizes.depth import check_distinct
 
 
@@ -66,16 +67,11 @@ class Momentum:
     def shown(self) -> Iterator[None]:
         """Put the averages into the module until the context ends."""
         there = {name: p for name, p in self._module.named_parameters() if name in self.held}
-        raw = {name: p.detach().clone() for name, p in there.items()}
-        with torch.no_grad():
-            for name, p in there.items():
-                p.copy_(self.held[name])
-        try:
-            yield
-        finally:
+        with restoring(there.values()):
             with torch.no_grad():
                 for name, p in there.items():
-                    p.copy_(raw[name])
+                    p.copy_(self.held[name])
+            yield
 
     def to(self, devices: Mapping[str, torch.device]) -> None:
         """Move averages from a checkpoint to the devices of the module's weights."""

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import LinearMap, linear_maps
+from lightning_eff._core._resume.marks import Marked
 from lightning_eff.model.layers._activations.finding import Between
 from lightning_eff.model.layers._activations.functions import ELEMENTWISE, GATED, NAMES, gated_width
-from lightning_eff.model.layers._marks import Marked
 
 
 class Activation(Marked):

@@ -1,4 +1,4 @@
-"""Linear layers that lose part of their bias, or receive a bias from another layer."""
+"""Layers that lose their bias or part of it, or receive a bias from another layer."""
 
 from collections.abc import Mapping
 
@@ -27,6 +27,48 @@ class RebiasedLinear(nn.Linear):
         """The weight, and a bias of zeros if there is none."""
         bias = self.weight.new_zeros(self.out_features) if self.bias is None else self.bias
         return {"weight": self.weight, "bias": bias}
+
+
+class UnbiasedConv1D(nn.Module):
+    """Hugging Face's ``Conv1D``, ``x W``, with the plain layer's weight (in, out) and no bias.
+
+    Args:
+        m: the linear layer.
+    """
+
+    def __init__(self, m: LinearMap) -> None:
+        super().__init__()
+        weight = m.module.weight
+        assert isinstance(weight, nn.Parameter)
+        self.weight, self.bias, self.nx, self.nf = weight, None, m.in_features, m.out_features
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.weight)
+
+    def fold(self) -> Mapping[str, Tensor]:
+        """The weight, and a bias of zeros."""
+        return {"weight": self.weight, "bias": self.weight.new_zeros(self.nf)}
+
+    @override
+    def extra_repr(self) -> str:
+        return f"nx={self.nx}, nf={self.nf}"
+
+
+class UnbiasedLayerNorm(nn.LayerNorm):
+    """An ``nn.LayerNorm`` with the plain norm's gain and no bias.
+
+    Args:
+        plain: the norm.
+    """
+
+    def __init__(self, plain: nn.LayerNorm) -> None:
+        super().__init__(list(plain.normalized_shape), plain.eps, bias=False, device="meta")
+        self.weight = plain.weight
+
+    def fold(self) -> Mapping[str, Tensor]:
+        """The gain, and a bias of zeros."""
+        return {"weight": self.weight, "bias": torch.zeros_like(self.weight)}
 
 
 class PartlyBiased(nn.Module):
@@ -69,6 +111,8 @@ class PartlyBiased(nn.Module):
 
 def rebiased(m: LinearMap, bias: Tensor, kept: Tensor) -> nn.Module:
     """The layer with ``bias`` where ``kept`` is set and no bias elsewhere; both have shape (out,)."""
+    if m.transposed and not bool(kept.any()):
+        return UnbiasedConv1D(m)
     if type(m.module) is nn.Linear and (bool(kept.all()) or not bool(kept.any())):
         return RebiasedLinear(m.module, bias if bool(kept.all()) else None)
     return PartlyBiased(m, bias, kept)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_eff._core._branches.ffns import find_ffns, given_ffns
+from lightning_eff._core._branches.ffns import ffns_of
 from lightning_eff._core._branches.tracing import traced
 from lightning_eff._core._run.error_text import first_line
 from lightning_eff._core.session import Session
@@ -30,16 +30,7 @@ def found(
     if graph is None:
         return None
     module = session.module
-    if names is not None:
-        ffns = given_ffns(module, names, who=who)
-    else:
-        ffns, refused = find_ffns(graph)
-        if not ffns:
-            why = "; ".join(f"{name}: {reason}" for name, reason in refused.items()) or "there are no residual branches"
-            raise ValueError(
-                f"{who}: found no feed-forward network x + W_2 f(W_1 x) in {type(module).__name__} ({why}). Name them, such as"
-                " ffn=[['blocks.*.fc1', 'blocks.*.fc2']], or remove the callback."
-            )
+    ffns = ffns_of(module, graph, names, who=who, way_out="remove the callback")
     small = next((ffn for ffn in ffns if ffn.hidden < most), None)
     if small is not None:
         raise ValueError(f"{who}(most={most}): {small} has fewer units than the longest period. Give a smaller `most`.")

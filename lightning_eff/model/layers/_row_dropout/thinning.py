@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_eff._core._architecture.linear_maps import forward_with
 from lightning_eff._core._branches.ffns import FFN, Part
 from lightning_eff._core._stack.partial_views import Worn, worn_by
+from lightning_eff._core.passes import restoring
 from lightning_eff._core.patches import hook_behind
 from lightning_eff.model.layers._row_dropout.patterns import Pattern, kept
 from lightning_eff.model.layers._shared.wearing import worn
@@ -82,18 +83,13 @@ class Thinned:
     @contextmanager
     def masked(self) -> Iterator[None]:
         """Set the output weights of dropped units to zero, and scale those of kept units by ``period``."""
-        values = [(p, p.detach().clone()) for p, _, _ in self._last]
-        try:
+        with restoring(p for p, _, _ in self._last):
             with torch.no_grad():
                 for (p, part, _), pattern in zip(self._last, self.patterns, strict=True):
                     whole = p.detach().clone()
                     p.zero_()
                     kept(p, part.dim, 1, pattern).copy_(kept(whole, part.dim, 1, pattern) * pattern.period)
             yield
-        finally:
-            with torch.no_grad():
-                for p, value in values:
-                    p.copy_(value)
 
     @contextmanager
     def watched(self) -> Iterator[dict[str, list[Tensor]]]:

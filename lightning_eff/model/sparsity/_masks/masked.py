@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_eff._core.search_space import RunProfile
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import LOCAL_STEPS, Technique
 from lightning_eff.model.sparsity._masks.arguments import Distribution
 from lightning_eff.model.sparsity._masks.finding import Block, Weight, chosen
 
@@ -39,10 +39,10 @@ _AVERAGES = (
     "TrainableWeightAveraging",
 )
 _GROWTH = ("AutoProg", "CompoundGrowth", "DropIn", "GreedyLayerwise", "ProgressiveStacking", "ShallowToDeep")
-_ADAPTERS = ("LoRA", "BitFit", "HoulsbyAdapters", "PromptTuning", "VeRA", "VisualPromptTuning")
+_ADAPTERS = ("LoRA", "BitFit", "HoulsbyAdapters", "PrefixTuning", "PromptTuning", "VeRA", "VisualPromptTuning")
 _ANYWHERE: Mapping[str, str] = {
     **dict.fromkeys(_AVERAGES, "an average of weights with different masks has no zeros"),
-    **dict.fromkeys(("LocalSGD", "ResIST"), "each rank would choose other masks, because its weights differ"),
+    **dict.fromkeys((*LOCAL_STEPS, "ResIST"), "each rank would choose other masks, because its weights differ"),
     **dict.fromkeys(_ADAPTERS, "it freezes the weights to mask"),
 }
 #: For ``conflicts``: the techniques that masks chosen over the whole network cannot train with.

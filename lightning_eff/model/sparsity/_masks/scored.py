@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff._core._branches.sharded_step import step_of
 from lightning_eff._core._run.ranks import on_all_ranks
-from lightning_eff._core.batches import map_tensors, num_samples
+from lightning_eff._core.batches import map_tensors
 from lightning_eff._core.passes import training_batches
 from lightning_eff._core.search_space import SearchSpace, Uniform
 from lightning_eff._core.session import Session
@@ -91,11 +91,7 @@ class Scored(Masked):
         """The loss of the module's own step, to be differentiated ``passes`` times; None for a skipped batch."""
         output = step_of(session, batch, batch_idx)
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        cost = session.chain.cost
-        cost.forward_passes += 1
-        cost.backward_passes += passes
-        with suppress(ValueError):  # batches without tensors have no samples to count
-            cost.forward_samples += num_samples(batch)
+        session.chain.cost.add(batch, backward=passes)
         if loss is not None and (not isinstance(loss, Tensor) or loss.grad_fn is None):
             raise ValueError(
                 f"{type(self).__name__}: training_step returned {type(loss).__name__} without a graph, so weights have no"

@@ -4,6 +4,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from lightning_eff._core._stack.walking import modules_of
+
 _READERS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
@@ -18,4 +20,4 @@ def unread(weight: Tensor) -> Tensor:
 
 def read(root: nn.Module) -> set[int]:
     """Ids of modules inside a layer that may read their weights instead of calling them."""
-    return {id(part) for m in root.modules() if isinstance(m, _READERS) for part in m.modules() if part is not m}
+    return {id(part) for m in modules_of(root) if isinstance(m, _READERS) for part in modules_of(m) if part is not m}

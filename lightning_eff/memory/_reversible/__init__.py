@@ -1,0 +1,1 @@
+"""Reversible blocks: their sums, and the engine that computes inputs from outputs."""

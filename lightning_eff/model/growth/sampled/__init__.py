@@ -1,0 +1,1 @@
+"""Techniques that train randomly drawn blocks."""

@@ -1,0 +1,1 @@
+"""Connections past blocks: from the embedding, from earlier blocks, and between the values of attention."""

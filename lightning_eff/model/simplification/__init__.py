@@ -1,0 +1,1 @@
+"""Switches that make a network simpler while it pretrains."""

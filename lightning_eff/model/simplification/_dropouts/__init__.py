@@ -1,0 +1,1 @@
+"""Where a module keeps the probabilities of its dropout."""

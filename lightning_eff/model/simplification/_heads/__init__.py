@@ -1,0 +1,1 @@
+"""Nonlinear layers before the layer that computes a network's outputs."""
