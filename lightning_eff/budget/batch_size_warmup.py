@@ -17,7 +17,7 @@ from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
 from lightning_eff._core.batches import join, like, plain
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -136,7 +136,6 @@ class BatchSizeWarmup(Technique):
     paper = "Smith et al. 2017, arXiv:1711.00489"
     constraints = "needs more batches per epoch than the first steps take"
     needs: ClassVar[Need] = Need.BATCH
-    survey = Survey("large batches", shen="5.2")
     search_space = SearchSpace(
         {"full": Choice((2, 3, 4)), "until": Uniform(0.2, 0.8), "power": Choice((0.0, 0.5, 1.0))}
     )

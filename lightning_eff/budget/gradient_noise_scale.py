@@ -1,47 +1,97 @@
 """Measure the gradient noise scale: the batch size beyond which larger ones gain little (arXiv:1812.06162)."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._needs.offers import is_plain
-from lightning_eff._core._optim.gradient_norms import gradient_square, square, total
-from lightning_eff._core.batches import num_samples
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core._optim.gradient_norms import gradient_square, square_and_product, square_of
+from lightning_eff._core.search_space import RunProfile, SearchSpace
 from lightning_eff._core.session import Session
-from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import Control
+from lightning_eff.budget._micro_gradients import MicroGradients, signal_and_noise
 
 WHO = "GradientNoiseScale"
+_Before = tuple[int, float, Tensor, list[Tensor | None]]  # step, samples, squared norm and gradients
+_ALIGNED = 64  # elements; sums of a resumed run, whose copies are tensors of their own, are rounded in the same way
+_NUMBERS = ("signal", "noise", "weight", "steps", "batch")
 
 
-def signal_and_noise(small: float, large: float, b: float, B: float) -> tuple[float, float]:
-    """Return unbiased estimates of the true gradient's ``|G|^2`` and of ``S``, the trace of one sample's covariance.
+class _Copies:
+    """Copies of gradients. They are parts of one tensor, which is used again, where all have one real dtype and device.
 
-    ``|G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)`` and ``S = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)``. Either may be negative in one
-    step. Their ratio is meaningful only for means over many steps.
-
-    Args:
-        small: ``|G_b|^2``, the mean squared norm of gradients over ``b`` samples.
-        large: ``|G_B|^2``, the squared norm of the gradient over ``B`` samples.
-        b: the samples of the small gradients, >= 1.
-        B: the samples of the large gradient, > b.
+    Attributes:
+        whole: that tensor, shape (n,), with zeros between the parts; None if the last copies are no parts of one.
     """
-    return (B * large - b * small) / (B - b), (small - large) / (1 / b - 1 / B)
+
+    def __init__(self) -> None:
+        self.whole: Tensor | None = None
+        # of the largest ``whole`` so far, because layer dropping changes which gradients exist
+        self._memory: Tensor | None = None
+        self._forms: list[Any] = []
+        self._parts: list[Tensor] = []
+
+    def _zeros(self, like: Tensor, size: int) -> Tensor:
+        memory = self._memory
+        if memory is None or (memory.dtype, memory.device) != (like.dtype, like.device) or memory.numel() < size:
+            memory = self._memory = like.new_empty(size)
+        return memory[:size].zero_()
+
+    @torch.no_grad()
+    def take(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Copy the gradients, which overwrites the copies of the last call; None stays None."""
+        forms = [None if g is None else (type(g), g.dtype, g.device, g.layout, g.shape) for g in gradients]
+        found = [g for g in gradients if g is not None]
+        if forms != self._forms:
+            self._forms, self.whole, self._parts = forms, None, []
+            kinds = {form[:4] for form in forms if form is not None}
+            first = found[0] if len(kinds) == 1 else None
+            if type(first) is Tensor and first.layout == torch.strided and first.is_floating_point():
+                sizes = [-(-g.numel() // _ALIGNED) * _ALIGNED for g in found]
+                self.whole = self._zeros(first, sum(sizes))
+                parts = zip(self.whole.split(sizes), found, strict=True)
+                self._parts = [part[: g.numel()].view(g.shape) for part, g in parts]
+        if self.whole is None:
+            return [None if g is None else g.detach().clone() for g in gradients]
+        torch._foreach_copy_(self._parts, found)  # pyright: ignore[reportPrivateImportUsage]
+        parts = iter(self._parts)
+        return [None if g is None else next(parts) for g in gradients]
+
+
+def _harmonic_mean(sizes: Sequence[float]) -> float:
+    """Return the size whose noise is the mean noise of gradients over ``sizes`` samples."""
+    return sizes[0] if len(set(sizes)) == 1 else len(sizes) / sum(1 / size for size in sizes)
+
+
+def _weights(b: float, b_before: float) -> tuple[float, float]:
+    """Return the weights of a gradient over ``b`` samples and of one over ``b_before``: 1 and 1 where these are as many.
+
+    A parameter without a gradient in a step, such as an expert without tokens, counts as zero.
+    """
+    return 2 * b / (b + b_before), 2 * b_before / (b + b_before)
+
+
+def _weighted(new: Tensor | None, old: Tensor | None, now: float, then: float) -> Tensor | None:
+    """Return ``now * new + then * old``, where None counts as zero. ``old`` is overwritten where it can be."""
+    if new is None or old is None:
+        return then * old if old is not None else now * new if new is not None else None
+    if old.is_sparse:
+        return now * new + then * old
+    return old.mul_(then).add_(new, alpha=now)
 
 
 def _gains_nothing(profile: RunProfile) -> str | None:
     return "it only measures, and training stays the same"
 
 
-class GradientNoiseScale(Technique):
+class GradientNoiseScale(MicroGradients):
     """Measure the critical batch size, beyond which a larger batch saves few steps.
 
     At the critical batch size, a run needs twice the minimum number of steps; a much larger batch gains little more. The
@@ -58,8 +108,9 @@ class GradientNoiseScale(Technique):
     neither, and under FSDP2, tensor and pipeline parallelism, it compares the gradients of two consecutive steps. This is
     approximate, because the weights move between them, and it keeps a copy of one gradient. Checkpoints hold that copy, unless
     it is sharded over processes: then a pair of steps with a checkpoint in between is skipped. The summary names the
-    gradients that were compared. Windows that an epoch's end cuts short, that have micro-batches of different sizes, or in
-    which ``training_step`` returned None are skipped.
+    gradients that were compared. Micro-batches may have different sizes, but under FSDP2, steps in which the ranks have
+    different numbers of samples are skipped. So are windows that an epoch's end cuts short, or in which ``training_step``
+    returned None.
 
     It logs ``critical_batch`` in samples (NaN while unknown, for example while the mean of ``|G|^2`` is not above zero),
     ``signal`` (``|G|^2``), ``noise`` (``S``), the measured ``steps``, and ``batch``, the samples per step.
@@ -84,7 +135,6 @@ class GradientNoiseScale(Technique):
     paper = "McCandlish et al. 2018, arXiv:1812.06162"
     needs: ClassVar[Need] = Need.PIECES
     refuses: ClassVar[Reasons] = {Part.COMPRESSED: "it compares gradients with their exact mean over processes"}
-    survey = Survey("large batches", shen="5.2")
     search_space = SearchSpace(pointless=_gains_nothing)
     control = Control("the baseline, which trains identically")
     neutral_at: ClassVar[Mapping[str, Any]] = {"every": 0}
@@ -95,160 +145,163 @@ class GradientNoiseScale(Technique):
         self.half_life, self.every = half_life, every
 
     def _reset(self) -> None:
-        self._signal = self._noise = self._weight = 0.0
-        self._steps = 0
-        self._batch = 0
+        super()._reset()
+        # means of signal and noise, their weight, measured steps, samples per step; on the device, so that nothing waits for it
+        self._means = torch.zeros(5, dtype=torch.float64)
         self._source = ""
         self._pieces = False  # whether gradients are sharded over processes
-        self._hooks: dict[int, RemovableHandle] = {}
-        self._armed = self._measuring = False
-        self._norms: list[Tensor] = []  # squared norms of this pass's gradients
-        self._parts: list[tuple[int, Tensor]] = []  # samples and squared gradient norm of each pass of the window
-        self._passes = 0  # backward passes of the window
-        self._size = 0
-        self._before: tuple[int, int, Tensor, list[Tensor | None]] | None = None
+        self._pairs = False
+        self._before: _Before | None = None
+        self._copies = _Copies()
 
     # -- the run
 
     @override
     def attach(self, session: Session) -> None:
+        super().attach(session)
         self._pieces = not is_plain(session.trainer.strategy)
-        session.chain.add(Stage.SAVE, self._link)
-        backward = session.trainer.strategy.backward
 
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            self._begin(session)
-            try:
-                return backward(*args, **kwargs)
-            finally:
-                self._armed = False
-
-        session.patches.set(session.trainer.strategy, "backward", measured)
-
-    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        self._size = num_samples(batch)
-        return proceed(batch)
-
-    def _begin(self, session: Session) -> None:
-        """Watch the gradients of a backward pass before they are accumulated or reduced over ranks."""
-        self._passes += 1
+    @override
+    def _wanted(self, session: Session) -> bool:
         step = session.trainer.global_step
-        pairs = self._pieces or (session.replicas.count == 1 and session.trainer.accumulate_grad_batches == 1)
-        self._measuring = (step // 2 if pairs else step) % self.every == 0
-        self._norms = []
-        if not self._measuring or self._pieces:
-            return
-        for p in session.module.parameters():
-            if p.requires_grad and id(p) not in self._hooks:
-                self._hooks[id(p)] = p.register_hook(self._see)
-        self._armed = True
+        self._pairs = self._pieces or (session.replicas.count == 1 and session.trainer.accumulate_grad_batches == 1)
+        return (step // 2 if self._pairs else step) % self.every == 0
 
-    def _see(self, gradient: Tensor) -> None:
-        if self._armed:
-            self._norms.append(square(gradient))
+    @override
+    def _by_pass(self) -> bool:
+        return not self._pairs  # a pair of steps compares the gradients that they end with
+
+    @override
+    def _square(self, session: Session) -> Tensor | None:
+        found = super()._square(session)
+        return torch.zeros((), device=session.module.device) if found is None and self._pieces else found
+
+    @override
+    def _end_pass(self, session: Session) -> None:
+        if self._pieces or not self._pairs:
+            super()._end_pass(session)
+        elif self._passes == 1:  # a second pass in a step would have added to the gradients
+            self._compare(session)
+
+    @override
+    def _backward_ended(self, session: Session) -> None:
+        """Do nothing: gradients are read in on_after_backward, as was tested in every layout."""
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_after_backward(trainer, pl_module)
-        if self._session is None or self.neutral or not self._measuring or not (self._norms or self._pieces):
-            return
-        self._parts.append((self._size, total(self._norms or [torch.zeros((), device=pl_module.device)])))
-        window = trainer.accumulate_grad_batches
-        over = (trainer.fit_loop.epoch_loop.batch_idx + 1) % window == 0
-        if over and self._passes == window:  # none of its batches was skipped
-            self._measure(trainer, pl_module)
+        if self._session is not None and not self.neutral and self._measuring:
+            self._end_pass(self._session)
 
     @override
-    def on_batch_end(self, session: Session, batch_idx: int) -> None:
-        loop = session.trainer.fit_loop.epoch_loop
-        if (batch_idx + 1) % session.trainer.accumulate_grad_batches == 0 or loop._num_ready_batches_reached():
-            self._parts, self._passes = [], 0
-
-    def _measure(self, trainer: Trainer, module: LightningModule) -> None:
-        """Measure a complete window, whose mean gradient every rank has."""
-        sizes, squares = zip(*self._parts, strict=True)
-        alike = len(set(sizes)) == 1
-        small = torch.stack(squares).double().mean() * len(squares) ** 2  # the loss was divided by the window
-        world = self.session.replicas.count
-        if world > 1:
-            told = torch.stack([small, small.new_tensor(float(sizes[0])), small.new_tensor(float(sizes[0] ** 2))])
-            told = trainer.strategy.reduce(told, reduce_op="mean")
-            assert isinstance(told, Tensor)
-            small, mean, mean_square = told
-            alike = alike and float(mean_square) == float(mean) ** 2
-            if not alike:
-                return
-        b, count = sizes[0], len(sizes) * world
-        large = gradient_square(trainer.strategy, [(p, p.grad) for p in module.parameters()])
+    def _measure(self, trainer: Trainer, parameters: list[nn.Parameter]) -> None:
+        # an empty batch has no gradient to measure, and its step does not count
+        self._parts = [(size or 1, square if size else square * math.nan) for size, square in self._parts]
+        sizes = [size for size, _ in self._parts]
+        world, b = self.session.replicas.count, _harmonic_mean(sizes)
+        count = len(sizes) * world
         if self._pieces:
-            if alike:
-                self._pair(trainer, module, b * count, large)
+            # pairs need the samples on the host, so all ranks must have as many as this one
+            small, mean, mean_square = self._mean_square(trainer, b, b**2)
+            valid = small.isfinite() & (mean_square - mean**2 <= 1e-9 * mean_square)
+            large = gradient_square(trainer.strategy, [(p, p.grad) for p in parameters])
+            self._pair(trainer, parameters, b * count, large, valid)
             return
-        if count > 1:
-            self._source = "micro-batches" if world == 1 else "ranks" if len(sizes) == 1 else "micro-batches and ranks"
-            if alike:
-                self._take(float(small), float(large), b, b * count, trainer)
-            return
-        self._pair(trainer, module, b, small)
+        small, inverse, samples = self._mean_square(trainer, 1 / b, sum(sizes))
+        large = gradient_square(trainer.strategy, [(p, p.grad) for p in parameters])
+        self._source = "micro-batches" if world == 1 else "ranks" if len(sizes) == 1 else "micro-batches and ranks"
+        b = b if world == 1 else 1 / inverse
+        self._take(small, large, b, b * count, samples * world, trainer)
 
-    def _pair(self, trainer: Trainer, module: LightningModule, b: int, of_now: Tensor) -> None:
-        """Compare this step's gradient and the last one's with their mean."""
-        step, before = trainer.global_step, self._before
+    @torch.no_grad()
+    def _compare(self, session: Session) -> None:
+        """Keep this step's whole gradient, or compare it and the last one with their mean."""
+        gradients = [p.grad for p in self._parameters(session)]
+        found = [g for g in gradients if g is not None]
+        if not found:
+            return
+        # an empty batch has no gradient to measure, and its step does not count
+        b, valid, step, before = self._size or 1, self._size > 0, session.trainer.global_step, self._before
         if step % 2 == 0:
-            self._before = (
-                step,
-                b,
-                of_now,
-                [None if p.grad is None else p.grad.detach().clone() for p in module.parameters()],
-            )
+            kept = self._copies.take(gradients)
+            whole = self._copies.whole
+            square = square_of(found) if whole is None else square_and_product([(whole, None)])[0]
+            self._before = (step, b, square if valid else square * math.nan, kept)
             return
         self._before = None
         if before is None or before[0] != step - 1:
             return
-        pairs = [(p, p.grad, g) for p, g in zip(module.parameters(), before[3], strict=True)]
-        if not self._pieces and all(now is None or then is None for _, now, then in pairs):
+        pairs = [(new, old) for new, old in zip(gradients, before[3], strict=True) if new is not None]
+        if all(old is None for _, old in pairs):
             return  # other parameters are trained now
-        # a parameter without a gradient in a step, such as an expert without tokens, counts as zero
-        self._source, b_before = "consecutive steps", before[1]
-        now, then = 2 * b / (b + b_before), 2 * b_before / (b + b_before)  # 1 where the two have as many samples
-        weighed = [(p, [w * g for w, g in ((now, new), (then, old)) if g is not None]) for p, new, old in pairs]
-        both = [(p, sum(found[1:], found[0]) if found else None) for p, found in weighed]
-        small, large = float((of_now + before[2]) / 2), float(gradient_square(trainer.strategy, both)) / 4
-        # the noise of a mean over b is tr / b, so two such squares have that of the harmonic mean of their sizes
-        self._take(small, large, b if b == b_before else 2 / (1 / b + 1 / b_before), b + b_before, trainer)
+        square, product = square_and_product(pairs)
+        now, then = _weights(b, before[1])
+        large = (now**2 * square + 2 * now * then * product + then**2 * before[2]) / 4
+        self._take_pair(square if valid else square * math.nan, large, b, before, session.trainer)
 
-    def _take(self, small: float, large: float, b: float, B: int, trainer: Trainer) -> None:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale()) ** 2
-        signal, noise = signal_and_noise(small / scale, large / scale, b, B)
-        if not (abs(signal) < float("inf") and abs(noise) < float("inf")):
-            return  # a step whose gradients overflowed
+    @torch.no_grad()
+    def _pair(self, trainer: Trainer, parameters: list[nn.Parameter], b: float, of_now: Tensor, valid: Tensor) -> None:
+        """Do as :meth:`_compare` does, for gradients in pieces whose square is ``of_now`` where it is ``valid``."""
+        step, before = trainer.global_step, self._before
+        of_now = torch.where(valid, of_now, float("nan"))
+        gradients = [p.grad for p in parameters]
+        if step % 2 == 0:
+            self._before = (step, b, of_now, self._copies.take(gradients))
+            return
+        self._before = None
+        if before is None or before[0] != step - 1:
+            return
+        weights = _weights(b, before[1])
+        sums = [_weighted(new, old, *weights) for new, old in zip(gradients, before[3], strict=True)]
+        large = gradient_square(trainer.strategy, list(zip(parameters, sums, strict=True))) / 4
+        self._take_pair(of_now, large, b, before, trainer)
+
+    def _take_pair(self, of_now: Tensor, large: Tensor, b: float, before: _Before, trainer: Trainer) -> None:
+        self._source = "consecutive steps"
+        each = _harmonic_mean([b, before[1]])
+        self._take((of_now + before[2]) / 2, large, each, b + before[1], round(each), trainer)
+
+    @torch.no_grad()
+    def _take(
+        self,
+        small: Tensor,
+        large: Tensor,
+        b: float | Tensor,
+        B: float | Tensor,
+        samples: float | Tensor,
+        trainer: Trainer,
+    ) -> None:
+        small, large = self._unscaled(trainer, small, large)
+        signal, noise = signal_and_noise(small, large, b, B)
+        means = self._means = self._means.to(signal.device)
         keep = 0.5 ** (1 / self.half_life)
-        self._signal = keep * self._signal + (1 - keep) * signal
-        self._noise = keep * self._noise + (1 - keep) * noise
-        self._weight = keep * self._weight + (1 - keep)
-        self._steps += 1
-        self._batch = B if self._source != "consecutive steps" else round(b)
+        batch = torch.as_tensor(samples, dtype=means.dtype, device=means.device).view(1)
+        found = torch.stack([signal, noise, torch.ones_like(signal)])
+        moved = torch.cat([keep * means[:3] + (1 - keep) * found, means[3:4] + 1, batch])
+        self._means = torch.where(found.isfinite().all(), moved, means)  # not finite where gradients overflowed
+
+    def _numbers(self) -> tuple[float, float, float, int, int]:
+        """Signal, noise, their weight, steps and batch. Waits for the device."""
+        signal, noise, weight, steps, batch = self._means.tolist()
+        return signal, noise, weight, int(steps), int(batch)
 
     @property
     def critical_batch(self) -> float | None:
-        """The noise scale in samples, or None while it is unknown."""
-        return self._noise / self._signal if self._signal > 0 and self._noise > 0 else None
+        """The noise scale in samples, or None while it is unknown. Reading it waits for the device."""
+        signal, noise, *_ = self._numbers()
+        return noise / signal if signal > 0 and noise > 0 else None
 
     # -- what is kept and told
 
     @override
     def detach(self, session: Session) -> None:
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks, self._before, self._norms, self._parts = {}, None, [], []
+        super().detach(session)
+        self._before, self._copies = None, _Copies()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        names = ("_signal", "_noise", "_weight", "_steps", "_batch", "_source")
-        kept = {name[1:]: getattr(self, name) for name in names}
-        parts = [] if self._session is None or not self._parts else self._session.gather(self._saved_parts())
-        return {**kept, "parts": parts, "passes": self._passes, "before": self._saved_before()}
+        kept = dict(zip(_NUMBERS, self._numbers(), strict=True)) | {"source": self._source}
+        return {**kept, **super().state_dict(), "before": self._saved_before()}
 
     def _saved_before(self) -> list[Any] | None:
         """Return the gradient that waits for the next step; drop a sharded one, since the resumed run will not have it."""
@@ -258,18 +311,12 @@ class GradientNoiseScale(Technique):
         step, b, square, gradients = self._before
         return [step, b, square.cpu(), [None if g is None else g.to("cpu", copy=True) for g in gradients]]
 
-    def _saved_parts(self) -> list[tuple[int, Tensor]]:
-        return [(size, square.cpu()) for size, square in self._parts]
-
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in ("signal", "noise", "weight", "steps", "batch", "source"):
-            setattr(self, f"_{name}", state_dict[name])
-        session, parts = self._session, state_dict["parts"]
-        self._passes = state_dict["passes"]
-        if session is not None and session.rank < len(parts):
-            device = session.trainer.strategy.root_device
-            self._parts = [(size, square.to(device)) for size, square in parts[session.rank]]
+        self._means = torch.tensor([float(state_dict[name]) for name in _NUMBERS], dtype=torch.float64)
+        self._source = state_dict["source"]
+        super().load_state_dict(state_dict)
+        session = self._session
         before = state_dict.get("before")  # missing in checkpoints of earlier versions
         if session is not None and before is not None:
             device = session.trainer.strategy.root_device
@@ -279,24 +326,27 @@ class GradientNoiseScale(Technique):
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
-        critical, weight = self.critical_batch, self._weight or float("nan")
+        signal, noise, weight, steps, batch = self._numbers()
+        weight = weight or float("nan")
+        critical = noise / signal if signal > 0 and noise > 0 else float("nan")
         return {
-            "signal": self._signal / weight,
-            "noise": self._noise / weight,
-            "critical_batch": float("nan") if critical is None else critical,
-            "steps": self._steps,
-            "batch": self._batch,
+            "signal": signal / weight,
+            "noise": noise / weight,
+            "critical_batch": critical,
+            "steps": steps,
+            "batch": batch,
         }
 
     @override
     def summary(self) -> str:
-        if not self._steps:
+        *_, steps, batch = self._numbers()
+        if not steps:
             return "measured no step"
-        of = f"from {self._steps:,} steps, comparing {self._source}"
+        of = f"from {steps:,} steps, comparing {self._source}"
         if self.critical_batch is None:
             return f"the critical batch size is unknown: the gradient is lost in noise ({of})"
-        share = 1 / (1 + self.critical_batch / self._batch)
+        share = 1 / (1 + self.critical_batch / batch)
         return (
-            f"critical batch size: {self.critical_batch:,.0f} samples. A step of {self._batch:,} makes {share:.0%} of the"
+            f"critical batch size: {self.critical_batch:,.0f} samples. A step of {batch:,} makes {share:.0%} of the"
             f" true gradient's progress ({of})"
         )

@@ -17,7 +17,7 @@ from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.learning_rates import Rates
 from lightning_eff._core.batches import num_tokens
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.budget._shapes import RAMPS, SHAPES, Shape
@@ -81,7 +81,6 @@ class LearningRateSchedule(Technique):
     paper = "Li et al. 2019, arXiv:1905.04753; Bergsma et al. 2025, arXiv:2502.15938"
     constraints = "needs a run with an end and automatic optimization"
     needs: ClassVar[Need] = Need.BATCH
-    survey = Survey("learning rate schedules", zhuang="2.1", shen="5.1")
     search_space = SearchSpace(
         {
             "shape": Choice(("linear", "cosine", "rex", "wsd")),

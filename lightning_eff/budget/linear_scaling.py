@@ -12,7 +12,7 @@ from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 
@@ -102,7 +102,6 @@ class LinearScaling(Technique):
     paper = "Goyal et al. 2017, arXiv:1706.02677"
     constraints = "needs a loader with a batch size, or batch_size="
     needs: ClassVar[Need] = Need.BATCH
-    survey = Survey("large batches", shen="5.2")
     search_space = SearchSpace(
         {"times": Choice((0.5, 2.0, 4.0)), "warmup": Uniform(0.0, 0.2), "power": Choice((0.5, 1.0))}, make=_search
     )

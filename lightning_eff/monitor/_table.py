@@ -1,9 +1,16 @@
-"""The closing table of a monitored run."""
+"""The closing tables of a run."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_eff.monitor._cost import Prices, cost_row
+
+
+def closing(title: str, lines: Sequence[tuple[str, str]]) -> str:
+    """Return lines of name and text below a title, with the texts in one column."""
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(["", title, *(f"  {name:<{width}}  {value}" for name, value in lines), ""])
 
 
 def rows(prices: Prices, s: dict[str, Any]) -> list[tuple[str, str]]:

@@ -21,7 +21,10 @@ class Sums:
 
     def plus(self, other: "Sums", sign: int = 1) -> "Sums":
         """Return the sum with ``other``, or the difference if ``sign`` is -1."""
-        return Sums(*(getattr(self, f.name) + sign * getattr(other, f.name) for f in fields(Sums)))
+        return Sums(*(getattr(self, name) + sign * getattr(other, name) for name in _NAMES))
+
+
+_NAMES = tuple(f.name for f in fields(Sums))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from lightning_eff._core._run.metrics import CurrentMetrics
 from lightning_eff.monitor import _counting as counting
 from lightning_eff.monitor._cost import Price, Prices, run_cost, unseen
 from lightning_eff.monitor._phases import PHASES
-from lightning_eff.monitor._table import rows
+from lightning_eff.monitor._table import closing, rows
 from lightning_eff.monitor._totals import Totals
 from lightning_eff.monitor._watch import Watch
 from lightning_eff.monitor.energy import EnergyMeter
@@ -316,9 +316,7 @@ class EfficiencyMonitor(Callback):
 
     def text(self) -> str:
         """Return the closing table."""
-        lines = rows(self.prices, self.summary())
-        width = max(len(name) for name, _ in lines)
-        return "\n".join(["", "What this run cost", *(f"  {name:<{width}}  {value}" for name, value in lines), ""])
+        return closing("What this run cost", rows(self.prices, self.summary()))
 
 
 def _rate(amount: float, seconds: float) -> float | None:

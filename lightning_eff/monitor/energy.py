@@ -76,7 +76,7 @@ class EnergyMeter:
         self._device, self._rapl, self._nvml = device, rapl, nvml
         self._meters: list[_Rapl | _Nvml] = []
         self._joules = 0.0
-        self._running = False
+        self.started = False
 
     def start(self) -> None:
         """Start counting from zero."""
@@ -92,7 +92,7 @@ class EnergyMeter:
             device = torch.device("cuda", torch.cuda.current_device())
         if device is not None and device.type == "cuda":
             self._meters += list(self._gpu(device))
-        self._running = True
+        self.started = True
 
     def _gpu(self, device: torch.device) -> Iterator[_Nvml]:
         nvml = self._nvml
@@ -108,20 +108,15 @@ class EnergyMeter:
 
     def read(self) -> float | None:
         """Return the joules since :meth:`start`, or None without a counter."""
-        if self._running:
+        if self.started:
             self._joules += sum(meter.joules() for meter in self._meters)
         return self.joules
 
     def stop(self) -> float | None:
         """Stop counting and return the joules, like :meth:`read`."""
         joules = self.read()
-        self._running = False
+        self.started = False
         return joules
-
-    @property
-    def started(self) -> bool:
-        """Whether it is counting."""
-        return self._running
 
     @property
     def joules(self) -> float | None:

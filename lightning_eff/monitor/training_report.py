@@ -14,6 +14,7 @@ from lightning_eff._core._samples.counting import counting
 from lightning_eff._core.batches import num_samples, num_tokens, tensors
 from lightning_eff._core.progress import in_flight
 from lightning_eff._core.technique import techniques_of
+from lightning_eff.monitor._table import closing
 
 
 @of_both
@@ -117,8 +118,7 @@ class TrainingReport(Callback):
         if cost is not None and (cost.forward_passes or cost.backward_passes):
             passes = f"{cost.forward_passes:,} forward, {cost.backward_passes:,} backward"
             rows.append(("extra passes", f"{passes}: {cost.seconds:.1f} s"))
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(["", "What this run did", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
+        return closing("What this run did", rows)
 
 
 def _peak_memory(device: torch.device) -> str:

@@ -16,10 +16,12 @@ from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._needs.offers import is_plain
+from lightning_eff._core._optim.tensors import Tensors, pieces
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import OtherWeights
+from lightning_eff._core.technique import LOCAL_STEPS, OtherWeights
 from lightning_eff.optim.averaging import _buffers
 from lightning_eff.optim.averaging._batch_norm import batch_norms, modes, recompute_statistics
+from lightning_eff.optim.averaging._shared import share
 
 #: how many training batches BatchNorm's statistics are recomputed from
 BNBatches = Annotated[int, Count()] | None
@@ -29,30 +31,15 @@ def rivals(*names: str) -> dict[str, str]:
     """The ``conflicts`` of a weight average: other averages, by name, and strategies whose ranks have their own weights."""
     return {
         **dict.fromkeys(names, "both replace the weights that are validated and saved"),
-        "LocalSGD": "each rank would average its own weights, and only rank 0's average would be saved",
+        **dict.fromkeys(
+            LOCAL_STEPS, "each rank would average its own weights, and only rank 0's average would be saved"
+        ),
     }
 
 
 def wide(tensor: Tensor) -> torch.dtype:
     """The dtype for sums of many such tensors: float64, or float32 on MPS, which has no float64."""
     return torch.promote_types(tensor.dtype, torch.float32 if tensor.device.type == "mps" else torch.float64)
-
-
-def pieces(session: Session) -> dict[str, Tensor]:
-    """This process's part of the module's parameters and buffers, by name. Writing to a piece writes to the parameter.
-
-    Without sharding, a piece is the whole tensor. Under a strategy that shards, it is the local part of the DTensor, also
-    where FSDP2 has left parameters whole after a forward pass.
-    """
-    module = session.module
-    if not is_plain(session.trainer.strategy):
-        from torch.distributed.fsdp import FSDPModule
-
-        for m in (session.trainer.strategy.model or module).modules():
-            if isinstance(m, FSDPModule):
-                m.reshard()
-    held = (t for t in (*module.named_parameters(), *module.named_buffers()))
-    return {name: t.detach().to_local() if hasattr(t, "to_local") else t.detach() for name, t in held}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class AveragedWeights(OtherWeights):
@@ -70,6 +57,7 @@ class AveragedWeights(OtherWeights):
         recomputes: whether BatchNorm statistics are recomputed.
     """
 
+    _tensors: Tensors | None = None  # of the run's module
     bn_setting: ClassVar[str] = ""  # the argument that makes it recompute statistics, where one does
     needs: ClassVar[Need] = Need.PIECES
     needs_automatic_optimization: ClassVar[bool] = False
@@ -120,6 +108,20 @@ class AveragedWeights(OtherWeights):
 
     # -- the run
 
+    def tensors(self, session: Session) -> Tensors:
+        """The module's parameters and buffers as they are now."""
+        if self._tensors is None or self._tensors.session is not session:
+            self._tensors = Tensors(session)
+        self._tensors.look()
+        return self._tensors
+
+    def pieces(self, session: Session) -> dict[str, Tensor]:
+        """This process's part of the module's parameters and buffers, by name. Writing to a piece writes to the parameter.
+
+        Without sharding, a piece is the whole tensor. Under a strategy that shards, it is the local part of the DTensor.
+        """
+        return pieces(self.tensors(session))
+
     @override
     def check(self, session: Session) -> None:
         who = type(self).__name__
@@ -153,7 +155,7 @@ class AveragedWeights(OtherWeights):
                 " same"
                 " strategy and number of processes, or start a new fit from the checkpoint's weights, which are the average."
             )
-        held, saved = pieces(session), self.saved_weights(_own(session, state))
+        held, saved = self.pieces(session), self.saved_weights(_own(session, state))
         wrong = [name for name, w in saved.items() if name not in held or held[name].shape != w.shape]
         if wrong:
             raise ValueError(
@@ -210,7 +212,7 @@ class AveragedWeights(OtherWeights):
 
     @override
     def on_optimizers(self, session: Session) -> None:
-        self.to_devices({name: t.device for name, t in pieces(session).items()})
+        self.to_devices({name: t.device for name, t in self.pieces(session).items()})
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
@@ -229,7 +231,13 @@ class AveragedWeights(OtherWeights):
         """Note that the other weights changed."""
         self._taken += 1
         self._statistics = None
-        self._modes = modes(session.module)
+        if self.recomputes:
+            self._modes = self.tensors(session).modes()
+
+    @override
+    def detach(self, session: Session) -> None:
+        super().detach(session)
+        self._tensors = None
 
     # -- shown and put away
 
@@ -238,7 +246,7 @@ class AveragedWeights(OtherWeights):
         """Put the other weights into the module, unless there are none or they are there already."""
         if self._raw is not None or not self.names:
             return
-        held = pieces(session)
+        held = self.pieces(session)
         with torch.inference_mode(False), torch.no_grad():
             raw: dict[str, Tensor] = {}
             for name, value in self.average(session):
@@ -260,7 +268,7 @@ class AveragedWeights(OtherWeights):
     @torch.no_grad()
     def take_out(self, session: Session) -> None:
         """Put the trained weights back if the module holds the others."""
-        held = pieces(session) if self._raw is not None else {}
+        held = self.pieces(session) if self._raw is not None else {}
         for name, value in (self._raw or {}).items():
             held[name].copy_(value)
         self._raw = None
@@ -272,14 +280,14 @@ class AveragedWeights(OtherWeights):
         super().on_train_start(trainer, pl_module)
         if not self.neutral:
             # strategies that shard restore as late as this; and a tuner's trial run may have loaded its checkpoint
-            self.to_devices({name: t.device for name, t in pieces(self.session).items()})
+            self.to_devices({name: t.device for name, t in self.pieces(self.session).items()})
             self.take_out(self.session)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         raw, names = self._raw, [*self.names]
         if raw is None and names and self._session is not None:
-            held = pieces(self._session)
+            held = self.pieces(self._session)
             computed = [name for found in self._computed.values() for name in found]
             raw = {name: held[name] for name in (*names, *(self._statistics or ()), *computed)}
         state = {"taken": self._taken, **self.saved(), "raw": raw, "statistics": self._statistics}
@@ -287,6 +295,13 @@ class AveragedWeights(OtherWeights):
         if session is None or not _divided(session):
             return state
         return {"ranks": session.replicas.everyone(apply_to_collection(state, Tensor, lambda t: t.detach().cpu()))}
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        states = checkpoint.get("callbacks", {})
+        if states.get(self.state_key):
+            states[self.state_key] = share(states[self.state_key], checkpoint.get("state_dict") or {})
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -297,6 +312,8 @@ class AveragedWeights(OtherWeights):
         self._raw = own["raw"]
         self._statistics = own["statistics"]
         self.restore(own)
+        # in a checkpoint, the average may be the same tensor as the weights
+        self._held = {name: value.clone() for name, value in self._held.items()}
 
 
 def _divided(session: Session) -> bool:

@@ -10,9 +10,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Either, Fraction, OneOf
+from lightning_eff._core._optim.tensors import piece
 from lightning_eff._core._run.delayed_start import ActsLate, Length
 from lightning_eff._core.session import Session
-from lightning_eff.optim.averaging._engine import AveragedWeights, pieces
+from lightning_eff.optim.averaging._engine import AveragedWeights
 
 #: when a snapshot is taken
 Interval = Annotated[Literal["epoch"] | int, Either(OneOf("epoch"), Count())]
@@ -65,13 +66,13 @@ class SnapshotWindow(ActsLate, AveragedWeights):
 
     @torch.no_grad()
     def _take(self, session: Session) -> None:
-        held, now = self._snapshots[-1] if self._snapshots else {}, pieces(session)
+        held = self._snapshots[-1] if self._snapshots else {}
         while len(self._snapshots) >= self.window:
             self._snapshots.popleft()
         self._snapshots.append(
             {
-                name: now[name].to("cpu" if self.offload else now[name].device, copy=True)
-                for name, p in session.module.named_parameters()
+                name: piece(p).to("cpu" if self.offload else p.device, copy=True)
+                for name, p in self.tensors(session).parameters.items()
                 if p.requires_grad or name in held
             }
         )

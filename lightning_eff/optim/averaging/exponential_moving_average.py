@@ -12,11 +12,13 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction, Names, Number
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core._optim.chunks import chunks, local
+from lightning_eff._core._optim.tensors import piece
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.averaging._buffers import is_statistic
-from lightning_eff.optim.averaging._engine import AveragedWeights, BNBatches, pieces, rivals
+from lightning_eff.optim.averaging._engine import AveragedWeights, BNBatches, rivals
 
 TAIL_BLEND = 0.6  # the default of `blend` with `tail`, from the modded-nanogpt records
 
@@ -40,7 +42,11 @@ def move_average(average: list[Tensor], weights: list[Tensor], *, s: float) -> N
     """
     # a = s a + (1 − s) w
     move = get_ema_multi_avg_fn(s)
-    move(average, [w.to(a.dtype) for a, w in zip(average, weights, strict=True)], 0)  # pyright: ignore[reportArgumentType]
+    if all(a.dtype == w.dtype for a, w in zip(average, weights, strict=True)):
+        move(average, weights, 0)  # pyright: ignore[reportArgumentType]
+        return
+    for a, w in chunks(average, weights):  # so that few weights are converted at a time
+        move(a, [y.to(x.dtype) for x, y in zip(a, w, strict=True)], 0)  # pyright: ignore[reportArgumentType]
 
 
 def excluded(module: nn.Module, patterns: Sequence[str]) -> set[str]:
@@ -127,7 +133,6 @@ class ExponentialMovingAverage(AveragedWeights):
     constraints: ClassVar[str] = (
         "one more copy of the weights; batch_norm='recompute' needs automatic optimization and whole weights"
     )
-    survey: ClassVar[Survey | None] = Survey("exponential moving average", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"half_life": Uniform(10.0, 1000.0, log=True), "tail": Choice((None, 0.25))},
         lambda profile: (
@@ -193,24 +198,25 @@ class ExponentialMovingAverage(AveragedWeights):
                 averages.append(self._held[name])
                 weights.append(w)
             else:
+                w = piece(w)
                 self._held[name] = w.to(torch.promote_types(w.dtype, torch.float32), copy=True)
         if averages:
-            move_average(averages, weights, s=decay(self.half_life))
+            move_average(averages, local(weights, weights), s=decay(self.half_life))
         self.outdate(session)
 
     def _followed(self, session: Session) -> Iterator[tuple[str, Tensor]]:
-        held = pieces(session)
-        for name, p in session.module.named_parameters():
-            if (p.requires_grad or name in self._held) and name not in self._left_out and p.is_floating_point():
-                yield name, held[name]
-        for name, b in session.module.named_buffers():
+        tensors, held, out = self.tensors(session), self._held, self._left_out
+        for name, p in tensors.parameters.items():
+            if (name in held or p.requires_grad) and name not in out and p.is_floating_point():
+                yield name, p
+        for name, b in tensors.buffers():
             begins = not self._taken and name in self._kept and is_statistic(name) and b.is_floating_point()
-            if name in self._held or begins:
-                yield name, held[name]
+            if begins or name in held:
+                yield name, b
 
     @override
     def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:
-        present = pieces(session)
+        present = self.pieces(session)
         for name, a in self._held.items():
             w = present[name]
             # blend a + (1 − blend) w

@@ -8,10 +8,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count
-from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, Integer, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import BNBatches, pieces, wide
+from lightning_eff.optim.averaging._engine import BNBatches, wide
 from lightning_eff.optim.averaging._snapshots import Interval, SnapshotWindow, Start
 
 
@@ -79,7 +79,6 @@ class LatestWeightAveraging(SnapshotWindow):
     saves = "epochs, as long as the learning rate is high; nothing once it has decayed"
     paper = "Kaddour 2022, arXiv:2209.14981"
     constraints = "keeps window + 1 copies of the weights; BatchNorm needs automatic optimization"
-    survey: ClassVar[Survey | None] = Survey("latest weight averaging (LAWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
             "window": Integer(3, 12),
@@ -110,7 +109,7 @@ class LatestWeightAveraging(SnapshotWindow):
 
     @override
     def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:
-        held = pieces(session)
+        held = self.pieces(session)
         for name in self.names:
             yield name, latest_mean((s[name] for s in self._snapshots if name in s), device=held[name].device)
 

@@ -8,11 +8,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction
+from lightning_eff._core._optim.tensors import piece
 from lightning_eff._core._run.delayed_start import ActsLate, Length
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import AveragedWeights, pieces, rivals
+from lightning_eff.optim.averaging._engine import AveragedWeights, rivals
 
 
 @torch.no_grad()
@@ -57,7 +58,6 @@ class Lookahead(ActsLate, AveragedWeights):
     saves: ClassVar[str] = "steps, according to the paper: less noise in the weights at almost no cost"
     paper: ClassVar[str] = "Zhang et al. 2019, arXiv:1907.08610"
     constraints: ClassVar[str] = "keeps one more copy of the weights"
-    survey: ClassVar[Survey | None] = Survey("Lookahead", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"interval": Choice((5, 10, 20)), "alpha": Uniform(0.3, 0.8)}
     )
@@ -93,10 +93,9 @@ class Lookahead(ActsLate, AveragedWeights):
     @torch.no_grad()
     def _begin(self, session: Session) -> None:
         """Start slow weights for parameters that have none, at their current values."""
-        fresh = [n for n, p in session.module.named_parameters() if p.requires_grad and n not in self._held]
-        now = pieces(session) if fresh else {}
-        for name in fresh:
-            self._held[name] = now[name].to(torch.promote_types(now[name].dtype, torch.float32), copy=True)
+        for name, p in self.tensors(session).parameters.items():
+            if name not in self._held and p.requires_grad:
+                self._held[name] = piece(p).to(torch.promote_types(p.dtype, torch.float32), copy=True)
 
     @override
     @torch.no_grad()
@@ -107,7 +106,7 @@ class Lookahead(ActsLate, AveragedWeights):
         if self._ahead < self.interval:
             return
         self._ahead = 0
-        now = pieces(session)
+        now = self.pieces(session)
         for name, slow in self.average(session):
             self._held[name] = slow
             now[name].copy_(slow)
@@ -115,7 +114,7 @@ class Lookahead(ActsLate, AveragedWeights):
 
     @override
     def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:
-        now = pieces(session)
+        now = self.pieces(session)
         for name, slow in self._held.items():
             yield name, slow_step(slow, now[name], alpha=self.alpha)
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._needs.needs import Need
-from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, Integer, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.averaging._engine import BNBatches, rivals, wide
@@ -103,7 +103,6 @@ class RegularizedNonlinearAcceleration(SnapshotWindow):
     paper: ClassVar[str] = "Scieur et al. 2016, arXiv:1606.04133"
     needs: ClassVar[Need] = Need.WHOLE
     fewest: ClassVar[int] = 3
-    survey: ClassVar[Survey | None] = Survey("regularized nonlinear acceleration", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
             "window": Integer(4, 12),

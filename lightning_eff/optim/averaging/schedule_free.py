@@ -1,9 +1,6 @@
 """Schedule-free learning: an average of all steps replaces the decay of the learning rate (Defazio et al. 2024)."""
 
-import importlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from types import MethodType
 from typing import Annotated, Any, ClassVar
 
@@ -15,7 +12,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
-from lightning_eff._core._lightning.extras import missing
 from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._optim.combined import set_rate
 from lightning_eff._core._optim.external_rates import Share, look, unwatch, watch
@@ -25,10 +21,9 @@ from lightning_eff._core._optim.scheduled import optimizers_of, put_to_rest, ref
 from lightning_eff._core.optimizers import evaluates_anew
 from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
+from lightning_eff._core.technique import LOCAL_STEPS, Control
 from lightning_eff.optim.averaging._engine import AveragedWeights, BNBatches, rivals
-
-_PROGRESS = ("k", "lr_max", "weight_sum")  # what the library keeps for a group
+from lightning_eff.optim.averaging._sequences import PROGRESS, Sequences
 
 
 def rates_of(optimizer: Optimizer) -> list[float | None]:
@@ -36,85 +31,11 @@ def rates_of(optimizer: Optimizer) -> list[float | None]:
     return [None if group.get("lr") is None else float(group["lr"]) for group in optimizer.param_groups]
 
 
-class Base:
-    """The module's optimizer as ``schedulefree.ScheduleFreeWrapper`` sees it; the wrapper's own state lives here.
-
-    The optimizer's state therefore stays that of a plain run, and loads into one.
-
-    Args:
-        optimizer: the module's optimizer.
-        step: the optimizer's own step, without a closure.
-    """
-
-    def __init__(self, optimizer: Optimizer, step: Callable[[], Any]) -> None:
-        self.optimizer, self._step = optimizer, step
-        self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)  # z, by parameter
-        self.param_groups: list[dict[str, Any]] = []
-        self.look()
-
-    def look(self) -> None:
-        """Take over the optimizer's current parameter groups."""
-        groups = self.optimizer.param_groups
-        self.param_groups += [{} for _ in groups[len(self.param_groups) :]]  # groups that were added in the meantime
-        for group, own in zip(groups, self.param_groups, strict=True):
-            # learning rates are weights of the average here, and their sum must not be zero
-            own |= {"params": group["params"], "lr": float(group.get("lr", 1.0)) or 1e-30}
-
-    def step(self) -> None:
-        with without_momentum(self.optimizer):
-            self._step()
-
-
-@contextmanager
-def without_momentum(optimizer: Optimizer) -> Iterator[None]:
-    """Set ``momentum`` and the first beta to zero in every group: the average's interpolation replaces them."""
-    kept = [{k: group[k] for k in ("momentum", "nesterov", "betas") if k in group} for group in optimizer.param_groups]
-    try:
-        for group, own in zip(optimizer.param_groups, kept, strict=True):
-            group.update({k: False if k == "nesterov" else 0.0 for k in own if k != "betas"})
-            if own.get("betas"):
-                group["betas"] = (0.0, *own["betas"][1:])
-        yield
-    finally:
-        for group, own in zip(optimizer.param_groups, kept, strict=True):
-            group.update(own)
-
-
-def wrapper_around(base: Base, momentum: float, power: float) -> Any:
-    """``schedulefree.ScheduleFreeWrapper`` around ``base``.
-
-    Args:
-        base: the optimizer.
-        momentum: the interpolation's momentum.
-        power: the exponent of the step number in a step's weight.
-
-    Raises:
-        ImportError: if the library is not installed.
-    """
-    try:
-        library: Any = importlib.import_module("schedulefree")
-    except ImportError as error:
-        raise ImportError(missing("ScheduleFree", "schedulefree", "schedulefree")) from error
-
-    class Wrapper(library.ScheduleFreeWrapper):
-        @staticmethod
-        def swap(x: Tensor, y: Tensor) -> None:
-            """Swap two tensors. The library's own swap needs contiguous bytes, which scalars and channels-last tensors lack."""
-            kept = x.clone()
-            x.copy_(y)
-            y.copy_(kept)
-
-    made: Any = Wrapper(base, momentum=momentum, r=power)
-    made.train_mode = True
-    return made
-
-
 class ScheduleFree(AveragedWeights):
     """Train without a learning-rate schedule: validate, save and end with an average of all steps.
 
-    ``schedulefree.ScheduleFreeWrapper`` wraps the module's own optimizer, whichever it is, and this callback calls its
-    ``eval()`` and ``train()`` at the right times. With ``beta`` for ``momentum``, and ``c`` the weight of the current step
-    relative to the sum of all weights so far (a step weighs ``t^power`` times the square of the highest learning rate so
+    It wraps the module's own optimizer, whichever it is. With ``beta`` for ``momentum``, and ``c`` the weight of the current
+    step relative to the sum of all weights so far (a step weighs ``t^power`` times the square of the highest learning rate so
     far)::
 
         z = the module's optimizer's step from z, with the gradient at y
@@ -125,7 +46,7 @@ class ScheduleFree(AveragedWeights):
     from the end of fit on. Afterwards ``y`` is restored bit for bit, so neither validation nor checkpoints change training.
     ``y`` and ``z`` are in this callback's state (two more copies of the weights), from which a resumed fit continues. The
     optimizer's own momentum, or its first beta, is set to zero, because the interpolation replaces it. Weight decay acts on
-    ``z``.
+    ``z``. On a CPU, Adam and AdamW run torch's fused kernel unless their ``fused`` or ``foreach`` is set.
 
     Use it when the length of the run is not known in advance. The module's schedulers are switched off, and each group keeps
     its highest scheduled learning rate. The paper uses learning rates 1 to 10 times those of a schedule (see ``lr_factor``),
@@ -145,7 +66,6 @@ class ScheduleFree(AveragedWeights):
     Raises:
         ValueError: for a value out of range. At setup, for manual optimization, for an optimizer that is schedule-free
             itself or holds parameters that are not the module's, or with another weight average.
-        ImportError: at setup, if the package schedulefree is not installed.
 
     Example:
         >>> schedule_free = ScheduleFree(momentum=0.9, lr_factor=3.0, warmup_steps=100)
@@ -159,7 +79,7 @@ class ScheduleFree(AveragedWeights):
         "the schedule: the run's length need not be known; according to the paper, results match a decayed learning rate"
     )
     paper: ClassVar[str] = "Defazio et al. 2024, arXiv:2405.15682"
-    constraints: ClassVar[str] = "needs the package schedulefree, and one optimizer without a closure"
+    constraints: ClassVar[str] = "needs one optimizer without a closure"
     needs: ClassVar[Need] = Need.WHOLE
     refuses: ClassVar[Reasons] = {
         Part.PIPELINE: "runs that resume there were found to differ from those that never stopped"
@@ -183,7 +103,9 @@ class ScheduleFree(AveragedWeights):
             "StochasticWeightAveraging",
         ),
         "LearningRateSchedule": "schedule-free training has no schedule, and the learning rates weigh its average",
-        "LocalSGD": "LocalSGD averages only the trained weights, not the ones that the optimizer steps from",
+        **dict.fromkeys(
+            LOCAL_STEPS, "ranks would average the trained weights, but not those that the optimizer steps from"
+        ),
         "OptimizerOffload": "the optimizer's step runs on the CPU there, and at other weights here",
         "StochasticRoundingBF16": "the plugin makes the optimizer's step itself, and here the step is made at other weights",
     }
@@ -206,8 +128,7 @@ class ScheduleFree(AveragedWeights):
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._base: Base | None = None
-        self._wrapper: Any = None
+        self._sequences: Sequences | None = None
         self._rates: list[float | None] = []  # as training began
         self._warming = HeldRates("ScheduleFree(warmup_steps)")
         self._multiples: Multiples | None = None
@@ -253,7 +174,7 @@ class ScheduleFree(AveragedWeights):
     def on_optimizers(self, session: Session) -> None:
         assert self.momentum is not None
         (optimizer,) = session.optimizers
-        if self._base is not None and self._base.optimizer is optimizer:
+        if self._sequences is not None and self._sequences.optimizer is optimizer:
             return
         self._names = {p: name for name, p in session.module.named_parameters()}
         strange = [p for group in optimizer.param_groups for p in group["params"] if p not in self._names]
@@ -266,8 +187,7 @@ class ScheduleFree(AveragedWeights):
             )
         super().on_optimizers(session)
         plain = optimizer.step
-        self._base = Base(optimizer, plain)
-        self._wrapper = wrapper_around(self._base, self.momentum, self.power)
+        sequences = self._sequences = Sequences(optimizer, plain, self.momentum, self.power)
         if self.lr_factor != 1.0 and not self.warmup_steps:
             shares: list[Share | None] = [Share(i, self.lr_factor) for i in range(len(optimizer.param_groups))]
             self._multiples = Multiples(optimizer, [], shares)
@@ -276,7 +196,7 @@ class ScheduleFree(AveragedWeights):
         if self._loaded is not None:
             by_name = {name: p for p, name in self._names.items()}
             for name, z in self._loaded["z"].items():
-                self._base.state[by_name[name]]["z"] = z
+                sequences.z[by_name[name]] = z
             self._progress = self._loaded["groups"]
             self._take_up_progress()
             self._rates = self._loaded.get("rates", made)  # checkpoints of earlier versions have none
@@ -291,10 +211,9 @@ class ScheduleFree(AveragedWeights):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            assert self._base is not None
             look([optimizer], stepping=True)
-            self._base.look()
-            self._wrapper.step()
+            sequences.look()
+            sequences.step()
             self.outdate(session)
             return loss
 
@@ -302,9 +221,9 @@ class ScheduleFree(AveragedWeights):
         session.patches.set(optimizer, "step", MethodType(step, optimizer))
 
     def _take_up_progress(self) -> None:
-        if self._base is not None and self._progress:
-            self._base.look()
-            for group, saved in zip(self._base.param_groups, self._progress, strict=False):
+        if self._sequences is not None and self._progress:
+            self._sequences.look()
+            for group, saved in zip(self._sequences.param_groups, self._progress, strict=False):
                 group.update(saved)
 
     @override
@@ -327,7 +246,6 @@ class ScheduleFree(AveragedWeights):
     def detach(self, session: Session) -> None:
         super().detach(session)
         self._warming.release()
-        self._wrapper = None
         if self._multiples is not None:
             unwatch(self._multiples.optimizer, self._multiples)
             self._multiples = None
@@ -335,8 +253,8 @@ class ScheduleFree(AveragedWeights):
     # -- the average
 
     def _z(self) -> dict[str, Tensor]:
-        state = {} if self._base is None else self._base.state
-        return {self._names[p]: held["z"] for p, held in state.items() if "z" in held}
+        held = {} if self._sequences is None else self._sequences.z
+        return {self._names[p]: z for p, z in held.items()}
 
     @property
     @override
@@ -352,10 +270,10 @@ class ScheduleFree(AveragedWeights):
 
     @override
     def forget(self) -> None:
-        if self._base is not None:
-            self._base.state.clear()
-            for group in self._base.param_groups:
-                for name in _PROGRESS:
+        if self._sequences is not None:
+            self._sequences.z.clear()
+            for group in self._sequences.param_groups:
+                for name in PROGRESS:
                     group.pop(name, None)
 
     # -- state and reports
@@ -367,12 +285,12 @@ class ScheduleFree(AveragedWeights):
 
     @override
     def saved(self) -> dict[str, Any]:
-        groups = [] if self._base is None else self._base.param_groups
+        groups = [] if self._sequences is None else self._sequences.param_groups
         return {
             "z": self._z(),
             "rates": self._rates,
             "absolute": self._multiples is not None and self._multiples.absolute,
-            "groups": [{name: g[name] for name in _PROGRESS if name in g} for g in groups],
+            "groups": [{name: g[name] for name in PROGRESS if name in g} for g in groups],
         }
 
     @override
@@ -389,7 +307,7 @@ class ScheduleFree(AveragedWeights):
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:
-        rates = [] if self._base is None else [group["lr"] for group in self._base.param_groups]
+        rates = [] if self._sequences is None else [group["lr"] for group in self._sequences.param_groups]
         return {"steps": self._taken, "rate": max(rates, default=0.0)}
 
     @override

@@ -10,13 +10,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Number
+from lightning_eff._core._optim.chunks import chunks, local
 from lightning_eff._core._optim.pinned_rates import HeldRates
 from lightning_eff._core._optim.scheduled import reference_rates
+from lightning_eff._core._optim.tensors import piece
 from lightning_eff._core._run.delayed_start import ActsLate, Length
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.averaging._engine import AveragedWeights, BNBatches, pieces, rivals, wide
+from lightning_eff.optim.averaging._engine import AveragedWeights, BNBatches, rivals
 from lightning_eff.optim.averaging._snapshots import Interval, Start
 
 
@@ -43,7 +45,7 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
     each cycle the weights are added to the mean, with equal weight for every cycle.
 
     Use it for flatter minima, or for good weights while the learning rate is still high. It does not save time by itself.
-    It costs one more copy of the weights in float64.
+    It costs one more copy of the weights, in float32 at least.
 
     The module holds the mean while the trainer validates, and from the end of fit on. Every checkpoint's ``state_dict`` is
     the mean once there is one; the raw weights are in this callback's state, from which a resumed fit continues. BatchNorm
@@ -78,7 +80,6 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
     saves: ClassVar[str] = "no time by itself: flatter minima, and good weights while the learning rate is still high"
     paper: ClassVar[str] = "Izmailov et al. 2018, arXiv:1803.05407"
     constraints: ClassVar[str] = "needs automatic optimization; keeps one more copy of the weights in float64"
-    survey: ClassVar[Survey | None] = Survey("stochastic weight averaging (SWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"start": Choice((0.5, 0.75, 0.9)), "rate": Uniform(0.05, 1.0, log=True)}
     )
@@ -112,7 +113,7 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
     @override
     def _reset(self) -> None:
         super()._reset()
-        self._counts: dict[str, int] = {}  # the number of weights in each sum
+        self._counts: dict[str, int] = {}  # the number of weights in each mean
         self._bases: list[list[float | None]] = []
         self._saved_bases: list[list[float | None]] = []
         self._rates = HeldRates("StochasticWeightAveraging")
@@ -177,21 +178,28 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
 
     @torch.no_grad()
     def _take(self, session: Session) -> None:
-        now = pieces(session)
-        for name, p in session.module.named_parameters():
+        moved: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        for name, p in self.tensors(session).parameters.items():
             if name in self._held:
-                self._held[name] += now[name]
                 self._counts[name] += 1
+                means, weights = moved.setdefault(self._counts[name], ([], []))
+                # a checkpoint of an earlier version has it in float64
+                mean = self._held[name] = self._held[name].to(torch.promote_types(p.dtype, torch.float32))
+                means.append(mean)
+                weights.append(p)
             elif p.requires_grad:
-                self._held[name] = now[name].to(wide(p), copy=True)
+                w = piece(p)
+                self._held[name] = w.to(torch.promote_types(w.dtype, torch.float32), copy=True)
                 self._counts[name] = 1
+        for n, (means, weights) in moved.items():
+            # w_SWA = w_SWA + (w − w_SWA) / n
+            for mean, w in chunks(means, local(weights, weights)):
+                torch._foreach_lerp_(mean, [y.to(x.dtype) for x, y in zip(mean, w, strict=True)], 1 / n)  # pyright: ignore[reportPrivateImportUsage]
         self.outdate(session)
 
     @override
     def average(self, session: Session) -> Iterator[tuple[str, Tensor]]:
-        for name, total in self._held.items():
-            # w_SWA = (1/n) Σ_j w_j
-            yield name, total / self._counts[name]
+        yield from self._held.items()
 
     @override
     def forget(self) -> None:
@@ -202,13 +210,15 @@ class StochasticWeightAveraging(ActsLate, AveragedWeights):
     def saved(self) -> dict[str, Any]:
         bases = [list(rates) for rates in self._bases]  # also of groups that were added later
         state = {"counts": dict(self._counts), "steps": self._steps, "active": self._active, "bases": bases}
-        return {**super().saved(), **state}
+        return {**super().saved(), **state, "means": True}
 
     @override
     def restore(self, state: dict[str, Any]) -> None:
         super().restore(state)
         self._counts, self._steps, self._active = dict(state["counts"]), state["steps"], state["active"]
         self._saved_bases = state.get("bases", [])
+        if "means" not in state:  # checkpoints of earlier versions hold sums
+            self._held = {name: total / self._counts[name] for name, total in self._held.items()}
 
     # -- what it reports
 

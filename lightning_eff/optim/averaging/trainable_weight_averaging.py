@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._needs.needs import Need, Part, Reasons
-from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, Integer, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.averaging._batch_norm import modes, recompute_statistics
@@ -140,7 +140,6 @@ class TrainableWeightAveraging(SnapshotWindow):
     refuses: ClassVar[Reasons] = {
         Part.PIPELINE: "the coefficients follow from products over all weights, of which each process has some"
     }
-    survey: ClassVar[Survey | None] = Survey("trainable weight averaging (TWA)", zhuang="2.1", shen="5.4")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
             "window": Integer(5, 40, log=True),

@@ -1,11 +1,12 @@
 """Shared by first-order update rules: the types of their arguments, and a step over lists of tensors."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -92,9 +93,26 @@ def count(states: list[dict[str, Any]]) -> list[int]:
     return held(states, "step")
 
 
-def ratio_of_norms(over: list[Tensor], under: list[Tensor]) -> list[Tensor]:
-    """Return the scalars ``|a| / |b|`` for each pair, or 1 if either norm is zero."""
-    found = []
-    for a, b in zip(lists.norm(over), lists.norm(under), strict=True):
-        found.append(torch.where((a > 0) & (b > 0), a / b, torch.ones_like(a)))
-    return found
+def by_step(states: list[dict[str, Any]]) -> Iterator[tuple[int, list[int] | slice]]:
+    """Advance the step number of every parameter. Yield each number, from 1 on, with the places that have it."""
+    steps = count(states)
+    if len(set(steps)) == 1:
+        yield steps[0], slice(None)
+        return
+    for t in sorted(set(steps)):
+        yield t, [i for i, step in enumerate(steps) if step == t]
+
+
+def picked(tensors: list[Tensor], places: list[int] | slice) -> list[Tensor]:
+    """Return the tensors at some places from :func:`by_step`."""
+    return tensors[places] if isinstance(places, slice) else [tensors[i] for i in places]
+
+
+def norms(pieces: Sequence[list[Tensor]]) -> Tensor:
+    """Return the norms of the tensors in one chunk, or the norm of one tensor that is sliced into several; shape (n,).
+
+    The norm of a DTensor is that of the whole tensor.
+    """
+    found = [n.full_tensor() if isinstance(n, DTensor) else n for piece in pieces for n in lists.norm(piece)]
+    stacked = torch.stack(found)
+    return torch.linalg.vector_norm(stacked)[None] if len(pieces) > 1 else stacked

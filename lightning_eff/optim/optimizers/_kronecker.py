@@ -4,7 +4,7 @@ It finds the matrices, folds their tensors into pieces stacked by shape, and com
 use Adam.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_eff.optim.optimizers import _lists as lists
 from lightning_eff.optim.optimizers._first_order import FirstOrder, count, held, keep_dtypes
 from lightning_eff.optim.optimizers._matrices import Layout, Split, layout_by_name, layouts_of
+from lightning_eff.optim.optimizers._runs import STACKED, limit_of, runs
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,16 @@ def outer(stack: Tensor, sides: Iterable[int]) -> dict[int, Tensor]:
         x = unfolded(stack, dim)
         found[dim] = torch.bmm(x, x.mT)
     return found
+
+
+def together(pieces: list[Tensor]) -> Tensor:
+    """Return pieces of one shape as one tensor: a copy, or a view if there is one piece."""
+    return pieces[0].unsqueeze(0) if len(pieces) == 1 else torch.stack(pieces)
+
+
+def weight(piece: Tensor) -> int:
+    """Return the bytes of a piece and of one matrix for each of its sides."""
+    return (piece.numel() + sum(side * side for side in piece.shape)) * working(piece.dtype).itemsize
 
 
 def working(dtype: torch.dtype) -> torch.dtype:
@@ -185,9 +196,19 @@ class Kronecker(FirstOrder):
     ) -> None:
         for folds in (False, True):
             chosen = [i for i, p in enumerate(params) if (p in self._folds) == folds]
-            if chosen:
+            # matrices in chunks that bound the memory of a step
+            for some in self._chunks(params, chosen) if folds else [chosen] if chosen else []:
                 act, settings = (self.update_folded, group) if folds else (adam, self.adam_settings(group))
-                act(settings, [params[i] for i in chosen], [grads[i] for i in chosen], [states[i] for i in chosen])
+                act(settings, [params[i] for i in some], [grads[i] for i in some], [states[i] for i in some])
+
+    def _chunks(self, params: list[Tensor], chosen: list[int]) -> Iterator[list[int]]:
+        """Split the indices of matrices into chunks. Parameters of one shape are adjacent."""
+        first: dict[torch.Size, int] = {}
+        for i in chosen:
+            first.setdefault(params[i].shape, i)
+        ordered = sorted(chosen, key=lambda i: first[params[i].shape])
+        sizes = [sum(map(weight, self._folds[params[i]].apart(params[i]))) for i in ordered]
+        return runs(ordered, sizes, limit_of(params[chosen[0]], STACKED) if chosen else 0)
 
     def adam_settings(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return Adam's settings for a group."""
@@ -199,13 +220,20 @@ class Kronecker(FirstOrder):
         """Update matrices and their ``states`` in place."""
         raise NotImplementedError
 
-    def buckets(self, params: list[Tensor], keys: list[Any]) -> dict[Any, list[tuple[int, int]]]:
-        """Group pieces that can be stacked: (parameter, piece) by shape, dtype, device and the parameter's key."""
+    def buckets(self, params: list[Tensor], keys: list[Any]) -> Iterator[tuple[Any, list[tuple[int, int]]]]:
+        """Group pieces that can be stacked: (parameter, piece) by shape, dtype, device and the parameter's key.
+
+        A key comes several times if its pieces are too large for one stack.
+        """
         found: dict[Any, list[tuple[int, int]]] = {}
+        sizes: dict[tuple[int, ...], int] = {}
         for i, (p, key) in enumerate(zip(params, keys, strict=True)):
             for j, piece in enumerate(self._folds[p].apart(p)):
                 found.setdefault((tuple(piece.shape), p.dtype, p.device, key), []).append((i, j))
-        return found
+                sizes[tuple(piece.shape)] = weight(piece)
+        for key, members in found.items():
+            for some in runs(members, [sizes[key[0]]] * len(members), limit_of(params[0], STACKED)):
+                yield key, some
 
     # -- state that torch.optim.Optimizer would lose
 

@@ -4,6 +4,7 @@
 
 import torch
 
+abs = torch._foreach_abs
 add_ = torch._foreach_add_
 lerp = torch._foreach_lerp
 lerp_ = torch._foreach_lerp_
@@ -11,8 +12,12 @@ mul = torch._foreach_mul
 mul_ = torch._foreach_mul_
 norm = torch._foreach_norm
 add = torch._foreach_add
+pow = torch._foreach_pow
+pow_ = torch._foreach_pow_
+reciprocal_ = torch._foreach_reciprocal_
 addcdiv_ = torch._foreach_addcdiv_
 addcmul_ = torch._foreach_addcmul_
+clamp_max_ = torch._foreach_clamp_max_
 copy_ = torch._foreach_copy_
 div = torch._foreach_div
 div_ = torch._foreach_div_

@@ -9,8 +9,11 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Each, Fraction
+from lightning_eff._core._optim.chunks import chunks, local
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._first_order import Eps, FirstOrder, Rate, count, held
+from lightning_eff.optim.optimizers._first_order import Eps, FirstOrder, Rate, by_step, held, picked
+
+_STATE = ("exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad")
 
 
 class Adan(FirstOrder):
@@ -48,6 +51,7 @@ class Adan(FirstOrder):
     paper: ClassVar[str] = "Xie et al. 2022, arXiv:2208.06677"
     saves: ClassVar[str] = "steps, according to the paper; keeps two more tensors of state than Adam"
     constraints: ClassVar[str] = "needs dense gradients"
+    steps_apart: ClassVar[bool] = True
 
     @declared
     def __init__(
@@ -63,34 +67,51 @@ class Adan(FirstOrder):
     @override
     def begin(self, p: Tensor) -> dict[str, Any]:
         # the gradient itself, so that the first difference is zero
-        before = p.grad.clone() if p.grad is not None else torch.zeros_like(p)
-        zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_diff", "exp_avg_sq")}
-        return {"step": 0, **zeros, "previous_grad": before}
+        (before,) = local([p.grad if p.grad is not None else torch.zeros_like(p)], [p])
+        kept = {name: torch.zeros_like(p) for name in _STATE}
+        local([kept["previous_grad"]], [p])[0].copy_(before)
+        return {"step": 0, **kept}
 
     @override
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> None:
-        (b1, b2, b3), lr, steps = group["betas"], group["lr"], count(states)
-        m, v, n = (held(states, name) for name in ("exp_avg", "exp_avg_diff", "exp_avg_sq"))
-        before = held(states, "previous_grad")
+        lists_ = [grads, *(held(states, name) for name in _STATE)]
+        columns = [local(params, params), *(local(found, params) for found in lists_)]
+        for t, places in by_step(states):
+            for chunk in chunks(*(picked(column, places) for column in columns)):
+                self._move(group, t, *chunk)
+
+    def _move(
+        self,
+        group: dict[str, Any],
+        t: int,
+        w: list[Tensor],
+        g: list[Tensor],
+        m: list[Tensor],
+        v: list[Tensor],
+        n: list[Tensor],
+        before: list[Tensor],
+    ) -> None:
+        """Update a chunk in its step ``t``."""
+        (b1, b2, b3), lr = group["betas"], group["lr"]
         # d := g - g'
-        d = lists.sub(grads, before)
+        d = lists.sub(g, before)
+        lists.copy_(before, g)
         # m := b1 m + (1 - b1) g;  v := b2 v + (1 - b2) d
-        lists.lerp_(m, grads, 1 - b1)
+        lists.lerp_(m, g, 1 - b1)
         lists.lerp_(v, d, 1 - b2)
         # n := b3 n + (1 - b3) (g + b2 d)^2
-        looked = lists.add(grads, d, alpha=b2)
+        lists.mul_(d, b2)
+        lists.add_(d, g)
         lists.mul_(n, b3)
-        lists.addcmul_(n, looked, looked, 1 - b3)
-        # w := w - lr (m^ + b2 v^) / (sqrt(n^) + eps)
+        lists.addcmul_(n, d, d, 1 - b3)
+        # w := w - lr (m^ + b2 v^) / (sqrt(n^) + eps), with the correction of n taken out of the fraction
+        correction = (1 - b3**t) ** 0.5
         under = lists.sqrt(n)
-        lists.div_(under, [(1 - b3**t) ** 0.5 for t in steps])
-        lists.add_(under, group["eps"])
-        lists.addcdiv_(params, m, under, [-lr / (1 - b1**t) for t in steps])
-        lists.addcdiv_(params, v, under, [-lr * b2 / (1 - b2**t) for t in steps])
+        lists.add_(under, group["eps"] * correction)
+        lists.addcdiv_(w, m, under, -lr * correction / (1 - b1**t))
+        lists.addcdiv_(w, v, under, -lr * correction * b2 / (1 - b2**t))
         # w := w / (1 + lr lambda)
         if group["weight_decay"]:
-            lists.div_(params, 1 + lr * group["weight_decay"])
-        for kept, grad in zip(before, grads, strict=True):
-            kept.copy_(grad)
+            lists.div_(w, 1 + lr * group["weight_decay"])

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._needs.needs import Part, Reasons
-from lightning_eff._core.search_space import SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.optim.optimizers._matrices import is_linear
@@ -104,7 +104,6 @@ class GradientCentralization(Technique):
     saves: ClassVar[str] = "steps, according to the paper: better conditioned gradients at almost no cost"
     paper: ClassVar[str] = "Yong et al. 2020, arXiv:2004.01461"
     refuses: ClassVar[Reasons] = dict.fromkeys((Part.SHARD, Part.TENSOR, Part.PIPELINE), "")
-    survey: ClassVar[Survey | None] = None
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"strength": Uniform(0.25, 1.0)})
     control: ClassVar[Control] = Control(
         "the baseline for the same time with a learning rate that decays to zero; step costs are about equal"

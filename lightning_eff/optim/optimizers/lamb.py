@@ -8,8 +8,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._optim.chunks import chunks, stretches
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._first_order import Betas, Eps, FirstOrder, Rate, count, held, ratio_of_norms
+from lightning_eff.optim.optimizers._first_order import Betas, Eps, FirstOrder, Rate, by_step, held, norms, picked
 
 
 class LAMB(FirstOrder):
@@ -48,6 +49,7 @@ class LAMB(FirstOrder):
     paper: ClassVar[str] = "You et al. 2019, arXiv:1904.00962"
     saves: ClassVar[str] = "steps with very large batches; tuned AdamW does as well"
     constraints: ClassVar[str] = "meant for batches of thousands of samples"
+    steps_apart: ClassVar[bool] = True
 
     @declared
     def __init__(
@@ -71,29 +73,51 @@ class LAMB(FirstOrder):
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> None:
-        (b1, b2), lr, steps = group["betas"], group["lr"], count(states)
-        m, v = held(states, "exp_avg"), held(states, "exp_avg_sq")
-        # m := b1 m + (1 - b1) g;  v := b2 v + (1 - b2) g^2
-        lists.lerp_(m, grads, 1 - b1)
-        lists.mul_(v, b2)
-        lists.addcmul_(v, grads, grads, 1 - b2)
-        # u := m^ / (sqrt(v^) + eps) + lambda w
-        under = lists.sqrt(v)
-        lists.div_(under, [(1 - b2**t) ** 0.5 for t in steps])
-        lists.add_(under, group["eps"])
-        u = list(lists.div(m, [1 - b1**t for t in steps]))
-        lists.div_(u, under)
-        layers = [group["vectors"] or p.ndim > 1 for p in params]
-        if group["weight_decay"] and any(layers):
-            lists.add_(
-                [x for x, layer in zip(u, layers, strict=True) if layer],
-                [p for p, layer in zip(params, layers, strict=True) if layer],
-                alpha=group["weight_decay"],
-            )
-        # w := w - lr |w| / |u| u
-        ratios = [
-            ratio if layer else torch.ones_like(ratio)
-            for ratio, layer in zip(ratio_of_norms(params, u), layers, strict=True)
-        ]
-        lists.mul_(u, ratios)
-        lists.add_(params, u, alpha=-lr)
+        columns = [params, grads, held(states, "exp_avg"), held(states, "exp_avg_sq")]
+        for t, places in by_step(states):
+            w, g, m, v = (picked(column, places) for column in columns)
+            for layers in (True, False):
+                own = [i for i, p in enumerate(w) if (group["vectors"] or p.ndim > 1) == layers]
+                rows = [picked(column, own) for column in (w, g, m, v)]
+                for part in stretches(rows[0]):
+                    self._move(group, t, layers, *(row[part] for row in rows))
+
+    def _move(
+        self,
+        group: dict[str, Any],
+        t: int,
+        layers: bool,
+        w: list[Tensor],
+        g: list[Tensor],
+        m: list[Tensor],
+        v: list[Tensor],
+    ) -> None:
+        """Update several tensors that fill a chunk, or a larger one, in their step ``t``."""
+        (b1, b2), lr = group["betas"], group["lr"]
+        correction = (1 - b2**t) ** 0.5
+        factor = correction / (1 - b1**t)  # of m / (sqrt(v) + eps correction), which is m^ / (sqrt(v^) + eps)
+        ws, us = list[list[Tensor]](), list[list[Tensor]]()
+        for w_, g_, m_, v_ in chunks(w, g, m, v):
+            # m := b1 m + (1 - b1) g;  v := b2 v + (1 - b2) g^2
+            lists.lerp_(m_, g_, 1 - b1)
+            lists.mul_(v_, b2)
+            lists.addcmul_(v_, g_, g_, 1 - b2)
+            # u := m^ / (sqrt(v^) + eps) + lambda w, over the factor
+            u = list(lists.sqrt(v_))
+            lists.add_(u, group["eps"] * correction)
+            lists.reciprocal_(u)
+            lists.mul_(u, m_)
+            if layers and group["weight_decay"]:
+                lists.add_(u, w_, alpha=group["weight_decay"] / factor)
+            if not layers:
+                lists.add_(w_, u, alpha=-lr * factor)
+                continue
+            ws.append(w_)
+            us.append(u)
+        if not layers:
+            return
+        # w := w - lr |w| / |u| u, from which the factor of u drops out
+        of_w, of_u = norms(ws), norms(us)
+        ratios = torch.where((of_w > 0) & (of_u > 0), of_w / of_u, factor)
+        for w_, u in zip(ws, us, strict=True):
+            lists.addcmul_(w_, u, list(ratios.unbind()), -lr)

@@ -9,8 +9,9 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Fraction
+from lightning_eff._core._optim.chunks import chunks, stretches
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._first_order import FirstOrder, Rate, held
+from lightning_eff.optim.optimizers._first_order import FirstOrder, Rate, held, norms, picked
 
 
 class LARS(FirstOrder):
@@ -48,6 +49,7 @@ class LARS(FirstOrder):
     paper: ClassVar[str] = "You et al. 2017, arXiv:1708.03888"
     saves: ClassVar[str] = "steps with very large batches; tuned SGD with momentum does as well"
     constraints: ClassVar[str] = "meant for batches of thousands of samples"
+    steps_apart: ClassVar[bool] = True
 
     @declared
     def __init__(
@@ -71,21 +73,30 @@ class LARS(FirstOrder):
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> None:
-        lr, beta, eta, v = group["lr"], group["weight_decay"], group["trust"], held(states, "momentum_buffer")
-        layers = [group["vectors"] or p.ndim > 1 for p in params]
-        of_weights, of_gradients = lists.norm(params), lists.norm(grads)
-        # local := eta |w| / (|g| + beta |w|)
-        local = [
-            torch.where((a > 0) & (b > 0), eta * a / (b + beta * a), torch.ones_like(a))
-            if layer
-            else torch.ones_like(a)
-            for a, b, layer in zip(of_weights, of_gradients, layers, strict=True)
-        ]
-        # v := momentum v + lr local (g + beta w)
-        decayed = [
-            g.add(p, alpha=beta) if beta and layer else g for g, p, layer in zip(grads, params, layers, strict=True)
-        ]
-        lists.mul_(v, group["momentum"])
-        lists.add_(v, [g * (lr * rate) for g, rate in zip(decayed, local, strict=True)])
-        # w := w - v
-        lists.add_(params, v, alpha=-1)
+        columns = [params, grads, held(states, "momentum_buffer")]
+        for layers in (True, False):
+            own = [i for i, p in enumerate(params) if (group["vectors"] or p.ndim > 1) == layers]
+            rows = [picked(column, own) for column in columns]
+            for part in stretches(rows[0]):
+                self._move(group, layers, *(row[part] for row in rows))
+
+    def _move(self, group: dict[str, Any], layers: bool, w: list[Tensor], g: list[Tensor], v: list[Tensor]) -> None:
+        """Update several tensors that fill a chunk, or a larger one."""
+        lr, beta, eta = group["lr"], group["weight_decay"], group["trust"]
+        parts, rates = list(chunks(w, g, v)), list[Tensor]()
+        if layers:
+            # local := eta |w| / (|g| + beta |w|)
+            of_w, of_g = norms([part[0] for part in parts]), norms([part[1] for part in parts])
+            local = torch.where((of_w > 0) & (of_g > 0), eta * of_w / (of_g + beta * of_w), 1.0)
+            rates = list((lr * local).unbind())
+        for w_, g_, v_ in parts:
+            # v := momentum v + lr local (g + beta w)
+            lists.mul_(v_, group["momentum"])
+            if layers:
+                lists.addcmul_(v_, g_, rates)
+                if beta:
+                    lists.addcmul_(v_, w_, rates, beta)
+            else:
+                lists.add_(v_, g_, alpha=lr)
+            # w := w - v
+            lists.sub_(w_, v_)

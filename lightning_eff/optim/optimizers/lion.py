@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import declared
+from lightning_eff._core._optim.chunks import chunks, local
 from lightning_eff.optim.optimizers import _lists as lists
 from lightning_eff.optim.optimizers._first_order import Betas, FirstOrder, Rate, held
 
@@ -45,6 +46,7 @@ class Lion(FirstOrder):
     paper: ClassVar[str] = "Chen et al. 2023, arXiv:2302.06675"
     saves: ClassVar[str] = "half of Adam's state; independent measurements found no gain in time"
     constraints: ClassVar[str] = "meant for large batches; needs a learning rate 3 to 10 times smaller than AdamW's"
+    steps_apart: ClassVar[bool] = True
 
     @declared
     def __init__(
@@ -64,13 +66,15 @@ class Lion(FirstOrder):
     def update(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> None:
-        (b1, b2), lr, m = group["betas"], group["lr"], held(states, "exp_avg")
-        if group["weight_decay"]:
-            lists.mul_(params, 1 - lr * group["weight_decay"])
-        # c := b1 m + (1 - b1) g
-        c = lists.lerp(grads, m, b1)
-        lists.sign_(c)
-        # w := w - lr sign(c)
-        lists.add_(params, c, alpha=-lr)
-        # m := b2 m + (1 - b2) g
-        lists.lerp_(m, grads, 1 - b2)
+        columns = (params, grads, held(states, "exp_avg"))
+        (b1, b2), lr = group["betas"], group["lr"]
+        for w, g, m in chunks(*(local(column, params) for column in columns)):
+            if group["weight_decay"]:
+                lists.mul_(w, 1 - lr * group["weight_decay"])
+            # c := b1 m + (1 - b1) g
+            c = lists.lerp(g, m, b1)
+            lists.sign_(c)
+            # w := w - lr sign(c)
+            lists.add_(w, c, alpha=-lr)
+            # m := b2 m + (1 - b2) g
+            lists.lerp_(m, g, 1 - b2)

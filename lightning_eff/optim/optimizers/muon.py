@@ -5,9 +5,11 @@ parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
@@ -19,9 +21,18 @@ from lightning_eff.optim.optimizers import _lists as lists
 from lightning_eff.optim.optimizers._first_order import Rate, keep_dtypes
 from lightning_eff.optim.optimizers._matrices import Layout, Split, layout_by_name, layouts_of, named
 from lightning_eff.optim.optimizers._muon.division import Division, part_of, whole_of
-from lightning_eff.optim.optimizers._muon.orthogonalization import Stack, orthogonalize, polar_stacks, stacked
+from lightning_eff.optim.optimizers._muon.orthogonalization import Stack, orthogonalize, polar, product_dtype, stacked
+from lightning_eff.optim.optimizers._muon.scratch import Scratch
 from lightning_eff.optim.optimizers._muon.settings import DTYPES, Decay, Momentum, checked_adam
-from lightning_eff.optim.optimizers._muon.steps import Piece, normalize_stack, parts_of, take_step, take_steps
+from lightning_eff.optim.optimizers._muon.steps import (
+    Held,
+    Piece,
+    chunks,
+    normalize_stack,
+    parts_of,
+    take_step,
+    take_steps,
+)
 
 
 class Muon(Optimizer):
@@ -35,9 +46,9 @@ class Muon(Optimizer):
         p = p - lr * scale(out, in) * O - lr * weight_decay * p
 
     Use it for Transformers and other networks with many matrices, where it usually needs fewer steps than AdamW. It keeps one
-    tensor of state per matrix, where Adam keeps two. Matrices of one shape are stacked and orthogonalized together, on
-    their Gram matrices where that needs fewer multiplications. Fused projections of queries, keys and values are split, and
-    convolutions are treated as (out, in * ...).
+    tensor of state per matrix, where Adam keeps two. Matrices of one shape are stacked and orthogonalized together, a few
+    MiB at a time, and on their Gram matrices where that needs fewer multiplications. Fused projections of queries, keys and
+    values are split, and convolutions are treated as (out, in * ...).
 
     **Pass the module itself** if you can: it shows best which parameters are hidden matrices. With ``named_parameters()``,
     names and shapes decide. With ``parameters()`` alone, all tensors of two or more dimensions count as matrices, as in
@@ -68,7 +79,9 @@ class Muon(Optimizer):
             ``out``, decides otherwise; None splits nothing.
         adam: settings of AdamW for all other parameters: any of ``lr`` (3e-4), ``betas`` (0.9, 0.95), ``eps`` (1e-10) and
             ``weight_decay`` (0).
-        dtype: the dtype of the products, "float32" or "bfloat16". None is bfloat16 on CUDA and float32 elsewhere.
+        dtype: the dtype of the products, "float32" or "bfloat16". None is bfloat16 on CUDA. On a CPU it is bfloat16 for
+            matrices whose shorter side is 64 or longer, if the processor has instructions for it (AMX or AVX512-BF16), where
+            they are several times as fast; else float32. Give it to get equal results on different processors.
         num_steps: the number of steps after which ``u`` is 1, for ``momentum`` and ``weight_decay`` that are functions.
             Without it, the caller sets the attribute ``u`` before each step.
         distributed: whether to divide the matrices over the ranks of the default process group while their gradients are
@@ -280,84 +293,113 @@ class Muon(Optimizer):
         )
 
     def _step_matrices(self) -> None:
-        held = [(group, p) for group in self.param_groups if group["algorithm"] == "muon" for p in group["params"]]
-        held = [(group, p) for group, p in held if p.grad is not None]  # empty if a step drops every block
-        alike: dict[Any, list[Piece]] = {}  # pieces that can share a stack
-        for (group, p), u in zip(held, self._momentum(held), strict=True):
-            divided = hasattr(p, "full_tensor")
-            key = (group["orthogonalization"], group["num_iterations"], divided, p.dtype)
-            alike.setdefault(key, []).extend(self._pieces(group, p, whole_of(u), divided=divided))
+        alike: dict[Any, list[Held]] = {}  # matrices that can share a stack; empty if a step drops every block
+        for group in self.param_groups:
+            for p in group["params"] if group["algorithm"] == "muon" else ():
+                if p.grad is not None:
+                    key = (group["orthogonalization"], group["num_iterations"], hasattr(p, "full_tensor"), p.dtype)
+                    alike.setdefault(key, []).append((group, self._begun(p)))
         if self._division is not None:
-            shapes = {key: [tuple(piece.block.shape) for piece in some] for key, some in alike.items()}
-            self._division.agree([(str(key), some) for key, some in shapes.items()])
-        parts: dict[Tensor, dict[int, Tensor]] = {}  # the steps of DTensors, by parameter and block
-        for (method, num_iterations, divided, _), pieces in alike.items():
-            for stack in self._polar([piece.block for piece in pieces], method, num_iterations):
-                chosen = [pieces[i] for i in stack.blocks]
-                normalize_stack(chosen, stack.x)
-                if not divided:
-                    take_steps(chosen, stack.x)
-                    continue
-                for piece, part in zip(chosen, parts_of(chosen, stack.x), strict=True):
-                    parts.setdefault(piece.p, {})[piece.index] = part
-        for group, p in held:
-            if p in parts:
-                step = part_of(self._joined(p, parts[p]), p)
-                local = p.detach().to_local()  # pyright: ignore[reportAttributeAccessIssue]
-                take_step(local, step, float(group["lr"]), float(group["weight_decay"]), cautious=group["cautious"])
+            self._division.agree(
+                [(str(key), [(tuple(p.shape), self._layouts[p]) for _, p in held]) for key, held in alike.items()]
+            )
+        scratch = Scratch()
+        for (method, num_iterations, divided, _), held in alike.items():
+            share = 1 if self._division is None or self._division.idle else dist.get_world_size()
+            for chunk in chunks(held, share):
+                self._step_chunk(chunk, method, num_iterations, scratch, divided=divided)
 
-    def _pieces(self, group: dict[str, Any], p: Tensor, u: Tensor, *, divided: bool) -> list[Piece]:
+    def _begun(self, p: Tensor) -> Tensor:
+        """Return the parameter, with a momentum in its state."""
+        assert p.grad is not None
+        if p.grad.is_sparse:
+            raise ValueError(
+                f"Muon: the gradient of a matrix of shape {tuple(p.shape)} is sparse. Set sparse=False in its"
+                ' embedding, or put the parameter into a group with "algorithm": "adamw".'
+            )
+        if "momentum_buffer" not in self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return p
+
+    def _step_chunk(
+        self, held: list[Held], method: str, num_iterations: int, scratch: Scratch, *, divided: bool
+    ) -> None:
+        """Update parameters of one dtype, whose matrices are stacked together."""
+        pieces: list[Piece] = []
+        blocks: list[Tensor] = []
+        u: Tensor | None = None
+        for (group, p), u in zip(held, self._momentum(held, scratch, divided=divided), strict=True):
+            blocks += self._layouts[p].blocks(whole_of(u))
+            pieces += self._pieces(group, p, [block.shape for block in blocks[len(pieces) :]], divided=divided)
+        del u  # so that the memory of the momenta can be replaced by a larger one
+        parts: dict[Tensor, dict[int, Tensor]] = {}  # the steps of DTensors, by parameter and block
+        for stack in self._polar(blocks, method, num_iterations, scratch):
+            chosen = [pieces[i] for i in stack.blocks]
+            normalize_stack(chosen, stack.x)
+            if not divided:
+                take_steps(chosen, stack.x, scratch)
+                continue
+            for piece, part in zip(chosen, parts_of(chosen, stack.x), strict=True):
+                parts.setdefault(piece.p, {})[piece.index] = part
+        for group, p in held if divided else ():
+            step = part_of(self._joined(p, parts[p]), p)
+            local = p.detach().to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            take_step(local, step, float(group["lr"]), float(group["weight_decay"]), cautious=group["cautious"])
+
+    def _pieces(self, group: dict[str, Any], p: Tensor, shapes: list[torch.Size], *, divided: bool) -> list[Piece]:
         """The matrices within a parameter."""
-        layout = self._layouts[p]
-        blocks = layout.blocks(u)
-        none = [None] * len(blocks)
-        targets = none if divided else layout.targets(p.detach())
-        moments = self._second_moments(p, blocks) if group["normalization"] == "neuron" else none
-        made = zip(range(len(blocks)), blocks, targets, moments, strict=True)
+        none = [None] * len(shapes)
+        targets = none if divided else self._layouts[p].targets(p.detach())
+        moments = self._second_moments(p, shapes) if group["normalization"] == "neuron" else none
+        made = zip(range(len(shapes)), shapes, targets, moments, strict=True)
         return [Piece(group, p, *one) for one in made]
 
-    def _momentum(self, held: list[tuple[dict[str, Any], Tensor]]) -> list[Tensor]:
+    def _momentum(self, held: list[Held], scratch: Scratch, *, divided: bool) -> list[Tensor]:
         """Advance the momenta, and return the ``u`` of each parameter."""
         updates: list[Tensor] = []
-        for group in self.param_groups:
-            params = [p for other, p in held if other is group]
-            if not params:
-                continue
-            grads: list[Tensor] = []
-            for p in params:
-                assert p.grad is not None
-                if p.grad.is_sparse:
-                    raise ValueError(
-                        f"Muon: the gradient of a matrix of shape {tuple(p.shape)} is sparse. Set sparse=False in its"
-                        " embedding, or"
-                        ' put the parameter into a group with "algorithm": "adamw".'
-                    )
-                grads.append(p.grad)
-                if "momentum_buffer" not in self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        sizes = [p.numel() for _, p in held]
+        _, one = held[0]
+        rooms = iter(() if divided else scratch.get("updates", [sum(sizes)], one.dtype, one.device).split(sizes))
+        for _, some in groupby(held, key=lambda one: id(one[0])):
+            found = list(some)
+            group, params = found[0][0], [p for _, p in found]
+            grads: list[Any] = [p.grad for p in params]
             buffers, mu = [self.state[p]["momentum_buffer"] for p in params], group["momentum"]
             # m := mu m + (1 - mu) g
             lists.lerp_(buffers, grads, 1 - mu)
             # u := (1 - mu) g + mu m
-            updates += lists.lerp(grads, buffers, mu) if group["nesterov"] else buffers
+            if not group["nesterov"]:
+                updates += buffers
+            elif divided:
+                updates += lists.lerp(grads, buffers, mu)
+            else:
+                whole = [next(rooms).view(p.shape) for p in params]
+                updates += [torch.lerp(g, m, mu, out=u) for g, m, u in zip(grads, buffers, whole, strict=True)]
         return updates
 
-    def _polar(self, blocks: list[Tensor], method: str, num_iterations: int) -> list[Stack]:
-        settings: Any = {"method": method, "num_iterations": num_iterations, "dtype": self._dtype}
+    def _polar(self, blocks: list[Tensor], method: str, num_iterations: int, scratch: Scratch) -> list[Stack]:
+        """The polar factors of ``blocks``, whose memory is used again."""
+        settings: Any = {"method": method, "num_iterations": num_iterations}
         if self._division is None or self._division.idle:
-            return polar_stacks(blocks, **settings)
+            stacks = stacked(blocks, self._dtype, scratch)
+            blocks.clear()
+            polar(stacks, scratch, **settings)
+            return stacks
         apart = [matrix for block in blocks for matrix in block.unbind(0)]
-        found = iter(self._division.run(apart, lambda chosen: orthogonalize(chosen, **settings)))
-        return stacked([torch.stack([next(found) for _ in block]) for block in blocks])
+        sizes = [len(block) for block in blocks]
+        settings["dtype"] = self._dtype
+        dtypes = [product_dtype(matrix, self._dtype) for matrix in apart]
+        found = iter(self._division.run(apart, lambda chosen: orthogonalize(chosen, **settings), dtypes))
+        return stacked([torch.stack([next(found) for _ in range(size)]) for size in sizes], self._dtype, scratch)
 
-    def _second_moments(self, p: Tensor, blocks: list[Tensor]) -> list[Tensor]:
+    def _second_moments(self, p: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
         """The second moments ``S`` of the matrices of each block, stored as one vector."""
         state = self.state[p]
-        sizes = [len(block) * max(block.shape[1:]) for block in blocks]
+        sizes = [shape[0] * max(shape[1:]) for shape in shapes]
         if "second_moment" not in state:
             state["second_moment"] = torch.zeros(sum(sizes), dtype=torch.float32, device=p.device)
         parts = state["second_moment"].split(sizes)
-        return [part.view(len(block), -1) for part, block in zip(parts, blocks, strict=True)]
+        return [part.view(shape[0], -1) for part, shape in zip(parts, shapes, strict=True)]
 
     def _joined(self, p: Tensor, steps: dict[int, Tensor]) -> Tensor:
         """The steps of a parameter's blocks, joined in one tensor of its shape."""

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Number
+from lightning_eff._core._arguments.kinds import Either, Names, Number, OneOf
+from lightning_eff._core._arguments.objects import Table
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.combined import CombinedOptimizer, Following, Origins, set_rate, take_groups
 from lightning_eff._core._optim.scheduled import optimizers_of, put_around, reference_rates, schedulers_of
 from lightning_eff._core.optimizers import evaluates_anew, rewrite_configured
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform, needs_matrices
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform, needs_matrices
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.optim.optimizers._replacing.assignment import Share, check_not_taken, group_of, shares
@@ -100,8 +101,7 @@ def _ratio(rate: float, reference: float | None, part: Share, scheduled: bool) -
         return None
     raise ValueError(
         f"ReplaceOptimizer: the module's optimizer has {', '.join(part.names[:3])} in a group with learning rate {reference},"
-        " so"
-        f" a scheduler cannot scale {rate:g} in proportion. Use a learning rate above zero there."
+        f" so a scheduler cannot scale {rate:g} in proportion. Use a learning rate above zero there."
     )
 
 
@@ -171,7 +171,6 @@ class ReplaceOptimizer(Technique):
     paper: ClassVar[str] = "Jordan et al. 2024, Muon; Wen et al. 2025, arXiv:2509.02046"
     constraints: ClassVar[str] = "needs automatic optimization and one optimizer without a closure"
     needs: ClassVar[Need] = Need.BATCH
-    survey: ClassVar[Survey | None] = Survey("optimizers", zhuang="2.1", shen="5.2")
     # SOAP's best rate was 0.3 to 0.8 of Muon's on the four reference tasks where both were searched: it is given half of "lr"
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
@@ -196,41 +195,26 @@ class ReplaceOptimizer(Technique):
     def __init__(
         self,
         optimizer: Given | None = None,
-        parameters: str | Sequence[str] = "matrices",
+        parameters: Annotated[
+            str | Sequence[str],
+            Either(OneOf("matrices", "all"), Names("name patterns", empty=False), hint="Example: ['blocks.*.weight']."),
+        ] = "matrices",
         lr: Annotated[float, Number(at_least=0)] | None = None,
         *,
-        group_lr: Mapping[str, float] | None = None,
+        group_lr: Annotated[Mapping[str, float], Table("name patterns", Number(at_least=0))] | None = None,
         **settings: Any,
     ) -> None:
         if optimizer is None and settings:
             raise TypeError(
                 f"ReplaceOptimizer({next(iter(settings))}=...): this is a setting of an optimizer, and none is named. Name one,"
-                " as in"
-                " ReplaceOptimizer('muon', lr=0.02)."
+                " as in ReplaceOptimizer('muon', lr=0.02)."
             )
         self._make = None if optimizer is None else making(optimizer, settings)
-        if isinstance(parameters, str) and parameters not in ("matrices", "all"):
-            raise ValueError(
-                f"ReplaceOptimizer({parameters=}): expected 'matrices', 'all', or a list of patterns: [{parameters!r}]."
-            )
-        patterns = [] if isinstance(parameters, str) else list(parameters)
-        if not isinstance(parameters, str) and not (patterns and all(isinstance(p, str) and p for p in patterns)):
-            raise ValueError(
-                f"ReplaceOptimizer({parameters=}): expected a list of name patterns, such as ['blocks.*.weight']."
-            )
         if optimizer is None and (lr is not None or parameters != "matrices"):
             raise ValueError(
                 "ReplaceOptimizer(optimizer=None): lr and parameters are for another optimizer, and none is named. Name one, or"
                 " give only group_lr=."
             )
-        rate = Number(at_least=0)
-        for name, value in (group_lr or {}).items():
-            try:
-                rate(value)
-            except ValueError:
-                raise ValueError(
-                    f"ReplaceOptimizer(group_lr={{{name!r}: {value!r}}}): expected {rate.expected}, a learning rate."
-                ) from None
         self.optimizer = optimizer
         self.parameters: str | Sequence[str] = parameters
         self.lr = lr

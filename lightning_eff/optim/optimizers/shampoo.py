@@ -146,7 +146,7 @@ class Shampoo(Kronecker):
         updates = [torch.empty(p.shape, dtype=working(p.dtype), device=p.device) for p in params]
         pieces = [(f.apart(g), f.apart(s["exp_avg"])) for f, g, s in zip(folds, grads, states, strict=True)]
         into = [fold.apart(update) for fold, update in zip(folds, updates, strict=True)]
-        for (shape, dtype, _, t), members in self.buckets(params, [s["step"] for s in states]).items():
+        for (shape, dtype, _, t), members in self.buckets(params, [s["step"] for s in states]):
             G, M = (torch.stack([pieces[i][k][j] for i, j in members]).to(working(dtype)) for k in (0, 1))
             roots = self._roots(group, G, [(states[i], j) for i, j in members], sides(shape), t)
             U = multiplied(M.div_(1 - b1**t), roots)

@@ -11,7 +11,7 @@ from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff.optim.optimizers import _lists as lists
 from lightning_eff.optim.optimizers._first_order import Betas, Eps, Rate
-from lightning_eff.optim.optimizers._kronecker import Kronecker, multiplied, outer, sides, working
+from lightning_eff.optim.optimizers._kronecker import Kronecker, multiplied, outer, sides, together, working
 from lightning_eff.optim.optimizers._matrices import Split
 
 
@@ -150,8 +150,8 @@ class SOAP(Kronecker):
         ]
         updates = [torch.empty(p.shape, dtype=working(p.dtype), device=p.device) for p in params]
         into = [self._folds[p].apart(u) for p, u in zip(params, updates, strict=True)]
-        for (shape, dtype, _, t), members in self.buckets(params, [s["step"] for s in states]).items():
-            G, M = (torch.stack([pieces[i][k][j] for i, j in members]).to(working(dtype)) for k in (0, 1))
+        for (shape, dtype, _, t), members in self.buckets(params, [s["step"] for s in states]):
+            G, M = (together([pieces[i][k][j] for i, j in members]).to(working(dtype)) for k in (0, 1))
             kept = sides(shape, group["max_dim"])
             owners = [(states[i], j) for i, j in members]
             if t:
@@ -174,9 +174,10 @@ class SOAP(Kronecker):
         """``Q_L [M'^ / (sqrt(V^) + eps)] Q_R^T`` of a stack of pieces; moves the ``V`` on."""
         b1, b2 = group["betas"]
         # V := b2 V + (1 - b2) G'^2
-        stacked = torch.stack(V).lerp_(multiplied(G, Q).square_(), 1 - b2)
-        lists.copy_(V, list(stacked.unbind()))
-        under = stacked.sqrt_().div_((1 - b2**t) ** 0.5).add_(group["eps"])
+        stacked = together(V).lerp_(multiplied(G, Q).square(), 1 - b2)
+        if len(V) > 1:
+            lists.copy_(V, list(stacked.unbind()))
+        under = stacked.sqrt().div_((1 - b2**t) ** 0.5).add_(group["eps"])
         direction = multiplied(M, Q).div(1 - b1**t).div_(under)
         return multiplied(direction, Q, transposed=True)
 
@@ -209,4 +210,4 @@ class SOAP(Kronecker):
 
 def _stack(owners: list[tuple[dict[str, Any], int]], what: str, dim: int) -> Tensor:
     """One side's matrices of a bucket's pieces, (n, d, d)."""
-    return torch.stack([state[f"{what}_{j}_{dim}"] for state, j in owners])
+    return together([state[f"{what}_{j}_{dim}"] for state, j in owners])

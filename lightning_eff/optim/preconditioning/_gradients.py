@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_eff._core._run.free_memory import free_bytes, in_words
 from lightning_eff._core._stack.unfreezing import thawing
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Technique
+from lightning_eff._core.technique import LOCAL_STEPS, Technique
 
 Gradients = dict[str, Tensor]
 Norm = Literal["gradient", "inverse"]
@@ -23,7 +23,9 @@ def rivals(*names: str) -> dict[str, str]:
     """The ``conflicts`` of a preconditioner with others, by name, and with strategies that do not average gradients."""
     return {
         **dict.fromkeys(names, "both multiply the gradient by an inverse of the same curvature"),
-        "LocalSGD": "each rank uses its own gradient, and the curvature is that of the mean over all ranks",
+        **dict.fromkeys(
+            LOCAL_STEPS, "each rank uses its own gradient, and the curvature is that of the mean over all ranks"
+        ),
     }
 
 
@@ -121,14 +123,12 @@ class Preconditioner(Technique):
         if any(isinstance(optimizer, LBFGS) for optimizer in session.optimizers):
             raise ValueError(
                 f"{type(self).__name__}: the optimizer LBFGS evaluates many gradients per step and estimates curvature itself."
-                " Use"
-                f" SGD or Adam, or remove {type(self).__name__}."
+                f" Use SGD or Adam, or remove {type(self).__name__}."
             )
         if not stepped(session):
             raise ValueError(
                 f"{type(self).__name__}: the optimizers of {type(session.module).__name__} have no parameter of it that"
-                " requires a"
-                f" gradient. Give them the module's parameters, or remove {type(self).__name__}."
+                f" requires a gradient. Give them the module's parameters, or remove {type(self).__name__}."
             )
 
     @torch.no_grad()

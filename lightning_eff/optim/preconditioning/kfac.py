@@ -18,7 +18,7 @@ from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import LOSSES, LossNotVisible, SeeLosses, loss_of
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
@@ -95,7 +95,6 @@ class KFAC(Preconditioner):
         "Martens & Grosse 2015, arXiv:1503.05671; convolutions: Grosse & Martens 2016, arXiv:1602.01407"
     )
     constraints: ClassVar[str] = "needs automatic optimization; keeps two factors and their inverses per layer"
-    survey: ClassVar[Survey | None] = Survey("second-order optimizers (K-FAC)", shen="5.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
             "damping": Uniform(1e-4, 1e-1, log=True),
@@ -158,15 +157,13 @@ class KFAC(Preconditioner):
         if not found:
             raise ValueError(
                 f"KFAC: no optimizer of {type(session.module).__name__} has the weight of an nn.Linear, Conv1D, nn.Conv1d,"
-                " nn.Conv2d"
-                f" or nn.Conv3d that is called.{alone} Give one to an optimizer, or remove KFAC."
+                f" nn.Conv2d or nn.Conv3d that is called.{alone} Give one to an optimizer, or remove KFAC."
             )
         without = [i for i, group in enumerate(groups) if not isinstance(group.get("lr"), float | int | Tensor)]
         if self.kl_clip is not None and without:
             raise ValueError(
                 f"KFAC(kl_clip={self.kl_clip}): parameter group {without[0]} has no learning rate 'lr', which clipping needs."
-                " Set"
-                " kl_clip=None, or use an optimizer with a learning rate in each group."
+                " Set kl_clip=None, or use an optimizer with a learning rate in each group."
             )
         self._maps = {m.name: m for m in found}
         self._weights = {owner: m.weight for m in found for owner in m.owners}
@@ -247,8 +244,7 @@ class KFAC(Preconditioner):
             names = ", ".join(dict.fromkeys(f"F.{call.fn.__name__}" for call in seen.calls)) or "none"
             problem = LossNotVisible(
                 f"KFAC(fisher='model'): the loss of training_step does not come from a known loss call (seen: {names}). Compute"
-                " it"
-                f" with one of {_NAMES}, outside of custom autograd functions, or set fisher='empirical'."
+                f" it with one of {_NAMES}, outside of custom autograd functions, or set fisher='empirical'."
             )
         agree(self.session, problem)
         self._checked = True
@@ -328,8 +324,7 @@ class KFAC(Preconditioner):
             return "no statistics were taken"
         return (
             f"took statistics of {len(self._estimates.factors)} layers in {self._estimates.statistics:,} steps; clipping scaled"
-            " the"
-            f" last gradients by {float(self._last.get('clipping', 1.0)):.2g}"
+            f" the last gradients by {float(self._last.get('clipping', 1.0)):.2g}"
         )
 
     @override

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._run.free_memory import in_words
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.preconditioning._gradients import (
@@ -98,7 +98,6 @@ class MFAC(Preconditioner):
     saves: ClassVar[str] = "steps, according to the paper; each one reads m gradients twice"
     paper: ClassVar[str] = "Frantar et al. 2021 (M-FAC), arXiv:2107.03356"
     constraints: ClassVar[str] = "needs automatic optimization; keeps m gradients in float32, also in checkpoints"
-    survey: ClassVar[Survey | None] = Survey("second-order optimizers", zhuang="2.1", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"num_gradients": Choice((32, 128, 512)), "damping": Uniform(1e-6, 1e-1, log=True)}
     )
@@ -183,8 +182,7 @@ class MFAC(Preconditioner):
         size = sum(rows.numel() * rows.element_size() for rows in self._rows.values())
         return (
             f"M-FAC: preconditioned {self._rewritten:,} steps by the last {min(self._seen, self.num_gradients)} gradients,"
-            " which"
-            f" take {in_words(size)}"
+            f" which take {in_words(size)}"
         )
 
     @override

@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Count, Number
-from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.passes import restoring
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, silent
 from lightning_eff._core.technique import Control
@@ -83,7 +83,6 @@ class SampledQuasiNewton(Preconditioner):
     saves: ClassVar[str] = "steps, according to the paper; a drawing step costs num_directions + 1 more passes"
     paper: ClassVar[str] = "Berahas et al. 2022 (S-LBFGS, S-LSR1), arXiv:1901.09997"
     constraints: ClassVar[str] = "needs automatic optimization; keeps 2 num_directions gradients in float32"
-    survey: ClassVar[Survey | None] = Survey("second-order optimizers", zhuang="2.1", shen="5.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
             "method": Choice(("lbfgs", "lsr1")),
@@ -188,34 +187,23 @@ class SampledQuasiNewton(Preconditioner):
                 else:
                     y[i].add_(g.flatten(), alpha=share)
         self._passes += m + 1
-        cost.forward_passes += m + 1
-        cost.backward_passes += m + 1
-        with contextlib.suppress(ValueError):  # a batch without tensors has no number of samples, and need not
-            cost.forward_samples += (m + 1) * num_samples(batch)
-        cost.seconds += time.perf_counter() - began
+        cost.add(batch, forward=m + 1, backward=m + 1, since=began)
 
     def _gradients(self, step: Step, batch: Any, proceed: Proceed, i: int | None) -> Gradients:
         """Those of the loss at ``w``, or at ``w + s_i``, of a pass that leaves no trace."""
         named = [(name, p) for name, p in stepped(self.session, waiting=False).items() if name in self._s]
-        kept: list[tuple[Tensor, Tensor]] = []
         device = step.module.device.type
         fine = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
-        with silent(step.module), unrounded():
-            try:
-                if i is not None:
-                    kept = [(p, p.detach().clone()) for _, p in named]
-                    with torch.no_grad():
-                        for name, p in named:
-                            _reals(p).add_(self._s[name][i].view_as(_reals(p)))
-                with fine:
-                    loss = loss_of(proceed(batch))
-                    if loss is None:
-                        return {}
-                    found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
-            finally:
+        with silent(step.module), unrounded(), restoring(() if i is None else [p for _, p in named]):
+            if i is not None:
                 with torch.no_grad():
-                    for p, value in kept:
-                        p.copy_(value)
+                    for name, p in named:
+                        _reals(p).add_(self._s[name][i].view_as(_reals(p)))
+            with fine:
+                loss = loss_of(proceed(batch))
+                if loss is None:
+                    return {}
+                found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
         dense = [
             (name, g.to_dense() if g.is_sparse else g)
             for (name, _), g in zip(named, found, strict=True)

@@ -197,8 +197,7 @@ class Trajectory(Technique):
         if loss is not None and not made:
             problem = LossNotVisible(
                 f"{who}: no loss call on the labels is a classification loss. Use F.cross_entropy or F.nll_loss, whose scores"
-                " can be"
-                f" compared with earlier ones, or remove {who}."
+                f" can be compared with earlier ones, or remove {who}."
             )
         elif loss is not None:
             try:

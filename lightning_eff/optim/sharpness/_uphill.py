@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from lightning_eff._core import rng
 from lightning_eff._core._arguments.kinds import Fraction, Number
-from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.steps import Proceed, Stage, Step, silent, snapshot
 from lightning_eff._core.technique import Technique
@@ -27,7 +26,7 @@ Used = list[tuple[str, nn.Parameter, Tensor]]
 @torch.no_grad()
 def adaptive_scale(name: str, weight: Tensor) -> Tensor | None:
     """The diagonal of ASAM's ``T_w`` for one parameter: ``|w| + eta``, and None (the identity) for biases."""
-    return None if "bias" in name.rpartition(".")[2] else weight.detach().abs() + ETA
+    return None if "bias" in name.rpartition(".")[2] else weight.detach().abs().add_(ETA)
 
 
 @torch.no_grad()
@@ -49,16 +48,37 @@ def perturbation(
     norm = norm_of(scaled)
     # e = rho T (T g) / ||T g||
     factor = rho / (norm + 1e-12)
-    e = [
-        s * factor.to(s.device) if t is None else t * s * factor.to(s.device)
-        for s, t in zip(scaled, scales, strict=True)
-    ]
-    return [torch.where(norm.isfinite().to(x.device), x, torch.zeros_like(x)) for x in e], norm
+    if _together(scaled, norm):
+        own = [(s, t) for s, t in zip(scaled, scales, strict=True) if t is not None]
+        if own:
+            torch._foreach_mul_([s for s, _ in own], [t for _, t in own])  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_([s for s, _ in own], factor)  # pyright: ignore[reportPrivateImportUsage]
+        of_gradients = [s for s, t in zip(scaled, scales, strict=True) if t is None]
+        made = iter(torch._foreach_mul(of_gradients, factor) if of_gradients else ())  # pyright: ignore[reportPrivateImportUsage]
+        e = [next(made) if t is None else s for s, t in zip(scaled, scales, strict=True)]
+    else:
+        e = [
+            s * factor.to(s.device) if t is None else t * s * factor.to(s.device)
+            for s, t in zip(scaled, scales, strict=True)
+        ]
+    finite = norm.isfinite()
+    if norm.device.type == "cpu" and type(norm) is Tensor and finite:
+        return e, norm
+    return [torch.where(finite.to(x.device), x, torch.zeros_like(x)) for x in e], norm
+
+
+def _together(tensors: Sequence[Tensor], norm: Tensor) -> bool:
+    """Whether torch's operations on lists take all ``tensors``: plain ones of one dtype, on the device of ``norm``."""
+    kinds = {(type(t), t.dtype, t.device) for t in tensors}
+    return kinds == {(Tensor, tensors[0].dtype, norm.device)}
 
 
 def norm_of(tensors: Sequence[Tensor]) -> Tensor:
     """The norm over all tensors together, a scalar; half precision is summed in float32."""
-    norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    if all(type(t) is Tensor and t.dtype == torch.float32 and t.device == tensors[0].device for t in tensors):
+        norms = torch._foreach_norm(list(tensors))  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
 
 
@@ -148,11 +168,7 @@ class Uphill(Technique):
         if perturbed is not None:
             self.risen(perturbed.detach() - loss)
         self._passes += 1
-        cost.forward_passes += 1
-        cost.backward_passes += 1
-        with contextlib.suppress(ValueError):  # a batch without tensors has no number of samples
-            cost.forward_samples += num_samples(batch)
-        cost.seconds += time.perf_counter() - began
+        cost.add(batch, backward=1, since=began)
         return output
 
     def _climb(self, step: Step, loss: Tensor) -> None:
@@ -181,10 +197,14 @@ class Uphill(Technique):
         e, norm = perturbation([g for _, _, g in used], scales, rho=self.radius)
         self._last["gradient_norm"] = norm if factor is None else norm / factor
         self._kept = [(w, w.detach().clone()) for _, w, _ in used]
+        weights = [w.detach() for _, w, _ in used]
         session.when_step_ends(self._descend)
-        with torch.no_grad():
-            for (_, w, _), x in zip(used, e, strict=True):
-                w.add_(x)
+        if _together(weights, norm) and _together(e, norm):
+            torch._foreach_add_(weights, e)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            with torch.no_grad():
+                for (_, w, _), x in zip(used, e, strict=True):
+                    w.add_(x)
 
     @torch.no_grad()
     def _descend(self) -> None:

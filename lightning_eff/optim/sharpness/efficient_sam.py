@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.optim.sharpness._uphill import CHOOSERS, Rho, Share, Uphill, rivals
@@ -69,7 +69,6 @@ class EfficientSAM(Uphill):
     constraints: ClassVar[str] = (
         "needs automatic optimization, and with gamma < 1 a mean loss of torch.nn.functional or sample_loss=; else as SAM"
     )
-    survey: ClassVar[Survey | None] = Survey("efficient sharpness-aware minimization (ESAM)", zhuang="2.1", shen="5.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"rho": Uniform(0.01, 0.5, log=True), "beta": Choice((0.5, 0.6, 1.0)), "gamma": Choice((0.5, 1.0))},
         lambda profile: (

@@ -8,7 +8,7 @@ from typing_extensions import override
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, agree
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
@@ -65,7 +65,6 @@ class KSAM(Uphill):
     constraints: ClassVar[str] = (
         "needs automatic optimization, and with keep < 1 a mean loss of torch.nn.functional or sample_loss=; else as SAM"
     )
-    survey: ClassVar[Survey | None] = Survey("K-SAM", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"rho": Uniform(0.01, 0.5, log=True), "keep": Choice((0.125, 0.25, 0.5))}, needs_samples
     )

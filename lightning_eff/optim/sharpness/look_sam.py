@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Number
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
@@ -97,7 +97,6 @@ class LookSAM(Uphill):
     constraints: ClassVar[str] = (
         "needs automatic optimization; keeps two more copies of the weights; a perturbed step is as in SAM"
     )
-    survey: ClassVar[Survey | None] = Survey("LookSAM", zhuang="2.1", shen="5.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"rho": Uniform(0.01, 0.5, log=True), "interval": Choice((2, 5, 10)), "alpha": Uniform(0.3, 1.0)},
         lambda profile: "each sample is seen once, and no gain is known for that case" if profile.epochs <= 1 else None,

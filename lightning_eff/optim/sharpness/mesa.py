@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._targets.calls import TargetCall
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step, in_evaluation
-from lightning_eff._core.technique import Control
+from lightning_eff._core.technique import LOCAL_STEPS, Control
 from lightning_eff.optim.sharpness._trajectory import Calls, Earlier, Labels, Start, Temperature, Trajectory, Weight
 
 
@@ -78,9 +78,6 @@ class MESA(Trajectory):
         "needs automatic optimization and a classification loss of torch.nn.functional; keeps two more copies of the weights"
         " and one of the scores; training_step runs twice, including what it prints or writes"
     )
-    survey: ClassVar[Survey | None] = Survey(
-        "memory-efficient sharpness-aware training (MESA)", zhuang="2.1", shen="5.3"
-    )
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
             "weight": Uniform(0.1, 2.0, log=True),
@@ -95,7 +92,7 @@ class MESA(Trajectory):
     conflicts: ClassVar[Mapping[str, str]] = {
         "ImportanceSampling": "ImportanceSampling weights samples by the gradient of the step's own loss, without the"
         " divergence",
-        "LocalSGD": "each rank would have its own teacher, and only rank 0's would be saved",
+        **dict.fromkeys(LOCAL_STEPS, "each rank would have its own teacher, and only rank 0's would be saved"),
     }
     checkpointed: ClassVar[tuple[str, ...]] = ("_teacher", "_stepped")
 

@@ -15,7 +15,7 @@ from lightning_eff._core._needs.needs import Need, Part, Reasons
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
@@ -81,7 +81,6 @@ class SAF(Trajectory):
     )
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
     refuses: ClassVar[Reasons] = {Part.PIPELINE: "the technique keeps what the last stage alone computes"}
-    survey: ClassVar[Survey | None] = Survey("sharpness-aware training for free (SAF)", zhuang="2.1", shen="5.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"weight": Uniform(0.05, 1.0, log=True), "temperature": Choice((1.0, 5.0)), "lag": Choice((1, 2, 3))},
         _pointless,
@@ -149,8 +148,7 @@ class SAF(Trajectory):
         if samples is None:
             raise ValueError(
                 "SAF: the training loader does not say which samples a batch holds, so their scores cannot be found again. Use"
-                " one"
-                f" DataLoader over a map-style data set with a length, or {_OR_MESA}."
+                f" one DataLoader over a map-style data set with a length, or {_OR_MESA}."
             )
         epochs = _epochs(trainer)
         if epochs <= self.lag:
@@ -162,8 +160,7 @@ class SAF(Trajectory):
             if store.num_samples != samples:
                 raise ValueError(
                     f"SAF: the checkpoint's store has {store.num_samples:,} samples and the data set has {samples:,}. Scores"
-                    " are"
-                    " found by a sample's index, so resume with the data set that the checkpoint was saved with."
+                    " are found by a sample's index, so resume with the data set that the checkpoint was saved with."
                 )
 
     @override
@@ -199,8 +196,7 @@ class SAF(Trajectory):
         if total > self.max_bytes:
             raise ValueError(
                 f"SAF(max_bytes={self.max_bytes:,}): {told}, would take {total:,} bytes ({_size(total)}). Use a smaller lag,"
-                " more"
-                f" max_bytes, or {_OR_MESA}."
+                f" more max_bytes, or {_OR_MESA}."
             )
         device = torch.device("cpu") if self.offload else session.trainer.strategy.root_device
         rank_zero_info(f"SAF: {told}, take {total:,} bytes ({_size(total)}) on {device.type}")
@@ -274,14 +270,12 @@ class SAF(Trajectory):
         if indices is None:
             problem = ValueError(
                 f"SAF: it is not known which samples a batch holds, because {self.session.loaders.why_unknown}. Use a"
-                " DataLoader"
-                f" over a data set with __getitem__ and __len__, or {_OR_MESA}."
+                f" DataLoader over a data set with __getitem__ and __len__, or {_OR_MESA}."
             )
         elif len(indices) != size or not all(isinstance(i, int) for i in indices):
             problem = ValueError(
                 f"SAF: the loader gave {len(indices)} indices for a batch of {size} samples, and it needs one integer for each."
-                " Use"
-                f" a batch_size and a collate_fn that makes one sample of each index, or {_OR_MESA}."
+                f" Use a batch_size and a collate_fn that makes one sample of each index, or {_OR_MESA}."
             )
         if not self._checked:
             agree(self.session, problem)
@@ -322,8 +316,7 @@ class SAF(Trajectory):
             if session.fitting and store["shape"][-1] != self.lag:
                 raise ValueError(
                     f"SAF(lag={self.lag}): the checkpoint holds the scores of {store['shape'][-1]} epochs. Resume with the lag"
-                    " that"
-                    f" it was saved with: lag={store['shape'][-1]}."
+                    f" that it was saved with: lag={store['shape'][-1]}."
                 )
 
     @override

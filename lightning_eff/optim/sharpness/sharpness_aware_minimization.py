@@ -1,17 +1,35 @@
 """Sharpness-aware minimization: step along the gradient at ``w + e``, uphill of ``w`` (Foret et al. 2020)."""
 
 import math
-from typing import Annotated, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
-from lightning_eff._core.steps import Step
+from lightning_eff._core._arguments.kinds import Count, Fraction
+from lightning_eff._core.losses import loss_of
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
+from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.optim.sharpness._uphill import Rho, Uphill, adaptive_scale, perturbation
+from lightning_eff.optim.sharpness._uphill import Rho, Uphill, Used, adaptive_scale, perturbation
 
-__all__ = ["SharpnessAwareMinimization", "adaptive_scale", "perturbation"]
+__all__ = ["SharpnessAwareMinimization", "adaptive_scale", "mixed", "perturbation"]
+
+
+def mixed(loss: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor], *, mix: float) -> Tensor:
+    """Return ``loss`` with its value, and with the gradient ``mix ∇loss + (1 - mix) g``.
+
+    Args:
+        loss: ``L(w + e)``, a scalar.
+        weights: the tensors that the gradient is for.
+        gradients: ``g`` of each of ``weights``, without a graph.
+        mix: the fraction of the loss's own gradient, in [0, 1].
+    """
+    # the gradient of <g, w> is g
+    linear = torch.stack([(g * w).sum().to(loss) for w, g in zip(weights, gradients, strict=True)]).sum()
+    return loss + (1 - mix) * ((linear - linear.detach()) - (loss - loss.detach()))
 
 
 class SharpnessAwareMinimization(Uphill):
@@ -41,6 +59,8 @@ class SharpnessAwareMinimization(Uphill):
             of the scale of the layers: ``e = rho T^2 g / ||T g||`` with ``T = |w| + 0.01``, and ``T = 1`` for biases.
         interval: the number of optimizer steps from one perturbed step to the next, beginning with the first step. The
             steps between cost nothing extra.
+        mix: the fraction of the gradient at ``w + e`` in the update; the rest is the gradient at ``w``, as in SGD. 1 is SAM,
+            0 is plain training. Below 1 it keeps one more copy of the gradients.
 
     Raises:
         ValueError: for a value out of range.
@@ -52,6 +72,8 @@ class SharpnessAwareMinimization(Uphill):
     References:
         Foret et al. 2020, "Sharpness-Aware Minimization for Efficiently Improving Generalization", arXiv:2010.01412.
         Kwon et al. 2021, "ASAM", arXiv:2102.11600.
+        Andriushchenko & Flammarion 2022, "Towards Understanding Sharpness-Aware Minimization", arXiv:2206.06232, and
+        Zhao et al. 2022, arXiv:2202.03599 (the mixed gradient, which penalizes the gradient's norm).
     """
 
     saves: ClassVar[str] = "no time: better generalization, at up to twice the step cost"
@@ -60,12 +82,12 @@ class SharpnessAwareMinimization(Uphill):
         "needs automatic optimization; training_step runs twice, including what it prints or writes; keeps one more copy of"
         " the weights; activation checkpointing must use use_reentrant=False"
     )
-    survey: ClassVar[Survey | None] = Survey("sharpness-aware minimization", zhuang="2.1", shen="5.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {
             "rho": Uniform(0.01, 0.5, log=True),
             "adaptive": Choice((False, True)),
             "interval": Choice((1, 2, 5, 10)),
+            "mix": Choice((1.0, 0.8, 0.5)),
         },
         lambda profile: "each sample is seen once, and no gain is known for that case" if profile.epochs <= 1 else None,
     )
@@ -73,14 +95,45 @@ class SharpnessAwareMinimization(Uphill):
         "the baseline for the same time with a learning rate that decays to zero, in up to twice the steps"
     )
 
-    def __init__(self, rho: Rho = 0.05, *, adaptive: bool = False, interval: Annotated[int, Count()] = 1) -> None:
+    neutral_at: ClassVar[Mapping[str, Any]] = {"mix": 0.0}
+
+    def __init__(
+        self,
+        rho: Rho = 0.05,
+        *,
+        adaptive: bool = False,
+        interval: Annotated[int, Count()] = 1,
+        mix: Annotated[float, Fraction()] = 1.0,
+    ) -> None:
         self.rho = rho
         self.adaptive = adaptive
         self.interval = interval
+        self.mix = mix
+
+    @override
+    def _reset(self) -> None:
+        super()._reset()
+        self._plain: Used = []
 
     @override
     def due(self, step: Step) -> bool:
         return step.global_step % self.interval == 0
+
+    @override
+    def found(self, used: Used) -> None:
+        self._plain = used if self.mix < 1 else []
+
+    @override
+    def second(self, step: Step, batch: Any, proceed: Proceed) -> tuple[Any, Any]:
+        plain, self._plain = self._plain, []
+        output = proceed(batch)
+        loss = loss_of(output)
+        if not plain or loss is None:
+            return output, batch
+        scaler = getattr(self.session.trainer.precision_plugin, "scaler", None)
+        factor = 1.0 if scaler is None else scaler.scale(torch.ones((), device=loss.device))
+        loss = mixed(loss, [w for _, w, _ in plain], [g / factor for _, _, g in plain], mix=self.mix)
+        return ({**output, "loss": loss} if isinstance(output, Mapping) else loss), batch
 
     @override
     def summary(self) -> str:
@@ -88,4 +141,5 @@ class SharpnessAwareMinimization(Uphill):
         if not self._passes:
             return f"{name}: no step was perturbed"
         last = float(self._last["sharpness"]) if "sharpness" in self._last else math.nan
+        name += f" mixed with SGD ({self.mix:g})" if self.mix < 1 else ""
         return f"{name}, rho {self.rho:g}: {self._passes:,} second passes; the last one changed the loss by {last:+.2g}"

@@ -44,12 +44,15 @@ class Division:
         if any(said):
             self._divides = all(one == said[0] for one in said)
 
-    def run(self, tensors: list[Tensor], work: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+    def run(
+        self, tensors: list[Tensor], work: Callable[[list[Tensor]], list[Tensor]], dtypes: list[torch.dtype]
+    ) -> list[Tensor]:
         """Return ``work(tensors)``. Each result has the shape of its tensor and depends only on it.
 
         Args:
             tensors: the tensors, equal on all ranks if the work is divided.
             work: function of a part of the tensors.
+            dtypes: the dtype of each result, float32 or bfloat16.
         """
         if self.idle:
             return work(tensors)
@@ -59,30 +62,26 @@ class Division:
         mine = [i for i, who in enumerate(owner) if who == rank]
         done = work([tensors[i] for i in mine]) if mine else []
         norms = torch.stack(lists.norm(tensors)).float()
-        dtype = done[0].dtype if done else None
-        dtypes = [torch.float32, torch.bfloat16]
         sizes = [sum(tensors[i].numel() for i, who in enumerate(owner) if who == r) for r in range(world)]
         # results are sent as float32, which represents bfloat16 exactly
-        sent = torch.zeros(1 + len(norms) + max(sizes), device=norms.device)
-        sent[0] = -1.0 if dtype is None else float(dtypes.index(dtype))
-        sent[1 : 1 + len(norms)] = norms
+        sent = torch.zeros(len(norms) + max(sizes), device=norms.device)
+        sent[: len(norms)] = norms
         if done:
-            flat = torch.cat([one.reshape(-1) for one in done])
-            sent[1 + len(norms) : 1 + len(norms) + sizes[rank]] = flat
+            places = sent[len(norms) : len(norms) + sizes[rank]].split([one.numel() for one in done])
+            lists.copy_(list(places), [one.reshape(-1) for one in done])
         got = torch.empty(world * len(sent), device=sent.device)
         dist.all_gather_into_tensor(got, sent)
         rows = got.view(world, -1)
-        held = rows[:, 1 : 1 + len(norms)].contiguous().view(torch.int32)  # as bits, since NaN is not equal to itself
+        held = rows[:, : len(norms)].contiguous().view(torch.int32)  # as bits, since NaN is not equal to itself
         if not torch.equal(held, held[:1].expand(world, -1)):
             self._divides = False
             return work(tensors)
-        kind = dtypes[int(rows[:, 0].max())]
         found: list[Tensor] = list(tensors)
         for r in range(world):
             theirs = [i for i, who in enumerate(owner) if who == r]
-            parts = rows[r, 1 + len(norms) :].split([*(tensors[i].numel() for i in theirs), max(sizes) - sizes[r]])
+            parts = rows[r, len(norms) :].split([*(tensors[i].numel() for i in theirs), max(sizes) - sizes[r]])
             for i, part in zip(theirs, parts, strict=False):
-                found[i] = part.view(tensors[i].shape).to(kind)
+                found[i] = part.view(tensors[i].shape).to(dtypes[i])
         return found
 
 

@@ -1,6 +1,6 @@
 """Applies the orthogonal matrices of a Muon step to parameters, all of one shape at once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,29 @@ import torch
 from torch import Tensor
 
 from lightning_eff.optim.optimizers import _lists as lists
+from lightning_eff.optim.optimizers._muon.scratch import Scratch
 from lightning_eff.optim.optimizers._muon.settings import SCALES
+from lightning_eff.optim.optimizers._runs import STACKED, limit_of, runs
+
+Held = tuple[dict[str, Any], Tensor]  #: a parameter with its group
+
+#: bytes of weights that are stepped at a time
+_STEPPED = (1 << 18, 64 << 20)
+
+
+def chunks(held: Sequence[Held], share: int) -> Iterator[list[Held]]:
+    """Split parameters into chunks that bound the memory of a step. Parameters of one shape are adjacent.
+
+    Args:
+        held: parameters of one dtype.
+        share: the number of ranks that share the work on a chunk.
+    """
+    first: dict[torch.Size, int] = {}
+    for i, (_, p) in enumerate(held):
+        first.setdefault(p.shape, i)
+    ordered = sorted(held, key=lambda one: first[one[1].shape])
+    sizes = [p.numel() * p.element_size() for _, p in ordered]
+    return runs(ordered, sizes, share * limit_of(ordered[0][1], STACKED))
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +41,7 @@ class Piece:
         group: the parameter's group.
         p: the parameter.
         index: index of the block in the parameter.
-        block: the momenta ``u``, shape (j, out, in).
+        shape: (j, out, in), of j matrices.
         target: the part of the parameter as a view; None for a DTensor.
         second_moment: NorMuon's ``S``, shape (j, longer side), or None.
     """
@@ -27,14 +49,19 @@ class Piece:
     group: dict[str, Any]
     p: Tensor
     index: int
-    block: Tensor
+    shape: torch.Size
     target: Tensor | None
     second_moment: Tensor | None
 
     @property
     def scale(self) -> float:
         """The factor of ``O``, without the learning rate."""
-        return SCALES[self.group["scale"]](*self.block.shape[1:])
+        return SCALES[self.group["scale"]](*self.shape[1:])
+
+    @property
+    def size(self) -> int:
+        """The number of matrices."""
+        return self.shape[0]
 
     @property
     def decay(self) -> float:
@@ -61,35 +88,55 @@ def normalize_neurons(update: Tensor, second_moment: Tensor, beta2: float) -> Te
 
 def normalize_stack(pieces: Sequence[Piece], x: Tensor) -> None:
     """Apply NorMuon's normalization in place to the pieces that use it; ``x`` as for :func:`take_steps`."""
-    for piece, part in zip(pieces, x.split([len(piece.block) for piece in pieces]), strict=True):
+    for piece, part in zip(pieces, x.split([piece.size for piece in pieces]), strict=True):
         if piece.second_moment is not None:
             wide = part.shape[1] < part.shape[2]
             second_moment = piece.second_moment.unsqueeze(1 if wide else 2)
             part.copy_(normalize_neurons(part, second_moment, piece.group["beta2"]))
 
 
-def take_steps(pieces: Sequence[Piece], x: Tensor) -> None:
+def take_steps(pieces: Sequence[Piece], x: Tensor, scratch: Scratch) -> None:
     """Compute ``p := p - lr scale O - lr wd p`` in place; "cautious" decays only if ``O p >= 0``.
+
+    It handles a bounded number of bytes at a time, which stay in a processor's cache.
 
     Args:
         pieces: pieces with targets, of one shape and dtype.
         x: their ``O`` in order, shape (k, out, in). It is overwritten.
+        scratch: memory to work in.
     """
-    dtype = pieces[0].p.dtype
-    sizes = [len(piece.block) for piece in pieces]
+    limit = limit_of(x, _STEPPED)
+    rest = x
+    for some in runs(pieces, [piece.shape.numel() * piece.p.element_size() for piece in pieces], limit):
+        own, rest = rest.tensor_split([sum(piece.size for piece in some)])
+        targets = [piece.target for piece in some if piece.target is not None]
+        if len(some) > 1:
+            _take(some, targets, own, scratch)
+            continue
+        rows = max(limit // (own.shape[0] * own.shape[2] * targets[0].element_size()), 1)
+        along = 0 if targets[0].shape != own.shape else 1  # a convolution has no dimension of matrices
+        for target, part in zip(targets[0].split(rows, along), own.split(rows, 1), strict=True):
+            _take(some, [target], part, scratch)
+
+
+def _take(pieces: Sequence[Piece], targets: list[Tensor], x: Tensor, scratch: Scratch) -> None:
+    """Do the step of :func:`take_steps` on ``targets``, which are those of the pieces or the same rows of each."""
+    dtype, sizes = targets[0].dtype, [piece.size for piece in pieces]
     lengths = [float(piece.group["lr"]) * piece.scale for piece in pieces]
-    x, length = x.to(torch.promote_types(x.dtype, dtype)), lengths[0]
+    x, length = _as(torch.promote_types(x.dtype, dtype), x, scratch), lengths[0]
     if length == 0.0 or any(other != length for other in lengths):
         # O := lr scale O
         lists.mul_(list(x.split(sizes)), lengths)
         length = 1.0
     x = x.to(dtype)
-    targets = [piece.target for piece in pieces if piece.target is not None]
     decays = [piece.decay if piece.group["cautious"] else 0.0 for piece in pieces]
     if any(decays):
-        p = torch.cat([target.reshape(piece.block.shape) for piece, target in zip(pieces, targets, strict=True)])
+        shaped = [target.reshape(-1, *x.shape[1:]) for target in targets]
+        p = shaped[0]
+        if len(shaped) > 1:
+            p = torch.cat(shaped, out=scratch.get("weights", x.shape, dtype, x.device))
         # O := O + (wd / scale) p [O p >= 0]
-        kept = (x * p).ge_(0)
+        kept = torch.mul(x, p, out=scratch.get("kept", x.shape, dtype, x.device)).ge_(0)
         if any(other != decays[0] for other in decays):
             lists.mul_(list(kept.split(sizes)), [decay / length for decay in decays])
             x.addcmul_(kept, p)
@@ -103,9 +150,13 @@ def take_steps(pieces: Sequence[Piece], x: Tensor) -> None:
     lists.sub_(targets, steps, alpha=length)
 
 
+def _as(dtype: torch.dtype, x: Tensor, scratch: Scratch) -> Tensor:
+    return x if x.dtype == dtype else scratch.get("steps", x.shape, dtype, x.device).copy_(x)
+
+
 def parts_of(pieces: Sequence[Piece], x: Tensor) -> list[Tensor]:
     """Return ``scale O`` of each piece in the shape of its block; ``x`` as for :func:`take_steps`."""
-    parts = list(x.split([len(piece.block) for piece in pieces]))
+    parts = list(x.split([piece.size for piece in pieces]))
     lists.mul_(parts, [piece.scale for piece in pieces])
     return parts
 
