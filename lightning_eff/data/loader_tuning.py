@@ -87,7 +87,6 @@ class LoaderTuning(Technique):
     paper = "Mohan et al. 2021, arXiv:2007.06775; Murray et al. 2021, arXiv:2101.12127"
     constraints = "changing the number of workers needs a map-style data set that draws no random numbers"
     needs: ClassVar[Need] = Need.BATCH
-    survey = None
     search_space = SearchSpace()
     control = Control(
         "the baseline for as many seconds with a well-chosen num_workers, because the weights are the same bit for bit"

@@ -1,11 +1,15 @@
 """Detect in workers whether making samples draws random numbers or changes numbers that the data set keeps."""
 
+import pickle
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_eff._core._loaders.generators import DataGenerators
 
 _HELD = ("dataset", "datasets", "transform", "transforms", "target_transform")
 
@@ -36,6 +40,8 @@ def _owners(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 class Watch:
     """Watches worker processes, and reports to the process that started them.
 
+    It watches the global random generators, generators that the data set holds, and the data set's numbers.
+
     Args:
         dataset: the loader's data set.
     """
@@ -43,6 +49,7 @@ class Watch:
     def __init__(self, dataset: Any) -> None:
         self._told = torch.zeros(1, dtype=torch.uint8).share_memory_()
         self._dataset = dataset
+        self._generators = DataGenerators([SimpleNamespace(dataset=dataset)])
         self._before: Any = None
 
     @property
@@ -62,7 +69,8 @@ class Watch:
     def _now(self) -> Any:
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         drawn = (kind, np.asarray(keys).tobytes(), position, has_gauss, cached)
-        return random.getstate(), drawn, torch.get_rng_state().numpy().tobytes(), numbers(self._dataset)
+        own = pickle.dumps(self._generators.states())
+        return random.getstate(), drawn, torch.get_rng_state().numpy().tobytes(), numbers(self._dataset), own
 
 
 class WatchedStart:

@@ -12,33 +12,6 @@ from lightning_eff._core.search_space import RunProfile
 
 
 @dataclass(frozen=True, repr=False)
-class SomeOf(Kind):
-    """A list of some of a few names.
-
-    Attributes:
-        names: the names to choose from.
-        once: whether each name may be given once only, and none at all is accepted.
-    """
-
-    names: tuple[str, ...]
-    once: bool = False
-
-    @property
-    @override
-    def expected(self) -> str:
-        *others, last = map(repr, self.names)
-        return f"a list of some of {', '.join(others)} and {last}{', each once' if self.once else ''}"
-
-    @override
-    def __call__(self, value: Any) -> tuple[str, ...]:
-        if isinstance(value, str) or not isinstance(value, Sequence) or not (value or self.once):
-            raise ValueError
-        if any(name not in self.names for name in value) or (self.once and len(set(value)) < len(value)):
-            raise ValueError
-        return tuple(value)
-
-
-@dataclass(frozen=True, repr=False)
 class NetworkOrFunction(Kind):
     """A module or function of one tensor.
 

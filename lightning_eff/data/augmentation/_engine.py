@@ -1,5 +1,6 @@
 """The engine of all augmentations: when they act, their random draws, and their log."""
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 
+_ON_PIXELS = re.compile(r"box|keypoint|landmark", re.IGNORECASE)
 #: The control of techniques without a cheaper variant.
 BASELINE = Control("the baseline without augmentation, trained for the same time")
 
@@ -49,6 +51,39 @@ def floating_images(
             " floating point in the data set or its collate_fn."
         )
     return list({id(t): t for _, t in named}.values())
+
+
+def whole_images(batch: Any, keys: Sequence[str | int] | None, *, who: str) -> list[Tensor]:
+    """Return the images of a batch, each (B, C, H, W), floating point or uint8, all with the same B, H and W.
+
+    Args:
+        batch: tensors in a dict, tuple, list or dataclass.
+        keys: names or positions of the images. None takes all that :func:`find_images` finds.
+        who: the technique's name, for messages.
+
+    Raises:
+        ValueError: if there are no images.
+    """
+    found = find_images(batch, keys, who=who)
+    return list({id(t): t for _, t in tensors(batch) if id(t) in found.images}.values())
+
+
+def check_nothing_on_pixels(batch: Any, keys: Sequence[str | int] | None, *, who: str, after: str, mend: str) -> None:
+    """Raise ``ValueError`` if the batch holds masks, boxes or keypoints, which do not move with the pixels of its images.
+
+    Args:
+        batch: tensors in a dict, tuple, list or dataclass.
+        keys: names or positions of the images, or None.
+        who: the technique's name, for messages.
+        after: what moves the pixels.
+        mend: how to avoid it, as a sentence.
+    """
+    found = find_images(batch, keys, who=who)
+    on_pixels = [path or "the batch" for path, t in tensors(batch) if id(t) in found.targets or _ON_PIXELS.search(path)]
+    if on_pixels:
+        raise ValueError(
+            f"{who}: the batch holds {', '.join(on_pixels)}, which would no longer match the images after {after}. {mend}"
+        )
 
 
 def check_until(session: Session, *, who: str, until: float) -> None:

@@ -139,6 +139,9 @@ class Mixing(Augmentation):
     def _reset(self) -> None:
         super()._reset()
         self._told = False
+        self._layout: Any = None  # the layout of the batches for which the next two were found
+        self._places: list[int] = []
+        self._size = 0
         self._looked_at = -1  # the step of the last check of what else reaches the loss
 
     # -- for subclasses
@@ -149,7 +152,7 @@ class Mixing(Augmentation):
         return True
 
     def inputs(self, batch: Any, labels: dict[str, Tensor]) -> list[Tensor]:
-        """Return the tensors of the batch that are mixed.
+        """Return the tensors of the batch that are mixed. The choice depends on paths, shapes and types, and not on values.
 
         Raises:
             ValueError: if there are none. The message lists the tensors of the batch.
@@ -291,6 +294,20 @@ class Mixing(Augmentation):
 
     def _sized(self, batch: Any, labels: dict[str, Tensor]) -> tuple[list[Tensor], int]:
         """Return the inputs and the number of samples."""
+        held = tensors(batch)
+        if len({id(t) for _, t in held}) < len(held):  # a tensor has several paths
+            return self._sized_anew(batch, labels)
+        ids = {id(y) for y in labels.values()}
+        layout = tuple((path, t.shape, t.dtype, id(t) in ids) for path, t in held)
+        if self._layout == layout:
+            return [held[at][1] for at in self._places], self._size
+        inputs, size = self._sized_anew(batch, labels)
+        places = {id(t): at for at, (_, t) in enumerate(held)}
+        if all(id(t) in places for t in inputs):
+            self._layout, self._places, self._size = layout, [places[id(t)] for t in inputs], size
+        return inputs, size
+
+    def _sized_anew(self, batch: Any, labels: dict[str, Tensor]) -> tuple[list[Tensor], int]:
         inputs = self.inputs(batch, labels)
         sizes = {len(t) for t in (*inputs, *labels.values())}
         if len(sizes) > 1:
@@ -316,7 +333,7 @@ class Mixing(Augmentation):
     def _mixture(self, step: Step, batch: Any, labels: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor] | None:
         """Return the mixed batch, the other samples and the shares, or None to leave the batch unchanged."""
         generator = self.generator(step)
-        acts = torch.rand((), generator=generator, dtype=torch.float32) < self.prob
+        acts = torch.rand((), generator=generator, dtype=torch.float32).item() < self.prob
         inputs, size = self._sized(batch, labels)
         if not acts or size < 2:
             return None

@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
 from lightning_eff.data.augmentation._boxes import inside
 from lightning_eff.data.augmentation._engine import ImageAugmentation
@@ -65,7 +65,6 @@ class Cutout(ImageAugmentation):
     """
 
     paper = "DeVries & Taylor 2017, arXiv:1708.04552"
-    survey = Survey("data augmentation (Cutout)", shen="3.1")
     search_space = SearchSpace({"length": Choice((0.25, 0.5)), "until": Choice((0.8, 1.0))}, no_images)
     neutral_at: ClassVar[Mapping[str, Any]] = {"length": 0.0}
 

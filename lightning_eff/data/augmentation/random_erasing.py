@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import refusal
 from lightning_eff._core._arguments.kinds import Alias, Each, Fraction, Number
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
 from lightning_eff.data.augmentation._boxes import inside
 from lightning_eff.data.augmentation._engine import ImageAugmentation
@@ -97,7 +97,6 @@ class RandomErasing(ImageAugmentation):
     """
 
     paper = "Zhong et al. 2017, arXiv:1708.04896"
-    survey = Survey("data augmentation (random erasing)", shen="3.1")
     search_space = SearchSpace({"prob": Uniform(0.1, 0.5), "until": Choice((0.8, 1.0))}, no_images)
     order = 1
 

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_eff._core._attention.calls import as_term
+from lightning_eff._core._attention.window import band, windowed_attention, within
 from lightning_eff._core._targets.edges import backward_by_edges, grad_by_edges
-from lightning_eff.data.curriculum._window import band, windowed_attention, within
 
 _FUSED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)

@@ -105,7 +105,6 @@ class AttentionWindowWarmup(Technique):
         " over its scores, not compiled; pays only for long sequences"
     )
     needs: ClassVar[Need] = Need.CALLS
-    survey = None
     search_space = SearchSpace(
         {"start": Choice((0.0625, 0.125, 0.25)), "until": Uniform(0.3, 1.0)}, _pointless, _from_shares
     )

@@ -6,10 +6,11 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Fraction, Number
+from lightning_eff._core._arguments.kinds import Either, Fraction, Number, OneOf
+from lightning_eff._core._arguments.objects import Instance, PerSample
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.by_index import losses_of_each_sample, of_each_sample
@@ -17,14 +18,12 @@ from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer
 from lightning_eff._core._samples.technique import Choice as Chosen
 from lightning_eff._core._samples.technique import Epoch, SampleChooser
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.data.curriculum._difficulty import sample_length
 
 WHO = "DifficultyPacing"
-NAMED = ("length", "loss", "random")
-_NAMES = "'length', 'loss' or 'random'"
 
 
 def paced_share(u: float, *, c0: float, until: float, p: float = 1.0) -> float:
@@ -126,7 +125,6 @@ class DifficultyPacing(SampleChooser):
     paper = "Wu et al. 2021, arXiv:2012.03107; Platanios et al. 2019, arXiv:1903.09848"
     constraints = "needs one DataLoader over a map-style data set, and a visible loss per sample for score='loss'"
     needs: ClassVar[Need] = Need.STEP
-    survey = Survey("curriculum learning", shen="3.3")
     search_space = SearchSpace(
         {
             "score": Choice(("loss",)),
@@ -145,13 +143,15 @@ class DifficultyPacing(SampleChooser):
 
     def __init__(
         self,
-        score: str | Sequence[float] | Tensor,
+        score: Annotated[
+            str | Sequence[float] | Tensor, Either(OneOf("length", "loss", "random"), PerSample(infinite=True))
+        ],
         c0: Annotated[float, Fraction(above=0)] = 0.3,
         until: Annotated[float, Fraction()] = 0.5,
         *,
         p: Annotated[float, Number(above=0)] = 1.0,
         granularity: Annotated[float, Fraction()] = 0.01,
-        reference: LightningModule | None = None,
+        reference: Annotated[LightningModule, Instance("a module", (nn.Module,))] | None = None,
         sample_loss: SampleLoss | None = None,
     ) -> None:
         if not (isinstance(score, str) and score == "loss"):
@@ -168,12 +168,7 @@ class DifficultyPacing(SampleChooser):
         self.score = score if isinstance(score, str) else "given"
         if self.score != "loss":  # nothing runs to compute it
             self.needs, self.refuses = Need.BATCH, {}  # pyright: ignore[reportAttributeAccessIssue]
-        self.given = None if isinstance(score, str) else _checked(score)
-        if isinstance(score, str) and score not in NAMED:
-            raise ValueError(
-                f"{WHO}({score=}): expected one number for each sample of the data set, or {_NAMES}. For example, give"
-                " score='length'."
-            )
+        self.given = score if isinstance(score, Tensor) else None
         self.c0, self.until, self.p, self.granularity = c0, until, p, granularity
         self.reference, self.sample_loss = reference, sample_loss
 
@@ -297,30 +292,3 @@ class DifficultyPacing(SampleChooser):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._places = None
-
-
-def _checked(score: Sequence[float] | Tensor) -> Tensor:
-    """Convert the given scores to float64 on the CPU.
-
-    Raises:
-        ValueError: if they are not a row of numbers, or one is NaN.
-    """
-    try:
-        found = torch.as_tensor(score).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{WHO}(score={type(score).__name__}): expected one number for each sample of the data set, or {_NAMES}: {error}."
-        ) from error
-    if found.ndim != 1 or not len(found) or found.is_complex():
-        raise ValueError(
-            f"{WHO}(score=...): got {found.dtype} values of shape {tuple(found.shape)}; expected one number for each"
-            " sample of the data set, shape (N,)."
-        )
-    found = found.double()
-    if bool(found.isnan().any()):
-        at = found.isnan().nonzero().flatten().tolist()
-        raise ValueError(
-            f"{WHO}(score=...): {len(at):,} of {len(found):,} scores are NaN, the first at index {at[0]}. Give these samples a"
-            " score, or remove them from the data set."
-        )
-    return found

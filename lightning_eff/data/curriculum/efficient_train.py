@@ -8,18 +8,16 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Each, Fraction
+from lightning_eff._core._arguments.kinds import Count
+from lightning_eff._core._arguments.stages import Stages
 from lightning_eff._core._images.images import Side
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.technique import Control
 from lightning_eff.data.curriculum._resolution import ImageKeys, SmallerImages, no_images
 
 WHO = "EfficientTrain"
 _STAGES = ((0.0, 160 / 224), (0.6, 192 / 224), (0.8, 1.0))
-_STAGE_KIND = Each(
-    Each(Fraction(), length=2),
-    hint="For example, give stages=[(0, 0.714), (0.6, 0.857), (0.8, 1)], close to the default.",
-)
+_HINT = "For example, give stages=[(0, 0.714), (0.6, 0.857), (0.8, 1)], close to the default."
 
 
 def fourier_crop(images: Tensor, side: Side) -> Tensor:
@@ -77,7 +75,8 @@ class EfficientTrain(SmallerImages):
     The images in the batch are found, other tensors of their size are resized with them, and positions are interpolated. Every
     size is tried before any weight has changed. :class:`ProgressiveResizing` documents the details.
     The first and last pixels of an image are neighbors to the Fourier transform, so edges ring if they differ much. The paper
-    also increases RandAugment from magnitude 1 to 9 over the run; do that in the data set.
+    also increases the magnitude of RandAugment linearly from 0 to 9 over the run: add ``RandAugment(2, 9,
+    initial_magnitude=0)``, which acts on the full images before they are reduced.
 
     It logs ``side`` (the height of the last step's images in pixels) and ``share`` (its fraction of the full height).
 
@@ -95,6 +94,7 @@ class EfficientTrain(SmallerImages):
     Example:
         >>> trainer = L.Trainer(max_epochs=10, callbacks=[EfficientTrain()])
         >>> trainer = L.Trainer(max_epochs=10, callbacks=[EfficientTrain([(0, 0.5), (0.6, 0.75), (0.8, 1)])])
+        >>> trainer = L.Trainer(max_epochs=10, callbacks=[EfficientTrain(), RandAugment(2, 9, initial_magnitude=0)])
 
     References:
         Wang et al. 2022, "EfficientTrain: Exploring Generalized Curriculum Learning for Training Visual Backbones",
@@ -103,7 +103,6 @@ class EfficientTrain(SmallerImages):
 
     saves = "compute and activations early in training: about half of a step at 160 of 224 pixels"
     paper = "Wang et al. 2022, arXiv:2211.09703"
-    survey = Survey("EfficientTrain (low frequencies first)", shen="3.3")
     search_space = SearchSpace({"first": Choice((0.5, 160 / 224)), "until": Uniform(0.4, 0.9)}, no_images, _from_shares)
     control = Control("small images throughout, validated at full size", _small_throughout)
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -112,22 +111,13 @@ class EfficientTrain(SmallerImages):
 
     def __init__(
         self,
-        stages: Annotated[Sequence[Sequence[float]], _STAGE_KIND] = _STAGES,
+        stages: Annotated[Sequence[tuple[float, float]], Stages("fraction of the side", hint=_HINT)] = _STAGES,
         *,
         multiple_of: Annotated[int, Count()] = 4,
         keys: ImageKeys = None,
     ) -> None:
-        starts, shares = ([float(stage[i]) for stage in stages] for i in range(2))
-        if starts[0] != 0 or starts[-1] >= 1 or sorted(set(starts)) != starts:
-            raise ValueError(
-                f"{WHO}({stages=}): the stages begin at {starts}; expected 0, then rising values below 1. {_STAGE_KIND.hint}"
-            )
-        if shares[0] <= 0 or sorted(set(shares)) != shares:
-            raise ValueError(
-                f"{WHO}({stages=}): the shares of the side are {shares}; expected rising values above 0. {_STAGE_KIND.hint}"
-            )
         super().__init__(multiple_of=multiple_of, keys=keys)
-        self.stages = [*zip(starts, shares, strict=True)]
+        self.stages = [*stages]
 
     @property
     @override

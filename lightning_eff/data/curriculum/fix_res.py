@@ -10,9 +10,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Fraction
+from lightning_eff._core._arguments.kinds import Count, Fraction, Text
 from lightning_eff._core._images.positions import Seen
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step, in_evaluation
 from lightning_eff._core.technique import Control
@@ -94,7 +94,6 @@ class FixRes(SmallerImages):
         "needs automatic optimization, batches with images (N, C, H, W), a module for images of any size whose classifier is"
         " called last or named by classifier=, and a learning rate above zero at until"
     )
-    survey = Survey("train-test resolution (FixRes)", shen="3.3")
     search_space = SearchSpace(
         {"scale": Uniform(0.5, 0.85), "until": Uniform(0.7, 0.95), "norms": Choice(("all", "last"))}, no_images
     )
@@ -113,7 +112,7 @@ class FixRes(SmallerImages):
         *,
         until: Annotated[float, Fraction(above=0)] = 0.85,
         norms: Literal["all", "last"] = "all",
-        classifier: str | None = None,
+        classifier: Annotated[str, Text("a dotted path of a module")] | None = None,
         tune_all: bool = False,
         multiple_of: Annotated[int, Count()] = 4,
         keys: ImageKeys = None,

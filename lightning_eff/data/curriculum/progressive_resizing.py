@@ -7,7 +7,7 @@ from lightning.pytorch import Callback
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.technique import Control
 from lightning_eff.data.curriculum._resolution import ImageKeys, Scale, SmallerImages, no_images
 
@@ -84,7 +84,6 @@ class ProgressiveResizing(SmallerImages):
 
     saves = "compute and activations early in training: at half the side a CNN's step costs a quarter"
     paper = "Howard 2018; Tan & Le 2021, arXiv:2104.00298"
-    survey = Survey("progressive resizing", zhuang="2.1", shen="3.3")
     search_space = SearchSpace(
         {"scale": Choice((0.5, 0.625, 0.75)), "until": Uniform(0.3, 0.9), "hold": Choice((0.0, 0.625))},
         no_images,

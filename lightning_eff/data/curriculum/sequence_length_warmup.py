@@ -14,7 +14,7 @@ from lightning_eff._core._arguments.kinds import Alias, Count, Fraction
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._tokens.sequences import Sequences, find_sequences, shorten
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.curriculum._sizes import SizesUsed
@@ -122,7 +122,6 @@ class SequenceLengthWarmup(Technique):
         " tensors; every new length recompiles a compiled module"
     )
     needs: ClassVar[Need] = Need.BATCH
-    survey = Survey("sequence length warm-up", shen="3.3")
     search_space = SearchSpace(
         {
             "start": Choice((0.125, 0.25, 0.5)),  # of the full length
@@ -265,7 +264,6 @@ class ShortSequences(SequenceLengthWarmup):
     """
 
     saves = "time and activation memory throughout"
-    survey = None
     search_space = None
     control = Control("itself the control of SequenceLengthWarmup")
     needs_budget: ClassVar[bool] = False

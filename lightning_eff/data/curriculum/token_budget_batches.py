@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count
+from lightning_eff._core._arguments.objects import PerSample
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.by_index import of_each_sample
 from lightning_eff._core._samples.technique import Choice, Epoch, SampleChooser
@@ -162,14 +163,14 @@ class TokenBudgetBatches(SampleChooser):
         self,
         max_tokens: Annotated[int, Count(at_least=0)],
         *,
-        lengths: Sequence[int] | Tensor | None = None,
+        lengths: Annotated[Sequence[int] | Tensor, PerSample(torch.int64, at_least=0)] | None = None,
         padded: bool = True,
         window: Annotated[int, Count()] = 1000,
     ) -> None:
         self.max_tokens = max_tokens
         self.padded = padded
         self.window = window
-        self.given = None if lengths is None else _checked(lengths)
+        self.given: list[int] | None = lengths.tolist() if isinstance(lengths, Tensor) else None
 
     def _reset(self) -> None:
         self._found: list[int] | None = None
@@ -239,21 +240,3 @@ class TokenBudgetBatches(SampleChooser):
         self._found = None if state_dict["found"] is None else state_dict["found"].tolist()
         self._samples, self._tokens = state_dict["samples"], state_dict["tokens"]
         self._totals = dict(state_dict["totals"])
-
-
-def _checked(lengths: Sequence[int] | Tensor) -> list[int]:
-    """Convert the given lengths to a list of integers.
-
-    Raises:
-        ValueError: if they are not a row of integers >= 0.
-    """
-    try:
-        found = torch.as_tensor(lengths).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{WHO}(lengths=...): expected the tokens of each sample of the data set: {error}.") from error
-    if found.ndim != 1 or not len(found) or found.is_floating_point() or found.is_complex() or int(found.min()) < 0:
-        raise ValueError(
-            f"{WHO}(lengths=...): got {found.dtype} values of shape {tuple(found.shape)}; expected integers >= 0, one per"
-            " sample of the data set, shape (N,)."
-        )
-    return found.tolist()

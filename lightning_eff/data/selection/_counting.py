@@ -30,6 +30,12 @@ def check_budget(session: Session, setting: str, way_out: str) -> None:
         )
 
 
+def check_range(who: str, start: float, end: float) -> None:
+    """Raise ``ValueError`` unless ``start`` is below ``end``, the fractions of the budget at which a technique acts."""
+    if not start < end:
+        raise ValueError(f"{who}({start=}, {end=}): start must be below end. The defaults are 0 and 1.")
+
+
 class CountsSamples(Technique):
     """A technique that trains on some samples of each batch, and counts them for its report.
 

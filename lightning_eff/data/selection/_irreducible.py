@@ -12,7 +12,6 @@ from lightning_eff._core import rng
 from lightning_eff._core._samples.by_index import at_hand, batches_by_index, chain_of, losses_of, put_together
 from lightning_eff._core._samples.chosen import share
 from lightning_eff._core._samples.scoring import Scorer
-from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import silent
@@ -80,9 +79,7 @@ def _train(
             optimizer.step()
             torch.clear_autocast_cache()
             done += 1
-            cost.forward_passes += 1
-            cost.backward_passes += 1
-            cost.forward_samples += num_samples(batch)
+            cost.add(batch, backward=1)
     cost.seconds += time.perf_counter() - began
 
 

@@ -12,7 +12,7 @@ from lightning_eff._core.batches import num_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.data.selection._counting import CountsSamples, Keep, check_budget
+from lightning_eff.data.selection._counting import CountsSamples, Keep, check_budget, check_range
 
 
 class RandomSubset(CountsSamples):
@@ -57,8 +57,7 @@ class RandomSubset(CountsSamples):
         end: Annotated[float, Fraction(above=0)] = 1.0,
         interval: Annotated[int, Count()] = 1,
     ) -> None:
-        if not start < end:
-            raise ValueError(f"RandomSubset({start=}, {end=}): start must be below end. The defaults are 0 and 1.")
+        check_range("RandomSubset", start, end)
         self.keep = keep
         self.start = start
         self.end = end

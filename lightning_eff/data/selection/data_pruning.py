@@ -4,7 +4,6 @@ import importlib.util
 import math
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -14,15 +13,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core import rng
-from lightning_eff._core._arguments.kinds import Count, Fraction
+from lightning_eff._core._arguments.kinds import Count, Either, Fraction, OneOf, Text
+from lightning_eff._core._arguments.objects import FilePath
 from lightning_eff._core._lightning.extras import missing
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.technique import Choice as Chosen
 from lightning_eff._core._samples.technique import Epoch, SampleChooser
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
-from lightning_eff.data.selection._offline.files import Told, check_suffix, fingerprint, read, save
+from lightning_eff.data.selection._offline.files import SUFFIXES, fingerprint, read, save
 from lightning_eff.data.selection._offline.scores import best, prototype_distances, without_samples
 from lightning_eff.data.selection._offline.scoring import DataScorer, look, score_all
 from lightning_eff.data.selection._subset import check_told, of_subset
@@ -114,7 +114,6 @@ class DataPruning(SampleChooser):
     paper = "Paul et al. 2021, arXiv:2107.07075; Sorscher et al. 2022, arXiv:2206.14486"
     constraints = "needs one DataLoader over a map-style data set; 'el2n' also needs a visible loss per sample"
     needs: ClassVar[Need] = Need.STEP
-    survey = Survey("data pruning (GraNd, EL2N, prototypes)", zhuang="2.2")
     search_space = SearchSpace(
         {"score": Choice(("el2n",)), "keep": Uniform(0.4, 0.9), "easy": Choice((False, True))}, _pointless
     )
@@ -138,7 +137,7 @@ class DataPruning(SampleChooser):
 
     def __init__(
         self,
-        score: str = "el2n",
+        score: Annotated[str, Either(OneOf(*NAMED), FilePath("the path of a file of scores", SUFFIXES))] = "el2n",
         keep: Annotated[float, Fraction(above=0)] = 0.5,
         *,
         epochs: Annotated[int | None, Count(at_least=0)] = None,
@@ -147,25 +146,16 @@ class DataPruning(SampleChooser):
         balance: Annotated[float, Fraction()] = 0.0,
         gradients: Literal["head", "all"] = "head",
         clusters: Annotated[int, Count()] = 10,
-        head: str | None = None,
-        save_as: str | None = None,
+        head: Annotated[str, Text("a dotted path of a module")] | None = None,
+        save_as: Annotated[str, FilePath("a path", SUFFIXES)] | None = None,
     ) -> None:
-        self.told: Told | None = None
-        if score not in NAMED:
-            if not Path(score).suffix:
-                raise ValueError(
-                    f"{WHO}({score=}): expected one of {', '.join(map(repr, NAMED))}, or the path of a .json or .npz file of"
-                    " scores. The default is 'el2n'."
-                )
-            self.told = read(score, "scores", who=WHO)
+        self.told = None if score in NAMED else read(score, "scores", who=WHO)
         epochs = (0 if self.told else 1) if epochs is None else epochs
         if passes > max(1, epochs):
             raise ValueError(
                 f"{WHO}({passes=}, {epochs=}): samples are scored at most once per epoch before pruning. Use"
                 f" passes={max(1, epochs)} or epochs={passes}."
             )
-        if save_as is not None:
-            check_suffix(save_as, who=f"{WHO}(save_as=...): ")
         self.score, self.keep, self.epochs, self.passes = score, keep, epochs, passes
         self.easy, self.balance, self.gradients = easy, balance, gradients
         self.clusters, self.head, self.save_as = clusters, head, save_as

@@ -14,7 +14,7 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform, needs_samples
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.selection._counting import CountsSamples
@@ -109,7 +109,6 @@ class ImportanceSampling(CountsSamples):
     constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     did = "drew"
     needs: ClassVar[Need] = Need.STEP
-    survey = Survey("importance sampling", zhuang="2.2", shen="3.2")
     search_space = SearchSpace(
         {
             "presample": Uniform(1.5, 5.0),

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Fraction, Number
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
@@ -87,7 +87,6 @@ class LossBiasedSampling(Choosing):
     saves = "backward passes: a third of each batch is trained on, drawn by loss"
     paper = "Katharopoulos & Fleuret 2017, arXiv:1706.00043"
     constraints = "needs a mean loss >= 0 of torch.nn.functional, or sample_loss=, and batches of several samples"
-    survey = Survey("loss-biased importance sampling", zhuang="2.2", shen="3.2")
     search_space = SearchSpace(
         {"presample": Uniform(1.5, 5.0), "k": Choice((0.0, 0.5, 1.0)), "start": Choice((0.0, 0.3))}, needs_samples
     )

@@ -1,20 +1,18 @@
 """Ordered SGD: train on the samples with the largest loss of each batch (Kawaguchi & Lu 2020, arXiv:1907.04371)."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from numbers import Real
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal
 
 from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.declared import refusal
-from lightning_eff._core._arguments.kinds import Fraction
+from lightning_eff._core._arguments.kinds import Either, Fraction, OneOf
+from lightning_eff._core._arguments.stages import Stages
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
 from lightning_eff._core.losses import LossNotVisible
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_samples
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Around, Proceed, Step
 from lightning_eff._core.technique import Control
@@ -22,6 +20,8 @@ from lightning_eff.data.selection._accuracy import CountRight
 from lightning_eff.data.selection._choosing import Choosing, largest, others, random_subset
 from lightning_eff.data.selection._counting import check_budget
 
+_HINT = "For example, give keep=[(0, 1.0), (0.5, 0.5)]."
+_KEEP = Either(OneOf("accuracy"), Fraction(above=0), Stages("fraction of the batch", grows=False), hint=_HINT)
 #: The paper's q/s by the training accuracy from which it applies.
 BY_ACCURACY = ((0.0, 1.0), (0.8, 1 / 2), (0.9, 1 / 4), (0.95, 1 / 8), (0.995, 1 / 16))
 
@@ -86,7 +86,6 @@ class OrderedSGD(Choosing):
 
     saves = "backward passes: only the samples with the largest loss of each batch are trained on"
     paper = "Kawaguchi & Lu 2020, arXiv:1907.04371"
-    survey = Survey("ordered SGD", shen="3.2")
     search_space = SearchSpace({"keep": Choice(("accuracy", 0.25, 0.5))}, needs_samples)
     control = Control(
         "as many samples drawn at random, without scoring; for keep='accuracy' the baseline for as many seconds",
@@ -97,12 +96,12 @@ class OrderedSGD(Choosing):
 
     def __init__(
         self,
-        keep: float | Sequence[tuple[float, float]] | Literal["accuracy"] = "accuracy",
+        keep: Annotated[float | Sequence[tuple[float, float]] | Literal["accuracy"], _KEEP] = "accuracy",
         *,
         sample_loss: SampleLoss | None = None,
     ) -> None:
         self.keep = keep
-        self.stages = None if keep == "accuracy" else _stages(keep)
+        self.stages = None if isinstance(keep, str) else [(0.0, keep)] if isinstance(keep, int | float) else [*keep]
         self.sample_loss = sample_loss
 
     @override
@@ -215,38 +214,3 @@ def _counting(count: CountRight, session: Session) -> Around:
         return output
 
     return around
-
-
-def _stages(keep: Any) -> list[tuple[float, float]]:
-    """Turn ``keep`` into stages ``(u, keep)``.
-
-    Raises:
-        ValueError: if it is neither a fraction nor stages in order.
-    """
-    if isinstance(keep, Real):
-        return [(0.0, _fraction(keep))]
-    if isinstance(keep, str) or not isinstance(keep, Sequence):
-        _refuse(keep)
-    stages: list[tuple[Any, Any]] = [tuple(stage) for stage in keep if isinstance(stage, Sequence) and len(stage) == 2]
-    if not stages or len(stages) < len(keep):
-        _refuse(keep)
-    shares = [_fraction(share) for _, share in stages]
-    starts = [u for u, _ in stages]
-    if starts[0] != 0 or any(not a < b < 1 for a, b in pairwise(starts)):
-        _refuse(keep)
-    return [(float(u), share) for u, share in zip(starts, shares, strict=True)]
-
-
-def _fraction(share: Any) -> float:
-    kind = Fraction(above=0)
-    try:
-        return float(kind(share))
-    except ValueError:
-        raise refusal(OrderedSGD, "keep", share, kind.expected) from None
-
-
-def _refuse(keep: Any) -> NoReturn:
-    raise ValueError(
-        f"OrderedSGD({keep=}): expected a number in (0, 1], 'accuracy', or stages [(u, keep), ...] with u from 0, rising and"
-        " below 1. For example, give keep=[(0, 1.0), (0.5, 0.5)]."
-    )

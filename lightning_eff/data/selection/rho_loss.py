@@ -10,13 +10,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Number
-from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core._arguments.kinds import Count, Either, Number
+from lightning_eff._core._arguments.objects import FilePath, Instance, PerSample
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scores, agree
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_samples
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
@@ -97,7 +97,6 @@ class RHOLoss(Choosing):
         "and several epochs"
     )
     needs: ClassVar[Need] = Need.WHOLE
-    survey = Survey("RHO-LOSS", shen="3.2")
     search_space = SearchSpace({"keep": Choice((0.1, 0.25, 0.5)), "epochs": Choice((1, 3))}, _pointless)
     control = Control("as many samples drawn at random, without scoring", _random_subset)
     conflicts: ClassVar[Mapping[str, str]] = others("RHOLoss")
@@ -108,24 +107,23 @@ class RHOLoss(Choosing):
         self,
         keep: Keep = 0.1,
         *,
-        irreducible: str | os.PathLike[str] | Sequence[float] | Tensor | None = None,
-        model: LightningModule | None = None,
+        irreducible: Annotated[
+            str | os.PathLike[str] | Sequence[float] | Tensor, Either(PerSample(torch.float32), FilePath())
+        ]
+        | None = None,
+        model: Annotated[LightningModule, Instance("a LightningModule", (LightningModule,))] | None = None,
         epochs: Annotated[int, Count()] = 1,
         lr: Annotated[float, Number(above=0)] = 1e-3,
         sample_loss: SampleLoss | None = None,
     ) -> None:
-        if model is not None and not is_a(model, LightningModule):
-            raise ValueError(
-                f"RHOLoss(model={type(model).__name__}(...)): expected a LightningModule whose training_step takes the same"
-                " batches, or None."
-            )
         if model is not None and irreducible is not None:
             raise ValueError(
                 f"RHOLoss(irreducible=..., model={type(model).__name__}(...)): both give the irreducible losses. Give one of"
                 " them."
             )
         self.keep, self.model, self.epochs, self.lr, self.sample_loss = keep, model, epochs, lr, sample_loss
-        self.given = None if irreducible is None else _given(irreducible)
+        path = irreducible if isinstance(irreducible, str | os.PathLike) else None
+        self.given: Tensor | None = _read(path) if path is not None else irreducible  # pyright: ignore[reportAttributeAccessIssue]
 
     @override
     def _reset(self) -> None:
@@ -215,31 +213,19 @@ class RHOLoss(Choosing):
         return {**super().report(), **({} if held is None else {"irreducible_loss": held.mean()})}
 
 
-def _given(irreducible: Any) -> Tensor:
-    """Read the given irreducible losses, in float32 on the CPU.
+def _read(path: str | os.PathLike[str]) -> Tensor:
+    """Read the irreducible losses that ``torch.save`` wrote.
 
     Raises:
-        ValueError: if they are not a row of finite numbers, or the file cannot be read.
+        ValueError: if they are not one finite number per sample, or the file cannot be read.
     """
-    what = "..."
-    if isinstance(irreducible, str | os.PathLike):
-        what = repr(os.fspath(irreducible))
-        try:
-            irreducible = torch.load(irreducible, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ValueError(
-                f"RHOLoss(irreducible={what}): expected a file with a tensor of shape (N,), but reading it failed: {error}."
-                " Write it with torch.save(losses, path)."
-            ) from error
+    who, mend = f"RHOLoss(irreducible={os.fspath(path)!r})", "Write the file with torch.save(losses, path)."
     try:
-        found = torch.as_tensor(irreducible).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"RHOLoss(irreducible={what}): expected one number for each sample of the data set, as a list or tensor: {error}."
-        ) from error
-    if found.ndim != 1 or not len(found) or found.is_complex() or not bool(found.isfinite().all()):
-        raise ValueError(
-            f"RHOLoss(irreducible={what}): expected one finite number for each sample of the data set, shape (N,), but got"
-            f" {found.dtype} values of shape {tuple(found.shape)}{'' if bool(found.isfinite().all()) else ', not all finite'}."
-        )
-    return found.float()
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{who}: this file cannot be read: {error}. {mend}") from error
+    kind = PerSample(torch.float32)
+    try:
+        return kind(saved)
+    except ValueError as error:
+        raise ValueError(f"{who}: this file must hold {kind.expected}. {error} {mend}") from None

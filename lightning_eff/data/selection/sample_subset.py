@@ -2,20 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.declared import refusal
-from lightning_eff._core._arguments.kinds import Fraction
+from lightning_eff._core._arguments.kinds import Either, Fraction
+from lightning_eff._core._arguments.objects import FilePath
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.technique import Choice, Epoch, SampleChooser
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import RunProfile, SearchSpace, Uniform
 from lightning_eff._core.technique import Control
-from lightning_eff.data.selection._offline.files import Told, read
+from lightning_eff.data.selection._offline.files import read
 from lightning_eff.data.selection._subset import check_told, of_subset, random_subset
 
 WHO = "SampleSubset"
@@ -76,7 +76,6 @@ class SampleSubset(SampleChooser):
     paper = "Xie et al. 2023, arXiv:2302.03169"
     constraints = "needs one DataLoader over a map-style data set"
     needs: ClassVar[Need] = Need.BATCH
-    survey = Survey("data selection before training (DSIR)", zhuang="2.2")
     search_space = SearchSpace({"samples": Uniform(0.3, 0.9)}, _pointless)
     control = Control(
         "as many samples at random, the same ones for the whole run; for a random subset, the baseline for as many seconds",
@@ -90,13 +89,12 @@ class SampleSubset(SampleChooser):
     sparse_gradients: ClassVar[bool] = True
     checkpointed = ("_samples", "_size")
 
-    def __init__(self, samples: float | str | Path) -> None:
-        self.told: Told | None = None
-        self.share = 1.0
-        if isinstance(samples, str | Path):
-            self.told = read(samples, "indices", who=WHO)
-        else:
-            self.share = _fraction(samples)
+    def __init__(
+        self,
+        samples: Annotated[float | str | Path, Either(FilePath("the path of a file of indices"), Fraction(above=0))],
+    ) -> None:
+        self.told = read(samples, "indices", who=WHO) if isinstance(samples, str | Path) else None
+        self.share = samples if isinstance(samples, int | float) else 1.0
 
     def _reset(self) -> None:
         self._kept: Tensor | None = None
@@ -130,15 +128,3 @@ class SampleSubset(SampleChooser):
             return "no step taken"
         where = "drawn at random" if self.told is None else f"from {self.told.path}"
         return f"trained on {self._samples:,} of {self._size:,} samples, {where}"
-
-
-def _fraction(samples: Any) -> float:
-    """The fraction of the data set to draw.
-
-    Raises:
-        ValueError: if it is not a number in (0, 1].
-    """
-    try:
-        return float(Fraction(above=0)(samples))
-    except ValueError:
-        raise refusal(SampleSubset, "samples", samples, "the path of a file of indices or a number in (0, 1]") from None

@@ -13,11 +13,11 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, agree
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform, needs_samples
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.data.selection._counting import CountsSamples, Keep, check_budget
+from lightning_eff.data.selection._counting import CountsSamples, Keep, check_budget, check_range
 from lightning_eff.data.selection._random_subset import RandomSubset
 
 
@@ -107,7 +107,6 @@ class SelectiveBackprop(CountsSamples):
     paper = "Jiang et al. 2019, arXiv:1910.00762"
     constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     needs: ClassVar[Need] = Need.STEP
-    survey = Survey("selective backprop", shen="3.2")
     search_space = SearchSpace(
         {
             "keep": Uniform(0.3, 0.8),
@@ -134,10 +133,7 @@ class SelectiveBackprop(CountsSamples):
         history: Annotated[int, Count()] = 1024,
         sample_loss: SampleLoss | None = None,
     ) -> None:
-        if not start < end:
-            raise ValueError(
-                f"SelectiveBackprop(start={start}, end={end}): start must be below end. The defaults are 0 and 1."
-            )
+        check_range("SelectiveBackprop", start, end)
         self.keep = keep
         self.beta = beta
         self.start = start

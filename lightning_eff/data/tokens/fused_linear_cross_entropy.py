@@ -17,7 +17,7 @@ from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core._stack.compiled import uncompiled
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.losses import LossNotVisible, loss_of
-from lightning_eff._core.search_space import SearchSpace, Survey, needs_sequences
+from lightning_eff._core.search_space import SearchSpace, needs_sequences
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -89,8 +89,8 @@ class FusedLinearCrossEntropy(Technique):
     ``logits_bytes``, the size of plain logits, and ``reads``, the number of other uses of the logits in the step.
 
     Args:
-        rows: the number of rows of logits that are computed at a time. None is 1024 on a GPU and 256 elsewhere, and at most a
-            quarter of the rows.
+        rows: the number of rows of logits that are computed at a time. None is at most a quarter of the rows, and at most 256
+            on a CPU. On a GPU the limit is 512 to 4096, by vocabulary and width: the logits take at most 1 GiB if 512 rows do.
         min_classes: the smallest number of classes of a layer to which it applies. ``math.inf`` is plain training.
 
     Raises:
@@ -114,7 +114,6 @@ class FusedLinearCrossEntropy(Technique):
         " gradients"
     )
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    survey = Survey("token masking (sparse token prediction)", zhuang="2.2")
     search_space = SearchSpace(pointless=needs_sequences, measured_on=lambda profile: profile.masked_labels)
     sparse_gradients: ClassVar[bool] = True
     control = Control("the baseline for the same time, since loss and gradients differ only by rounding")

@@ -16,7 +16,7 @@ from lightning_eff._core._tokens.window import At, Tokens
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.blocks import hidden_of
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
 from lightning_eff._core.technique import Control
@@ -105,7 +105,6 @@ class MaskGuidedTokens(ComputesFewerTokens):
         "needs images, a trained network, and a stack of blocks on (B, T, D) with positions added before it or passed to it;"
         " automatic optimization"
     )
-    survey = Survey("MG-ViT", shen="3.2")
     search_space = SearchSpace({"keep": Choice((0.25, 0.5, 0.75)), "reuse": Choice((0, 4))}, _pointless)
     control = Control("the baseline for the same time; and RandomLTD, which chooses at random")
     conflicts: ClassVar[Mapping[str, str]] = {

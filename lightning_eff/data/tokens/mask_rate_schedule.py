@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Fraction
+from lightning_eff._core._arguments.kinds import Count, Fraction, Integer
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import map_tensors
@@ -167,7 +167,6 @@ class MaskRateSchedule(Technique):
     paper = "Ankner et al. 2023, arXiv:2305.15096"
     constraints = "needs a masked language model, with tokens and labels in the batch"
     needs: ClassVar[Need] = Need.BATCH
-    survey = None
     search_space = SearchSpace({"start": Uniform(0.2, 0.5), "until": Choice((0.5, 1.0))}, _pointless)
     control = Control("either rate throughout, for the same time", _throughout)
     needs_automatic_optimization: ClassVar[bool] = False
@@ -188,7 +187,7 @@ class MaskRateSchedule(Technique):
         vocab_size: Annotated[int, Count(at_least=0)] | None = None,
         special_tokens: SpecialTokens | None = None,
         keys: TextKeys | None = None,
-        ignore_index: int = -100,
+        ignore_index: Annotated[int, Integer()] = -100,
     ) -> None:
         if end > start:
             raise ValueError(f"{WHO}({start=}, {end=}): end must not be above start. Lower end, or raise start.")

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Fraction, Layers, Number
+from lightning_eff._core._arguments.kinds import Count, Fraction, Layers, Number, Text
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._tokens.entering import EnteringTokens
 from lightning_eff._core._tokens.inputs import Kept
 from lightning_eff._core._tokens.window import At
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.optimizers import evaluates_anew
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
@@ -107,7 +107,6 @@ class PartialTokenTraining(ComputesFewerTokens):
         "needs videos or images embedded by a convolution without overlap, a stack of blocks on (B, T, D) with positions"
         " added before it or passed to it, and a head on class tokens or on the mean of all; automatic optimization"
     )
-    survey = Survey("token masking (Turbo)", zhuang="2.2")
     search_space = SearchSpace(
         {"ratio": Uniform(0.1, 0.75), "reconstruction_weight": Choice((0.0, 0.1, 1.0))}, no_patches
     )
@@ -134,16 +133,12 @@ class PartialTokenTraining(ComputesFewerTokens):
         *,
         reconstruction_weight: Annotated[float, Number(at_least=0)] = 1.0,
         decoder_layers: Annotated[int, Count()] = 1,
-        decoder_width: Annotated[int, Count(at_least=2)] | None = None,
+        decoder_width: Annotated[int, Count(at_least=2, even=True)] | None = None,
         decoder_lr: Annotated[float, Number(above=0)] = 1e-3,
         per_sample: bool = True,
-        embedding: str | None = None,
+        embedding: Annotated[str, Text("a dotted path of a module")] | None = None,
         layers: Layers | None = None,
     ) -> None:
-        if decoder_width is not None and decoder_width % 2:
-            raise ValueError(
-                f"{WHO}({decoder_width=}): the width must be even. Write decoder_width={decoder_width + 1}, or None."
-            )
         self.ratio = ratio
         self.reconstruction_weight = reconstruction_weight
         self.decoder_layers, self.decoder_width, self.decoder_lr = decoder_layers, decoder_width, decoder_lr

@@ -9,7 +9,7 @@ from lightning_eff._core._arguments.kinds import Alias, Fraction, Layers
 from lightning_eff._core._tokens.entering import EnteringTokens
 from lightning_eff._core._tokens.inputs import Kept
 from lightning_eff._core._tokens.window import At
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
@@ -72,7 +72,6 @@ class PatchDropout(ComputesFewerTokens):
         "needs images, a stack of blocks on (B, T, D) with positions added before it or passed to it, and a head on class"
         " tokens or on the mean of the patches; automatic optimization"
     )
-    survey = Survey("token masking (MAE, FLIP)", zhuang="2.2")
     search_space = SearchSpace({"ratio": Uniform(0.25, 0.75), "until": Choice((0.8, 1.0))}, no_patches)
     control = Control(
         "the baseline for the same time with a learning rate that decays to zero; and smaller images throughout"

@@ -8,7 +8,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Count, Fraction, Layers
 from lightning_eff._core._tokens.inputs import Kept
 from lightning_eff._core._tokens.window import At, Tokens
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
@@ -96,7 +96,6 @@ class RandomLTD(ComputesFewerTokens):
         "needs a stack of three or more blocks on (B, T, D) that do not depend on token positions; automatic optimization;"
         " blocks that you compile yourself are recompiled for each number of tokens, unless dynamic=True"
     )
-    survey = Survey("random layerwise token dropping (random-LTD)", shen="3.2")
     search_space = SearchSpace({"start": Choice((0.125, 0.25, 0.5)), "until": Uniform(0.3, 0.9)}, _pointless)
     sparse_gradients: ClassVar[bool] = True
     control = Control("the baseline for the same time with a learning rate that decays to zero")

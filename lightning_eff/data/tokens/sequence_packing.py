@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Layers
+from lightning_eff._core._arguments.kinds import Count, Either, Integer, Layers, Text
 from lightning_eff._core._needs.needs import Part, Reasons
 from lightning_eff._core.search_space import RunProfile, SearchSpace
 from lightning_eff._core.session import Session
@@ -14,7 +14,6 @@ from lightning_eff._core.steps import Stage
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.data.tokens._packing.blocks import PackedBlocks
 from lightning_eff.data.tokens._packing.padding import Padding, find_padding
-from lightning_eff.data.tokens._texts.arguments import AnyInteger
 
 WHO = "SequencePacking"
 
@@ -83,7 +82,6 @@ class SequencePacking(Technique):
         " flex_attention or masks passed to them; automatic optimization"
     )
     refuses: ClassVar[Reasons] = {Part.PIPELINE: ""}  # each rank packs whole micro-batches
-    survey = None
     search_space = SearchSpace(pointless=_pointless)
     sparse_gradients: ClassVar[bool] = True
     control = Control(
@@ -104,8 +102,8 @@ class SequencePacking(Technique):
         self,
         max_tokens: Annotated[int, Count(at_least=0)] | None = None,
         *,
-        mask: str | int | None = None,
-        pad_token_id: Annotated[int, AnyInteger()] | None = None,
+        mask: Annotated[str | int, Either(Text("a name"), Integer())] | None = None,
+        pad_token_id: Annotated[int, Integer()] | None = None,
         layers: Layers | None = None,
     ) -> None:
         self.max_tokens = max_tokens

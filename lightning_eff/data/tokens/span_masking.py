@@ -8,11 +8,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Fraction
+from lightning_eff._core._arguments.kinds import Fraction, Integer
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.scoring import agree
 from lightning_eff._core.batches import lies_at, map_tensors, tensors
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_sequences
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_sequences
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -117,7 +117,6 @@ class SpanMasking(Technique):
     paper = "Song et al. 2019, arXiv:1905.02450"
     constraints = "needs an encoder-decoder, with the same tokens as input and as labels in the batch"
     needs: ClassVar[Need] = Need.BATCH
-    survey = Survey("token masking (MASS)", zhuang="2.2")
     search_space = SearchSpace({"ratio": Choice((0.3, 0.5, 0.7))}, needs_sequences)
     control = Control("the baseline on its loader's own task for the same time, compared on a downstream task")
     conflicts: ClassVar[Mapping[str, str]] = {
@@ -139,7 +138,7 @@ class SpanMasking(Technique):
         random: Annotated[float, Fraction()] = 0.0,
         special_tokens: SpecialTokens | None = None,
         keys: TextKeys | None = None,
-        ignore_index: int = -100,
+        ignore_index: Annotated[int, Integer()] = -100,
     ) -> None:
         if hidden + random > 1 + 1e-9:
             raise ValueError(

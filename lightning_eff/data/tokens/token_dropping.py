@@ -17,7 +17,7 @@ from lightning_eff._core._tokens.inputs import Kept
 from lightning_eff._core._tokens.window import At, Tokens
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.patches import hook_before
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control, Technique
@@ -117,7 +117,6 @@ class TokenDropping(Technique):
         "needs a language model with an nn.Embedding of its ids, a loss on the vocabulary by torch.nn.functional, and three"
         " or more blocks that do not depend on token positions; automatic optimization"
     )
-    survey = Survey("token dropping", shen="3.2")
     search_space = SearchSpace({"keep": Uniform(0.25, 0.75), "beta": Choice((0.95, 0.995))}, _pointless)
     control = Control(
         "the baseline for the same time with a learning rate that decays to zero; and RandomLTD, which chooses at random"

@@ -23,11 +23,5 @@ def enhance() -> Any:
     return _imported("kornia.enhance")
 
 
-@cache
-def transform() -> Any:
-    """Return ``kornia.geometry.transform``: geometric operations."""
-    return _imported("kornia.geometry.transform")
-
-
 def _imported(name: str) -> ModuleType:
     return importlib.import_module(name)

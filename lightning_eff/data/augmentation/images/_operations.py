@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from lightning_eff.data.augmentation._arguments import SomeOf
+from lightning_eff._core._arguments.kinds import SomeOf
 from lightning_eff.data.augmentation.images import _kornia
 
 #: The largest translation: 150 of 331 pixels (AutoAugment, table 6).
@@ -27,14 +28,20 @@ class Operation:
     Attributes:
         apply: a function of images (n, C, H, W) in [0, 1], strengths (n,) on the CPU and the fill that returns the new images.
         signed: whether strengths have a random sign.
-        moves: whether pixels change their positions.
         coloured: whether it needs images of one or three channels.
+        matrix: for an operation that moves pixels, a function of strengths (n,) and (H, W) that returns the matrices of
+            :func:`warped`. Images with different matrices are then warped together.
     """
 
     apply: Callable[[Tensor, Tensor, float], Tensor]
     signed: bool = True
-    moves: bool = False
     coloured: bool = False
+    matrix: Callable[[Tensor, tuple[int, int]], Tensor] | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether pixels change their positions."""
+        return self.matrix is not None
 
 
 def warped(x: Tensor, a: Tensor, fill: float) -> Tensor:
@@ -45,24 +52,27 @@ def warped(x: Tensor, a: Tensor, fill: float) -> Tensor:
         a: ``A``, (n, 2, 3), which gives the source of each pixel.
         fill: the value outside of the image.
     """
-    # pixel centres are half a pixel from the corner, and kornia expects the matrix from source to target
-    linear = a[:, :, :2].inverse()
-    half = a.new_full((2, 1), 0.5)
-    forward = torch.cat([linear, linear @ (half - a[:, :, 2:]) - half], dim=2)
-    size = (x.shape[2], x.shape[3])
-    return _kornia.transform().warp_affine(x - fill, forward.to(x), size, padding_mode="zeros") + fill
+    height, width = x.shape[2:]
+    # the same map between coordinates from -1 to 1, in which p = (p' + 1) (W, H) / 2
+    ratio = a.new_tensor([[1.0, height / width], [width / height, 1.0]])
+    linear = a[:, :, :2] * ratio
+    shift = linear.sum(dim=2) + 2 * a[:, :, 2] / a.new_tensor([width, height]) - 1
+    theta = torch.cat([linear, shift[:, :, None]], dim=2).to(x)
+    grid = F.affine_grid(theta, list(x.shape), align_corners=False)
+    return F.grid_sample(x - fill, grid, mode="bilinear", padding_mode="zeros", align_corners=False) + fill
 
 
 def _affine(of: Callable[[Tensor, tuple[int, int]], Sequence[Sequence[Tensor | float]]]) -> Operation:
     """Return a geometric operation, given the rows of the matrix of :func:`warped` for strengths (n,) and (H, W)."""
 
-    def apply(x: Tensor, strength: Tensor, fill: float) -> Tensor:
+    def matrix(strength: Tensor, side: tuple[int, int]) -> Tensor:
         zero = torch.zeros_like(strength)
-        rows = of(strength, (x.shape[2], x.shape[3]))
-        a = torch.stack([torch.stack([zero + entry for entry in row], dim=1) for row in rows], dim=1)
-        return warped(x, a, fill)
+        return torch.stack([torch.stack([zero + entry for entry in row], dim=1) for row in of(strength, side)], dim=1)
 
-    return Operation(apply, moves=True)
+    def apply(x: Tensor, strength: Tensor, fill: float) -> Tensor:
+        return warped(x, matrix(strength, (x.shape[2], x.shape[3])), fill)
+
+    return Operation(apply, matrix=matrix)
 
 
 def _rotation(strength: Tensor, side: tuple[int, int]) -> Sequence[Sequence[Tensor]]:
@@ -140,7 +150,7 @@ def signed(names: Sequence[str], which: Tensor, strength: Tensor, generator: Gen
 
 
 def operated(x: Tensor, names: Sequence[str], which: Tensor, strength: Tensor, fill: float) -> Tensor:
-    """Apply its own operation to each image.
+    """Apply its own operation to each image. All images whose pixels move are warped together, each by its own matrix.
 
     Args:
         x: floating-point images (B, C, H, W) in [0, 1].
@@ -150,10 +160,22 @@ def operated(x: Tensor, names: Sequence[str], which: Tensor, strength: Tensor, f
         fill: the value of pixels from outside of the image.
     """
     made = x.clone()
+    moved: list[tuple[Tensor, Tensor]] = []  # images, and their matrices
+
+    def put(rows: Tensor, apply: Callable[[Tensor], Tensor]) -> None:
+        there = rows.to(x.device)
+        made[there] = apply(x[there]).clamp(0, 1)
+
     for place, name in enumerate(names):
         rows = (which == place).nonzero()[:, 0]
         if name == "identity" or not len(rows):
             continue
-        there = rows.to(x.device)
-        made[there] = OPERATIONS[name].apply(x[there], strength[rows].double(), fill).clamp(0, 1)
+        operation, own = OPERATIONS[name], strength[rows].double()
+        if operation.matrix is not None:
+            moved.append((rows, operation.matrix(own, (x.shape[2], x.shape[3]))))
+        else:
+            put(rows, lambda some, operation=operation, own=own: operation.apply(some, own, fill))
+    if moved:
+        rows, matrices = (torch.cat(parts) for parts in zip(*moved, strict=True))
+        put(rows, lambda some: warped(some, matrices, fill))
     return made

@@ -1,6 +1,5 @@
 """The engine of policies: random operations on each image, in the range of values for which they are defined."""
 
-import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -9,16 +8,18 @@ import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
-from lightning_eff._core._images.images import find_images
-from lightning_eff._core.batches import tensors
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
-from lightning_eff.data.augmentation._engine import BASELINE, Augmentation, replaced
+from lightning_eff.data.augmentation._engine import (
+    BASELINE,
+    Augmentation,
+    check_nothing_on_pixels,
+    replaced,
+    whole_images,
+)
 from lightning_eff.data.augmentation.images import _kornia
 from lightning_eff.data.augmentation.images._operations import OPERATIONS, operated
 from lightning_eff.data.augmentation.images._pixels import Pixels, beyond
-
-_ON_PIXELS = re.compile(r"box|keypoint|landmark", re.IGNORECASE)
 
 
 class Policy(Augmentation):
@@ -91,20 +92,18 @@ class Policy(Augmentation):
 
     def images(self, batch: Any) -> list[Tensor]:
         """Return the images of a batch, (B, C, H, W), floating point or uint8, all with the same B, H and W."""
-        found = find_images(batch, self.keys, who=type(self).__name__)
-        return list({id(t): t for _, t in tensors(batch) if id(t) in found.images}.values())
+        return whole_images(batch, self.keys, who=type(self).__name__)
 
     @override
     def look(self, step: Step, batch: Any) -> None:
-        who, named = type(self).__name__, tensors(batch)
-        found = find_images(batch, self.keys, who=who)
+        self.fits(batch)
+
+    def fits(self, batch: Any) -> None:
+        """Raise ``ValueError`` if the images of the batch cannot be changed."""
+        who = type(self).__name__
         moving = [name for name in self.names if OPERATIONS[name].moves]
-        on_pixels = [p or "the batch" for p, t in named if id(t) in found.targets or _ON_PIXELS.search(p)]
-        if moving and on_pixels:
-            raise ValueError(
-                f"{who}: the batch holds {', '.join(on_pixels)}, which would no longer match the images after"
-                f" {', '.join(moving)}. {self._without(moving)}"
-            )
+        if moving:
+            check_nothing_on_pixels(batch, self.keys, who=who, after=", ".join(moving), mend=self._without(moving))
         for images in self.images(batch):
             channels, *side = images.shape[1:]
             coloured = [name for name in self.names if OPERATIONS[name].coloured]
@@ -126,6 +125,10 @@ class Policy(Augmentation):
 
     @override
     def change(self, step: Step, batch: Any, generator: Generator) -> tuple[Any, float] | None:
+        return self.changed(batch, generator)
+
+    def changed(self, batch: Any, generator: Generator) -> tuple[Any, float]:
+        """Return the batch with changed images, and the fraction of them that is changed."""
         found = self.images(batch)
         acts = torch.rand(len(found[0]), generator=generator, dtype=torch.float32) < self.prob
         drawn = self.draw(len(acts), generator)

@@ -1,6 +1,15 @@
-"""The sub-policies published by the authors of AutoAugment (Cubuk et al. 2018, tables 7 to 9)."""
+"""Sub-policies: those that the authors of AutoAugment published (Cubuk et al. 2018, tables 7 to 9), and your own."""
 
-from typing import NamedTuple
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from typing_extensions import override
+
+from lightning_eff._core._arguments.kinds import Fraction, Kind, Number, Refused
+from lightning_eff.data.augmentation.images._operations import OPERATIONS
 
 LEVELS = 9  # the largest of the ten strengths, which begin at 0
 
@@ -11,12 +20,12 @@ class Done(NamedTuple):
     Attributes:
         name: the name of the operation.
         p: the probability that it is applied.
-        level: its strength, 0 to 9. None if it has no strength.
+        level: its strength, from 0 to 9. None if it has no strength.
     """
 
     name: str
     p: float
-    level: int | None
+    level: float | None
 
 
 SubPolicy = tuple[Done, Done]
@@ -115,3 +124,39 @@ TABLES: dict[str, tuple[SubPolicy, ...]] = {
         shear_x 7 2 invert 1 -
     """),
 }
+
+
+@dataclass(frozen=True, repr=False)
+class SubPolicies(Kind):
+    """A list of sub-policies, each two operations ``[name, p, level]``, or the path of a JSON file with one."""
+
+    @property
+    @override
+    def expected(self) -> str:
+        return (
+            "a list of sub-policies, each two operations [name, probability, level from 0 to 9], or the path of a .json file"
+            " with such a list"
+        )
+
+    @override
+    def __call__(self, value: Any) -> tuple[SubPolicy, ...]:
+        if isinstance(value, Path) or (isinstance(value, str) and value.endswith(".json")):
+            try:
+                value = json.loads(Path(value).read_text(encoding="utf-8"))
+            except OSError as error:
+                raise Refused(f"The file cannot be read: {error.strerror}.") from None
+        if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+            raise ValueError
+        return tuple(_sub_policy(one) for one in value)
+
+
+def _sub_policy(value: Any) -> SubPolicy:
+    first, second = (_done(one) for one in value)
+    return first, second
+
+
+def _done(value: Any) -> Done:
+    name, p, level = value
+    if name not in OPERATIONS:
+        raise Refused(f"There is no operation {name!r}. Operations are {', '.join(OPERATIONS)}.")
+    return Done(name, Fraction()(p), None if level is None else Number(at_least=0, at_most=LEVELS)(level))

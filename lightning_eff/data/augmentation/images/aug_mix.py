@@ -16,7 +16,7 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._targets.calls import TargetCall
 from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.batches import join, num_samples
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
@@ -188,7 +188,6 @@ class AugMix(Policy):
     paper = "Hendrycks et al. 2019, arXiv:1912.02781"
     constraints = f"{Policy.constraints}; consistency= needs a loss of torch.nn.functional on classes"
     needs: ClassVar[Need] = Need.CALLS | Need.STEP
-    survey = Survey("data augmentation (AugMix)", shen="3.1")
     search_space = SearchSpace({"severity": Uniform(1.0, 6.0), "until": Choice((0.8, 1.0))}, no_images)
     checkpointed = ("_divergence",)
 

@@ -11,15 +11,15 @@ from torch import Generator, Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Number, Text
+from lightning_eff._core._arguments.kinds import Number, SomeOf, Text
 from lightning_eff._core._needs.needs import DIFFERS, Need, Part, Reasons
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.patches import hook_before
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_images
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_images
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step, looking
 from lightning_eff._core.technique import Technique
-from lightning_eff.data.augmentation._arguments import SomeOf, Until
+from lightning_eff.data.augmentation._arguments import Until
 from lightning_eff.data.augmentation._boxes import inside
 from lightning_eff.data.augmentation._engine import BASELINE, check_until
 
@@ -164,7 +164,6 @@ class DiffAugment(Technique):
         Part.TENSOR: DIFFERS,
         Part.PIPELINE: "the technique draws for all images of a batch at once",
     }
-    survey = Survey("data augmentation (DiffAugment)", shen="3.1")
     search_space = SearchSpace(
         {"policy": Choice((("color", "translation", "cutout"), ("translation", "cutout"), ("translation",)))},
         needs_images,

@@ -8,7 +8,8 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias, Count, Number
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
+from lightning_eff._core.session import Session
 from lightning_eff.data.augmentation._arguments import ImageProbability, Keys, Until, no_images
 from lightning_eff.data.augmentation.images._operations import OPERATIONS, SOME, signed
 from lightning_eff.data.augmentation.images._pixels import Fill, Mean, Scale, Std
@@ -38,6 +39,11 @@ def rand_augment(
     return which, signed(names, which, torch.full(which.shape, magnitude / 10, dtype=torch.float64), generator)
 
 
+def magnitude_at(u: float, first: float, last: float) -> float:
+    """Return ``M`` at the used fraction ``u`` of the budget, ``first + (last - first) u``."""
+    return first + (last - first) * min(u, 1.0)
+
+
 class RandAugment(Policy):
     """Apply ``num_operations`` random operations of one strength to each training image.
 
@@ -57,16 +63,21 @@ class RandAugment(Policy):
     ``mean`` and ``std``. uint8 images need none of them and stay uint8. If the first batch is outside of the range, an error is
     raised. Later values outside of it are clipped, and their fraction is logged.
 
+    With ``initial_magnitude``, the magnitude changes linearly over the budget and ends at ``magnitude``. EfficientTrain raises
+    it from 0 to 9 while its images gain frequencies, and EfficientNetV2 raises it with the size of the images. Combine it with
+    :class:`EfficientTrain` or :class:`ProgressiveResizing`. Small images need less regularization.
+
     Color is only defined for one or three channels (and changes nothing with one). With other channels, leave it out of
     ``operations``.
 
     It logs ``share``, the fraction of images changed in the last micro-batch. ``clipped`` is the fraction of its values outside
-    of the range, and ``milliseconds`` is the host time of the augmentation.
+    of the range, ``magnitude`` the current magnitude, and ``milliseconds`` the host time of the augmentation.
 
     Args:
         num_operations: the number of operations per image. The paper uses 2, and 1 to 3 are usual. 0 is plain training. Also
             accepted as ``num_ops``.
         magnitude: the strength of all operations. The paper uses 9 for ResNet-50 on ImageNet.
+        initial_magnitude: the magnitude at the start of the run, in [0, 10]. None is ``magnitude``, without a change.
         operations: the operations to draw from. None takes the 14 above. "invert" is also available.
         mean: the value that the data set subtracts from pixels, one number or one per channel.
         std: the value that the data set divides by, one number or one per channel.
@@ -78,7 +89,8 @@ class RandAugment(Policy):
             such tensors.
 
     Raises:
-        ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
+        ValueError: for a value out of range. At setup, if the run has no end, and ``until`` is below 1 or
+            ``initial_magnitude`` is given. At the first batch,
             before any weight changes, if it holds no images, or images outside of the range of values. Also for masks and boxes
             that would no longer match the images, and for channels for which color is not defined.
         ImportError: at setup, if kornia is not installed.
@@ -89,14 +101,16 @@ class RandAugment(Policy):
 
     References:
         Cubuk et al. 2019, "RandAugment: Practical automated data augmentation with a reduced search space", arXiv:1909.13719.
+        A growing magnitude: Wang et al. 2022, "EfficientTrain", arXiv:2211.09703. Tan & Le 2021, "EfficientNetV2",
+        arXiv:2104.00298.
     """
 
     paper = "Cubuk et al. 2019, arXiv:1909.13719"
-    survey = Survey("data augmentation (RandAugment)", shen="3.1")
     search_space = SearchSpace(
         {"num_operations": Choice((1, 2, 3)), "magnitude": Uniform(2.0, 10.0), "until": Choice((0.8, 1.0))}, no_images
     )
     order = -2
+    logged = ("magnitude",)
     neutral_at: ClassVar[Mapping[str, Any]] = {"num_operations": 0}
 
     def __init__(
@@ -104,6 +118,7 @@ class RandAugment(Policy):
         num_operations: Annotated[int, Count(at_least=0), Alias("num_ops")] = 2,
         magnitude: Annotated[float, Number(at_least=0, at_most=10)] = 9.0,
         *,
+        initial_magnitude: Annotated[float | None, Number(at_least=0, at_most=10)] = None,
         operations: Annotated[Sequence[str] | None, SOME] = None,
         mean: Mean = 0.0,
         std: Std = 1.0,
@@ -116,6 +131,7 @@ class RandAugment(Policy):
         super().__init__(mean=mean, std=std, scale=scale, fill=fill, prob=prob, until=until, keys=keys)
         self.num_operations = num_operations
         self.magnitude = magnitude
+        self.initial_magnitude = initial_magnitude
         self.operations = PAPERS if operations is None else tuple(operations)
 
     @property
@@ -124,8 +140,20 @@ class RandAugment(Policy):
         return self.operations
 
     @override
+    def check(self, session: Session) -> None:
+        super().check(session)
+        if self.initial_magnitude is not None and not session.progress.limits():
+            raise ValueError(
+                f"RandAugment(initial_magnitude={self.initial_magnitude:g}): the Trainer has no end (max_steps=-1,"
+                " max_epochs=-1, max_time=None), so there is no budget over which the magnitude could change. Set one of them,"
+                " or initial_magnitude=None."
+            )
+
+    @override
     def draw(self, count: int, generator: Generator) -> Drawn:
-        return rand_augment(count, self.num_operations, self.magnitude, self.names, generator)
+        first = self.magnitude if self.initial_magnitude is None else self.initial_magnitude
+        self._figures["magnitude"] = magnitude_at(self.session.progress.u, first, self.magnitude)
+        return rand_augment(count, self.num_operations, self._figures["magnitude"], self.names, generator)
 
     @override
     def touched(self, drawn: Drawn) -> Tensor:

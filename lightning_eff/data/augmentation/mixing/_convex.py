@@ -23,7 +23,11 @@ def mixup(x: Tensor, partner: Tensor, share: Tensor) -> Tensor:
     """
     share = share.to(x.device, torch.float64 if x.dtype == torch.float64 else torch.float32)
     share = share.reshape(-1, *(1,) * (x.ndim - 1))
-    return (share * x + (1 - share) * x.index_select(0, partner.to(x.device))).to(x.dtype)
+    mixture = share * x
+    other = x.index_select(0, partner.to(x.device))
+    if x.dtype == mixture.dtype and not x.requires_grad:  # no further tensors of the batch's size
+        return mixture.add_(other.mul_(1 - share))
+    return (mixture + (1 - share) * other).to(x.dtype)
 
 
 class Convex(Mixing):

@@ -41,6 +41,25 @@ def pasted(x: Tensor, partner: Tensor, own: Tensor) -> Tensor:
     return torch.where(own[:, None], x, x.index_select(0, partner.to(x.device)))
 
 
+def pasted_box(x: Tensor, partner: Tensor, box: tuple[slice, slice], *, inner: bool) -> Tensor:
+    """Return what :func:`pasted` does for one box in all images, of which only the box is copied twice.
+
+    Args:
+        x: images, (B, C, H, W), not changed.
+        partner: ``j``, (B,), integers.
+        box: its rows and columns.
+        inner: whether the box stays each image's own, and the rest is pasted.
+    """
+    partner = partner.to(x.device)
+    if inner:
+        mixture = x.index_select(0, partner)
+        mixture[..., *box] = x[..., *box]
+    else:
+        mixture = x.clone()
+        mixture[..., *box] = x[..., *box].index_select(0, partner)
+    return mixture
+
+
 def own_share(own: Tensor) -> Tensor:
     """Return ``lambda' = 1 - area / (H W)`` for the pasted area after clipping: (n,), float64."""
     return own.double().mean(dim=(1, 2))
@@ -61,3 +80,20 @@ def cut_mix(alpha: float, count: int, side: tuple[int, int], generator: Generato
     share = draw_shares(alpha, count, numbers(generator))
     own = ~inside(*boxes(share, side, generator), side, torch.device("cpu"))
     return own ^ (own_share(own) < 0.5)[:, None, None]
+
+
+def cut_mix_box(alpha: float, side: tuple[int, int], generator: Generator) -> tuple[tuple[slice, slice], bool, float]:
+    """Draw the box that :func:`cut_mix` draws for a single mask.
+
+    Returns:
+        The rows and columns of the box, whether it stays each image's own and the rest is pasted, and ``lambda'``.
+    """
+    share = draw_shares(alpha, 1, numbers(generator))
+    top, left, height, width = (int(t) for t in boxes(share, side, generator))
+    rows, columns = (
+        (max(0, first), max(0, min(first + size, whole)))
+        for first, size, whole in ((top, height, side[0]), (left, width, side[1]))
+    )
+    pixels, area = side[0] * side[1], (rows[1] - rows[0]) * (columns[1] - columns[0])
+    inner = (pixels - area) / pixels < 0.5
+    return (slice(*rows), slice(*columns)), inner, (area if inner else pixels - area) / pixels

@@ -2,15 +2,16 @@
 
 from typing import Annotated
 
+import torch
 from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Alias
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff.data.augmentation._arguments import Alpha, Keys, Probability, Until, no_mixing
 from lightning_eff.data.augmentation._engine import BASELINE
 from lightning_eff.data.augmentation._mixing import Mixing
-from lightning_eff.data.augmentation.mixing._pasting import cut_mix, own_share, pasted
+from lightning_eff.data.augmentation.mixing._pasting import cut_mix, cut_mix_box, own_share, pasted, pasted_box
 
 
 class CutMix(Mixing):
@@ -57,7 +58,6 @@ class CutMix(Mixing):
     """
 
     paper = "Yun et al. 2019, arXiv:1905.04899"
-    survey = Survey("data augmentation (CutMix)", shen="3.1")
     search_space = SearchSpace({"prob": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, no_mixing)
     control = BASELINE
 
@@ -77,6 +77,10 @@ class CutMix(Mixing):
     def mix(self, inputs: list[Tensor], partner: Tensor, generator: Generator) -> tuple[list[Tensor], Tensor]:
         side = (inputs[0].shape[-2], inputs[0].shape[-1])
         size = len(partner)
+        if not self.per_sample and all(x.shape[2:] == side and x.is_contiguous() for x in inputs):
+            box, inner, share = cut_mix_box(self.alpha, side, generator)
+            mixtures = [pasted_box(x, partner, box, inner=inner) for x in inputs]
+            return mixtures, torch.full((size,), share, dtype=torch.float64).float()
         own = cut_mix(self.alpha, size if self.per_sample else 1, side, generator)
         on_device = own.to(inputs[0].device)
         return [pasted(x, partner, on_device) for x in inputs], own_share(own).float().expand(size)

@@ -16,7 +16,7 @@ from lightning_eff._core._needs.needs import WITHIN, Reasons
 from lightning_eff._core.batches import num_samples, select
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around, split_output
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
@@ -106,7 +106,6 @@ class ManifoldMixup(Convex):
         " torch.nn.functional"
     )
     refuses: ClassVar[Reasons] = WITHIN
-    survey = Survey("data augmentation (Manifold Mixup)", shen="3.1")
     search_space = SearchSpace({"alpha": Choice((0.2, 1.0, 2.0)), "until": Choice((0.8, 1.0))}, _pointless)
     control = Control(
         "the baseline without augmentation, trained for the same time, and depths=[0], which is Mixup",

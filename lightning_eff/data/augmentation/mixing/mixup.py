@@ -3,7 +3,7 @@
 from typing import Annotated, ClassVar
 
 from lightning_eff._core._arguments.kinds import Alias
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff.data.augmentation._arguments import AlphaOrZero, Keys, Probability, Until, no_mixing
 from lightning_eff.data.augmentation.mixing._convex import Convex
 
@@ -58,7 +58,6 @@ class Mixup(Convex):
     constraints = (
         "needs automatic optimization, floating-point inputs, labels that are classes and a loss of torch.nn.functional"
     )
-    survey = Survey("data augmentation (mixup)", shen="3.1")
     search_space = SearchSpace({"alpha": Uniform(0.1, 1.0, log=True), "until": Choice((0.8, 1.0))}, no_mixing)
     mend: ClassVar[str] = "Remove Mixup."
 

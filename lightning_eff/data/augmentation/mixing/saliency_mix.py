@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 from typing_extensions import override
 
 from lightning_eff._core._needs.needs import BACKWARD
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import Alpha, Keys, Probability, Until, no_mixing
@@ -105,7 +105,6 @@ class SaliencyMix(ByGradients):
     """
 
     paper = "Uddin et al. 2020, arXiv:2006.01791"
-    survey = Survey("data augmentation (SaliencyMix)", shen="3.1")
     search_space = SearchSpace({"prob": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, no_mixing)
     control = Control(
         "the baseline without augmentation, trained for the same time, and CutMix, whose boxes are anywhere"

@@ -1,7 +1,7 @@
 """SeqMix: convex combinations of the one-hot codes of two sequences, inputs and targets (Guo, Kim & Rush 2020)."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,14 +10,14 @@ from typing_extensions import override
 
 from lightning_eff._core._needs.needs import WITHIN, Part, Reasons
 from lightning_eff._core._targets.calls import Change, TargetCall
-from lightning_eff._core.batches import num_samples, tensors
+from lightning_eff._core.batches import tensors
 from lightning_eff._core.blocks import refuse_compiled_around
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.patches import hook_before
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff.data.augmentation._arguments import AlphaOrZero, Keys, Probability, Until, no_text
+from lightning_eff.data.augmentation._lookups import lookups
 from lightning_eff.data.augmentation._tokens import found_tokens
 from lightning_eff.data.augmentation.mixing._convex import Convex
 from lightning_eff.data.augmentation.mixing._hook import CHOOSERS, OutputHook, mixed_rows, standing_around
@@ -25,37 +25,6 @@ from lightning_eff.data.augmentation.mixing._hook import CHOOSERS, OutputHook, m
 WHO = "SeqMix"
 _MASK = re.compile("attention_mask")
 _OWN = "it hides tokens of one sequence only, and those of the other sequence would be lost"
-
-
-def made_of(ids: Tensor, tokens: Tensor) -> bool:
-    """Return whether ``ids`` are ``tokens`` (B, T), some of their columns, or tokens shifted right, as a decoder's inputs are.
-
-    Negative entries of ``tokens`` (ignored labels) match anything.
-    """
-    if ids.ndim != 2 or tokens.ndim != 2 or len(ids) != len(tokens):
-        return False
-    length, whole = ids.shape[1], tokens.shape[1]
-
-    def same(a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and a.numel() > 0 and bool(((a == b) | (b < 0)).all())
-
-    starts = {0, 1, whole - length}
-    within = any(same(ids, tokens[:, s : s + length]) for s in starts if 0 <= s <= whole - length)
-    return within or (length > 1 and length <= whole + 1 and same(ids[:, 1:], tokens[:, : length - 1]))
-
-
-def of_places(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the output of an embedding call depends only on the positions of its ids, not on their values."""
-    if (
-        not isinstance(module, nn.Embedding)
-        or type(module).forward is nn.Embedding.forward
-        or module.max_norm is not None
-    ):
-        return False
-    ids = args[0] if args else kwargs["input"]
-    others = (ids.clamp(min=0) + 1) % module.num_embeddings
-    changed = module.forward(others, *args[1:], **kwargs) if args else module.forward(**{**kwargs, "input": others})
-    return torch.equal(changed, module.forward(*args, **kwargs))
 
 
 def joined(mask: Tensor, partner: Tensor) -> Tensor:
@@ -125,7 +94,6 @@ class SeqMix(Convex):
         Part.TENSOR: "the technique mixes the outputs of embeddings, which may be split",
         **WITHIN,
     }
-    survey = Survey("data augmentation (SeqMix)", shen="3.1")
     search_space = SearchSpace({"alpha": Choice((0.1, 0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless)
     conflicts: ClassVar[Mapping[str, str]] = {
         **CHOOSERS,
@@ -179,43 +147,17 @@ class SeqMix(Convex):
     @override
     def look(self, step: Step, batch: Any) -> None:
         """Find the embeddings that are called on the batch's tokens or on other ids at the same positions."""
-        every = {path: m for path, m in step.module.named_modules() if isinstance(m, nn.Embedding)}
-        called: dict[str, list[Tensor]] = {path: [] for path in every}
-        places: set[str] = set()
-
-        def noting(path: str) -> Any:
-            def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                ids = args[0] if args else kwargs.get("input")
-                if isinstance(ids, Tensor):
-                    called[path].append(ids.detach())
-                    if of_places(module, args, kwargs):
-                        places.add(path)
-
-            return note
-
-        handles = [hook_before(m, noting(path), with_kwargs=True) for path, m in every.items()]
-        try:
-            step.forward_only(batch, num_samples(batch), transform=False)
-        finally:
-            for handle in handles:
-                handle.remove()
+        calls = lookups(step, batch)
         whole = [t for _, t in tensors(batch) if not t.is_floating_point() and t.ndim == 2 and t.dtype != torch.bool]
         tokens = [t for _, t in found_tokens(batch, self.keys, who=WHO)]
 
-        def looking_up(some: Sequence[Tensor]) -> list[str]:
-            known = {path: calls for path, calls in called.items() if path not in places}
-            return [path for path, calls in known.items() if any(made_of(ids, t) for ids in calls for t in some)]
-
-        mine = looking_up(tokens)
+        mine = calls.of(tokens)
         if not mine:
-            shapes = [f"{path} {tuple(ids.shape)}" for path, calls in called.items() for ids in calls]
-            raise ValueError(
-                f"{WHO}: no nn.Embedding was called on the tokens {tuple(tokens[0].shape)} of the batch (calls were:"
-                f" {', '.join(shapes[:5]) or 'none'}). Name other tokens with keys=, or remove {WHO}."
-            )
+            raise calls.none(tokens[0], who=WHO)
+        every = calls.embeddings
         weights = {id(every[path].weight) for path in mine}
-        tied = [path for path, m in every.items() if called[path] and id(m.weight) in weights]
-        self._embeddings = {path: every[path] for path in dict.fromkeys([*mine, *tied, *looking_up(whole)])}
+        tied = [path for path, m in every.items() if calls.ids[path] and id(m.weight) in weights]
+        self._embeddings = {path: every[path] for path in dict.fromkeys([*mine, *tied, *calls.of(whole)])}
         for path in self._embeddings:
             refuse_compiled_around(step.module, path, who=WHO)
 

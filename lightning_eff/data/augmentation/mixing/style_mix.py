@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._samples.functions import TensorFunction
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
@@ -127,7 +127,6 @@ class StyleMix(Mixing):
 
     paper = "Hong et al. 2021, CVPR, StyleMix: Separating Content and Style for Enhanced Data Augmentation"
     constraints = f"{Mixing.constraints}, and an encoder with its decoder"
-    survey = Survey("data augmentation (StyleMix)", shen="3.1")
     search_space = SearchSpace({"prob": Choice((0.2, 0.5)), "until": Choice((0.8, 1.0))}, _pointless, _of_pixels)
     control = Control("the baseline without augmentation, trained for the same time, and Mixup, which has no codec")
     logged = ("content", "style")

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._samples.functions import TensorFunction
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
@@ -168,7 +168,6 @@ class TokenMix(Mixing):
 
     paper = "Liu et al. 2022, arXiv:2207.08409"
     constraints = f"{Mixing.constraints}, images of whole patches, and a teacher"
-    survey = Survey("data augmentation (TokenMix)", shen="3.1")
     search_space = SearchSpace({"teacher": Choice(("uniform",)), "until": Choice((0.8, 1.0))}, no_mixing)
     control = Control(
         "the baseline without augmentation, trained for the same time, and teacher='uniform'",

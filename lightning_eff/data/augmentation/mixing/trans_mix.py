@@ -13,7 +13,7 @@ from lightning_eff._core._arguments.kinds import Fraction
 from lightning_eff._core._needs.needs import DIFFERS, Part, Reasons
 from lightning_eff._core._targets.calls import Change, TargetCall, mixed
 from lightning_eff._core.passes import loss_of, unseen
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff._core.technique import Control
@@ -103,7 +103,6 @@ class TransMix(Mixing):
     paper = "Chen et al. 2022, arXiv:2111.09833"
     constraints = f"{Mixing.constraints}, and a vision transformer with a class token, not compiled"
     refuses: ClassVar[Reasons] = {Part.TENSOR: DIFFERS}
-    survey = Survey("data augmentation (TransMix)", shen="3.1")
     search_space = SearchSpace({"attention": Choice((0.5, 1.0)), "until": Choice((0.8, 1.0))}, _pointless)
     control = Control(
         "the baseline without augmentation, trained for the same time, and CutMix, which weights labels by area",

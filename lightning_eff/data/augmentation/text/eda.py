@@ -1,31 +1,41 @@
 """Easy data augmentation: replace, insert, swap and delete tokens of a text (Wei & Zou 2019)."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_eff._core._arguments.kinds import Count, Fraction, Kind
+from lightning_eff._core._arguments.kinds import Count, Fraction, SomeOf
 from lightning_eff._core.batches import lies_at, tensors
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, Uniform
+from lightning_eff._core.search_space import Choice, SearchSpace, Uniform
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff.data.augmentation._arguments import (
     Keys,
+    NetworkOrFunction,
     Probability,
-    SomeOf,
     SpecialTokens,
     TokenId,
-    TokenIds,
     Until,
     no_text,
 )
+from lightning_eff.data.augmentation._lookups import lookups
 from lightning_eff.data.augmentation._tokens import attended, configs, found_tokens
 from lightning_eff.data.augmentation.text._edits import Edited, apply_edits
+from lightning_eff.data.augmentation.text._synonyms import (
+    EMBEDDING,
+    Neighbours,
+    Synonyms,
+    Table,
+    Words,
+    others_only,
+    single_tokens,
+)
 from lightning_eff.data.augmentation.text._texts import TextAugmentation
 
 WHO = "EDA"
@@ -85,24 +95,6 @@ def _some(count: int, n: int, generator: Generator) -> list[int]:
     return torch.randperm(count, generator=generator)[:n].tolist()
 
 
-@dataclass(frozen=True, repr=False)
-class Synonyms(Kind):
-    """A mapping of tokens to lists of tokens that can replace them. Tokens without other tokens are left out."""
-
-    @property
-    @override
-    def expected(self) -> str:
-        return "a mapping of token ids to lists of token ids"
-
-    @override
-    def __call__(self, value: Any) -> dict[int, list[int]]:
-        if not isinstance(value, Mapping):
-            raise ValueError
-        one, several = Count(at_least=0), TokenIds()
-        found = {one(token): [x for x in several(others) if x != token] for token, others in value.items()}
-        return {token: others for token, others in found.items() if others}
-
-
 class EDA(TextAugmentation):
     """Change training texts by replacing, inserting, swapping or deleting tokens.
 
@@ -119,8 +111,11 @@ class EDA(TextAugmentation):
     16 changed copies per text for 500 texts, 8 for 2,000 and 4 from 5,000 on. Here a fraction ``1 - prob`` of the texts that a
     run sees is original.
 
-    The operations act on tokens, where the paper has words. There is no built-in dictionary: without ``synonyms`` only "swap"
-    and "delete" are used. With word pieces, give synonyms of words that are a single token. Special tokens and padding stay, in
+    The operations act on tokens, where the paper has words from WordNet. There is no built-in dictionary: without ``synonyms``
+    only "swap" and "delete" are used. ``synonyms`` is a mapping of tokens, or a JSON file with one. Words need a ``tokenizer``,
+    and only words that are a single token are used, with a space before them or without. "embedding" takes a random one of the
+    ``num_neighbors`` tokens with the largest cosine in the module's own embedding, with its weights of the current step. It
+    needs no file, but it suits a pretrained module only, and neighbors can be antonyms. Special tokens and padding stay, in
     the same order. The width of a batch stays as well. Deletions add padding (``pad_token_id``, hidden by the attention mask if
     there is one). Insertions use up padding, as long as there is some.
 
@@ -134,7 +129,10 @@ class EDA(TextAugmentation):
 
     Args:
         alpha: the fraction of a text's tokens that are changed. The paper uses 0.05 to 0.1. 0 is plain training.
-        synonyms: the tokens that can replace each token, such as {17: [4, 231]}.
+        synonyms: the tokens that can replace each token, such as {17: [4, 231]}, or the words that can replace each word, such
+            as {"big": ["large", "huge"]}. Also the path of a JSON file with either, or "embedding".
+        tokenizer: turns a word into its token ids: a Hugging Face tokenizer, or a function of a string. Needed for words only.
+        num_neighbors: the number of neighbors to draw from, for "embedding".
         operations: the operations to draw from. None takes all that are possible.
         prob: the probability that a text is changed. 0 is plain training.
         pad_token_id: the padding token. None takes that of a Hugging Face config in the module.
@@ -147,20 +145,22 @@ class EDA(TextAugmentation):
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end, or if a padding token is
             needed and none is known. At the first batch, before any weight changes, if it holds no tokens, or an attention mask
-            of pairs of tokens. Also if no loss call on the labels is visible.
+            of pairs of tokens. Also if no loss call on the labels is visible. With "embedding", also if no ``nn.Embedding``
+            looks up the tokens, or one that is divided over processes, or one with too few tokens.
 
     Example:
         >>> eda = EDA(alpha=0.1, prob=0.8, operations=["swap", "delete"], pad_token_id=0)
         >>> trainer = L.Trainer(max_epochs=10, callbacks=[eda])
+        >>> ids = {"big": 5, "large": 8}
+        >>> eda = EDA(synonyms={"big": ["large"]}, tokenizer=lambda word: [ids[word]] if word in ids else [], pad_token_id=0)
 
     References:
         Wei & Zou 2019, "EDA: Easy Data Augmentation Techniques for Boosting Performance on Text Classification Tasks",
-        arXiv:1901.11196.
+        arXiv:1901.11196. Neighbors in an embedding: Wang & Yang 2015, "That's So Annoying!!!", doi:10.18653/v1/D15-1306.
     """
 
     paper = "Wei & Zou 2019, arXiv:1901.11196"
     constraints = "needs automatic optimization, integer tokens (B, T) and a loss of torch.nn.functional"
-    survey = Survey("data augmentation (EDA)", shen="3.1")
     search_space = SearchSpace({"alpha": Uniform(0.02, 0.3, log=True), "prob": Choice((0.5, 0.8))}, no_text)
     conflicts: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("SpanMasking", "MaskRateSchedule"), "the tokens that it hides and predicts would be moved"
@@ -172,7 +172,13 @@ class EDA(TextAugmentation):
         self,
         alpha: Annotated[float, Fraction()] = 0.1,
         *,
-        synonyms: Annotated[Mapping[int, Sequence[int]] | None, Synonyms()] = None,
+        synonyms: Annotated[
+            Mapping[int, Sequence[int]] | Mapping[str, Sequence[str]] | str | Path | None, Synonyms()
+        ] = None,
+        tokenizer: Annotated[
+            Callable[[str], Sequence[int]] | None, NetworkOrFunction("a string that returns its token ids")
+        ] = None,
+        num_neighbors: Annotated[int, Count()] = 5,
         operations: Annotated[Sequence[str] | None, SomeOf(OPERATIONS)] = None,
         prob: Probability = 0.8,
         pad_token_id: TokenId = None,
@@ -183,12 +189,23 @@ class EDA(TextAugmentation):
     ) -> None:
         super().__init__(prob=prob, until=until, keys=keys, special_tokens=special_tokens, labels=labels)
         self.alpha = alpha
-        self.synonyms = synonyms or {}
+        self.num_neighbors = num_neighbors
+        self.synonyms: Table | str = EMBEDDING if synonyms == EMBEDDING else _table(synonyms, tokenizer)
         self.operations = _possible(operations, bool(self.synonyms))
         self.pad_token_id = pad_token_id
         self._pad = 0
         self._special: set[int] = set()
         self._other_text = False  # whether labels of tokens belong to another text than the tokens
+
+    @override
+    def _reset(self) -> None:
+        super()._reset()
+        self._embedding: nn.Embedding | None = None
+        self._table: Mapping[int, Sequence[int]] = {}  # the synonyms of this run
+
+    @override
+    def detach(self, session: Session) -> None:
+        self._embedding = None
 
     # -- the run
 
@@ -220,6 +237,31 @@ class EDA(TextAugmentation):
                 )
 
     @override
+    def look(self, step: Step, batch: Any) -> None:
+        """Take the synonyms as they are, or find the embedding of the tokens."""
+        if isinstance(self.synonyms, dict):
+            self._table = self.synonyms
+            return
+        calls, tokens = lookups(step, batch), [ids for _, ids in found_tokens(batch, self.keys, who=WHO)]
+        paths = calls.of(tokens)
+        if not paths:
+            raise calls.none(tokens[0], who=f"{WHO}(synonyms={EMBEDDING!r})")
+        embedding = calls.embeddings[paths[0]]
+        size = len(embedding.weight)
+        left = size - len([t for t in self._special if t < size]) - 1
+        if self.session.divided or isinstance(embedding.weight, DTensor):
+            raise ValueError(
+                f"{WHO}(synonyms={EMBEDDING!r}): the embedding {paths[0]!r} is divided over processes, so none of them can"
+                " compare all tokens. Give synonyms= as a mapping or a file, or train with DDP."
+            )
+        if self.num_neighbors > left:
+            raise ValueError(
+                f"{WHO}(num_neighbors={self.num_neighbors}): the embedding {paths[0]!r} has {size} tokens, of which {left} can"
+                " replace another. Lower num_neighbors."
+            )
+        self._embedding, self._table = embedding, Neighbours(size, self.num_neighbors)
+
+    @override
     def edit(
         self, step: Step, batch: Any, path: str, ids: Tensor, named: list[tuple[str, Tensor]], generator: Generator
     ) -> dict[str, Tensor]:
@@ -227,6 +269,10 @@ class EDA(TextAugmentation):
         masked = any(lies_at(p, "attention_mask") and t.shape == ids.shape for p, t in named)
         seen = attended(ids, named) if masked else _within(ids != self._pad)
         rows = [self._edited(row, open_, generator) for row, open_ in zip(ids.tolist(), seen.tolist(), strict=True)]
+        if isinstance(self._table, Neighbours) and self._embedding is not None:
+            open_numbers = sorted({x for row in rows if row is not None for x, _ in row if x < 0})
+            known = self._table.resolved(open_numbers, self._embedding.weight, sorted(self._special))
+            rows = [row if row is None else [(known.get(x, x), t) for x, t in row] for row in rows]
         tokens = {p for p, _ in found_tokens(batch, self.keys, who=WHO)}
         beside = {p: t for p, t in named if t.shape == ids.shape and p not in tokens}
         if self._other_text:
@@ -244,9 +290,9 @@ class EDA(TextAugmentation):
         ids, n = [row[t] for t in open_], num_changed(self.alpha, len(open_))
         operation = self.operations[_one(len(self.operations), generator)]
         if operation == "replace":
-            edited = replace(ids, n, self.synonyms, generator)
+            edited = replace(ids, n, self._table, generator)
         elif operation == "insert":
-            edited = insert(ids, min(n, len(row) - len(shown)), self.synonyms, generator)
+            edited = insert(ids, min(n, len(row) - len(shown)), self._table, generator)
         elif operation == "swap":
             edited = swap(ids, n, generator)
         else:
@@ -276,6 +322,32 @@ def _within(held: Tensor) -> Tensor:
     return (counts.cumsum(dim=1) > 0) & (counts.flip(1).cumsum(dim=1).flip(1) > 0)
 
 
+def _table(synonyms: Any, tokenizer: Any) -> Table:
+    """Return the synonyms by token, of a mapping by token or by word.
+
+    Raises:
+        ValueError: if words come without a tokenizer, or none of them is a single token.
+    """
+    words: Words = {key: others for key, others in (synonyms or {}).items() if isinstance(key, str)}
+    if not words:
+        return others_only(synonyms or {})
+    if tokenizer is None:
+        raise ValueError(
+            f"{WHO}(tokenizer=None): the synonyms are words, such as {next(iter(words))!r}, but texts are token ids. Give"
+            " tokenizer=, a Hugging Face tokenizer or a function that turns a word into token ids."
+        )
+    encode = getattr(tokenizer, "encode", None)
+    found = others_only(
+        single_tokens(words, tokenizer if encode is None else lambda text: encode(text, add_special_tokens=False))
+    )
+    if not found:
+        raise ValueError(
+            f"{WHO}(synonyms=...): none of the {len(words)} words is a single token with a synonym that is a single token. Give"
+            " synonyms of token ids, or a tokenizer with whole words."
+        )
+    return found
+
+
 def _possible(operations: Sequence[str] | None, with_synonyms: bool) -> tuple[str, ...]:
     """Return the operations to draw from.
 
@@ -288,6 +360,6 @@ def _possible(operations: Sequence[str] | None, with_synonyms: bool) -> tuple[st
     if need and not with_synonyms:
         raise ValueError(
             f"{WHO}(operations={list(operations)}, synonyms=None): there are no synonyms for {' and '.join(need)}. Give"
-            " synonyms=, a mapping of tokens to lists of tokens, or set operations=['swap', 'delete']."
+            " synonyms=, a mapping of tokens to lists of tokens or \"embedding\", or set operations=['swap', 'delete']."
         )
     return tuple(operations)

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
+from lightning_eff._core._arguments.objects import Instance
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._samples.functions import SampleLoss
 from lightning_eff._core._samples.scoring import Scorer, Scores, agree
 from lightning_eff._core.batches import num_samples
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_samples
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_samples
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
@@ -114,7 +115,6 @@ class AutoAssist(CountsSamples):
     constraints = "needs a mean loss of torch.nn.functional, or sample_loss=, and batches of several samples"
     did: ClassVar[str] = "picked"
     needs: ClassVar[Need] = Need.STEP
-    survey = Survey("AutoAssist", shen="3.2")
     search_space = SearchSpace({"gamma": Choice((0.2, 0.3, 0.5)), "start": Choice((0.0, 0.1, 0.3))}, needs_samples)
     control = Control(
         "as many samples drawn at random as an untrained assistant picks, without an assistant", _random_subset
@@ -127,18 +127,14 @@ class AutoAssist(CountsSamples):
         self,
         gamma: Annotated[float, Fraction()] = 0.3,
         *,
-        assistant: nn.Module | None = None,
+        assistant: Annotated[nn.Module, Instance("a module", (nn.Module,), hint="None takes a logistic regression.")]
+        | None = None,
         num_buckets: Annotated[int, Count()] = 4096,
         lr: Annotated[float, Number(above=0)] = 0.1,
         smoothing: Annotated[float, Fraction(below=1)] = 0.95,
         start: Annotated[float, Fraction()] = 0.0,
         sample_loss: SampleLoss | None = None,
     ) -> None:
-        if assistant is not None and not isinstance(assistant, nn.Module):
-            raise ValueError(
-                f"AutoAssist({assistant=}): expected a module that returns one logit per sample of a batch, or None. None takes"
-                " a logistic regression."
-            )
         if assistant is not None and not any(p.requires_grad for p in assistant.parameters()):
             raise ValueError(
                 f"AutoAssist(assistant={type(assistant).__name__}(...)): the module has no trainable parameters. Create its"

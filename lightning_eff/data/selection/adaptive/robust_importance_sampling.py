@@ -15,7 +15,7 @@ from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._optim.scaled_steps import ScaledSteps
 from lightning_eff._core._samples.technique import Choice as Chosen
 from lightning_eff._core._samples.technique import Epoch, SampleChooser
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.data.selection._choosing import others
@@ -90,7 +90,6 @@ class RobustImportanceSampling(SampleChooser):
     paper = "Johnson & Guestrin 2018, NeurIPS 31"
     constraints = "needs one DataLoader over a map-style data set, a visible loss per sample, and several epochs"
     needs: ClassVar[Need] = Need.STEP
-    survey = Survey("robust approximate importance sampling (RAIS)", zhuang="2.2", shen="3.2")
     search_space = SearchSpace({"uniform": Choice((0.1, 0.3, 0.5)), "adapt": Choice((True, False))}, _pointless)
     control = Control("the baseline, which draws uniformly and scores nothing")
     conflicts: ClassVar[Mapping[str, str]] = {

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_eff.data.tokens._head.calls import Node
-from lightning_eff.kernels.linear_cross_entropy import CHUNK, CHUNK_ON_GPU, linear_cross_entropy
+from lightning_eff.kernels.linear_cross_entropy import CHUNK, linear_cross_entropy, rows_per_chunk
 
 
 def fused_loss(node: Node, arguments: dict[str, Any], rows: int | None) -> tuple[Tensor, int] | None:
@@ -58,7 +58,7 @@ def fused_loss(node: Node, arguments: dict[str, Any], rows: int | None) -> tuple
             label_smoothing=smoothing,
             reduction=reduction if weight is None else "none",
             cap=node.cap,
-            chunk=rows or _rows(node.call.x),
+            chunk=rows or _rows(node.call.x, w, node.dtype),
         )
     if weight is not None:
         counted = weight.to(loss.dtype)[classes.masked_fill(classes == ignored, 0)] * (classes != ignored)
@@ -72,9 +72,11 @@ def fused_loss(node: Node, arguments: dict[str, Any], rows: int | None) -> tuple
 _REDUCTIONS = ("mean", "sum", "none")
 
 
-def _rows(x: Tensor) -> int:
-    """Return the rows of logits at a time, for the layer's input (..., D)."""
-    return min(CHUNK_ON_GPU if x.is_cuda else CHUNK, -(-x.shape[:-1].numel() // 4))
+def _rows(x: Tensor, weight: Tensor, dtype: torch.dtype) -> int:
+    """Return the rows of logits at a time, for the layer's input (..., D), its weight and the dtype of its logits."""
+    rows = x.shape[:-1].numel()
+    most = rows_per_chunk(rows, weight.shape[0], weight.shape[1], dtype.itemsize) if x.is_cuda else CHUNK
+    return min(most, -(-rows // 4))
 
 
 def _dtype(node: Node) -> torch.dtype:

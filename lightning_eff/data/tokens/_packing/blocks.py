@@ -100,7 +100,7 @@ class PackedBlocks(Tokens):
         return output
 
     @override
-    def _put_on(self, step: Step) -> None:
+    def _put_on(self, step: Step | None) -> None:
         self._given, self.rows, self._one_row, self.places = None, None, None, 0
         self._held.clear()
         self._flags.clear()
@@ -219,6 +219,7 @@ class PackedBlocks(Tokens):
 
     def _rows(self, fewer: Fewer, hidden: Tensor) -> Rows | None:
         """Return the rows of the batch that the module's step received last."""
+        assert fewer.step is not None, "packing never acts in evaluation"
         batch = fewer.step.given
         if batch is not self._given:
             assert self._padding is not None, "the first batch finds it"

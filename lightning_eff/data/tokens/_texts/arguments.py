@@ -1,18 +1,9 @@
 """The kinds of arguments that name tensors of a batch, and tokens."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from lightning_eff._core._arguments.batch import BatchKeys, TokenIds
 from lightning_eff._core._arguments.kinds import Count
-
-
-@dataclass(frozen=True, repr=False)
-class AnyInteger(Count):
-    """An integer, which may be negative."""
-
-    low = None
-
 
 TokenId = Annotated[int, Count(at_least=0)]
 SpecialTokens = Annotated[list[int], TokenIds(hint="Write a list, such as [101, 102].")]

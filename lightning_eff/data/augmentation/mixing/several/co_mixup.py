@@ -1,5 +1,7 @@
 """Co-Mixup: compose images from salient blocks of several others, jointly for a whole batch (Kim et al. 2021)."""
 
+import math
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -10,12 +12,16 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._needs.needs import BACKWARD, Reasons
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core._targets.calls import Change, TargetCall, mixed
+from lightning_eff._core.batches import join
+from lightning_eff._core.search_space import Choice, SearchSpace
+from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
 from lightning_eff.data.augmentation._arguments import Alpha, Keys, Probability, Until, no_mixing
 from lightning_eff.data.augmentation._boxes import numbers
 from lightning_eff.data.augmentation.mixing._gradients import ByGradients
+from lightning_eff.data.augmentation.mixing._hook import CHOOSERS
 from lightning_eff.data.augmentation.mixing.several._grids import Floats, Integers, Weights, together
 
 WHO = "CoMixup"
@@ -119,6 +125,35 @@ def shares(source: Tensor) -> tuple[Tensor, Tensor]:
     return partner, torch.cat([own[:, None], most], dim=1).float() / flat.shape[1]
 
 
+def with_clean(call: TargetCall, share: Tensor, clean: float) -> Tensor:
+    """Return ``L(mixtures) + clean L(images)`` for a call on B images followed by their B mixtures.
+
+    Args:
+        call: a loss call with twice the rows.
+        share: the weights of the labels in each mixture, (B, K).
+        clean: the weight of the second term.
+
+    Raises:
+        ValueError: if the call has no reduction, or not one row per sample.
+    """
+    size = len(share)
+    if call.reduction == "none" or {len(call.input), len(call.target), len(call.places)} != {2 * size}:
+        raise ValueError(
+            f"{WHO}(clean={clean:g}): training_step calls F.{call.fn.__name__}, reduction={call.reduction!r}, on"
+            f" {tuple(call.input.shape)}, so the loss of the unmixed images cannot be separated. Use a mean or sum over one row"
+            " per sample, or set clean=0."
+        )
+    images = {**call.arguments, "input": call.input[:size], "target": call.target[:size]}
+    mixtures = replace(
+        call,
+        arguments={**call.arguments, "input": call.input[size:], "target": call.target[size:]},
+        places=call.places[size:] - size * math.prod(call.shape[1:]),
+        others=tuple(other[size:] for other in call.others),
+        shape=torch.Size([size, *call.shape[1:]]),
+    )
+    return mixed(*share.unbind(dim=1))(mixtures) + clean * call.fn(**images)
+
+
 class CoMixup(ByGradients):
     """Compose images from salient blocks of several others, and train on the labels of all of them.
 
@@ -143,16 +178,21 @@ class CoMixup(ByGradients):
 
     The search differs from the authors' code. It finds each mixture by exact expansions of one image at a time, on the host,
     where theirs exchanges two images; both come equally close to the smallest energy. If the result has more energy than the
-    most salient image in each block, the latter is used. Blocks that are half of two images, the term against identical sources
-    in the last round, and the loss on unmixed images in the same step are not implemented. Without that loss, the authors
-    advise a smaller ``alpha``.
+    most salient image in each block, the latter is used. Blocks that are half of two images, and the term against identical
+    sources in the last round, are not implemented.
+
+    With ``clean`` above 0, the step gets the unmixed images too, before the mixtures in one batch, and the loss becomes
+    ``L(mixtures) + clean L(images)``. The authors train with ``clean=1``, and take the gradient of the second term from the
+    pass that finds the saliency. Here it is one more pass, so a step costs about three times as much as a plain one. BatchNorm
+    and the metrics of ``training_step`` see both. Without this loss, the authors advise a smaller ``alpha``.
 
     Each mixture takes the place of the image that it contains most of, as far as possible, so its own label may have a small
     weight. Metrics that ``training_step`` computes from the labels are too low, and a warning says so. There must be one label
-    per image. Techniques that choose samples by their loss see the mixtures. If several techniques mix, they take turns, one
-    per batch.
+    per image. Techniques that choose samples by their loss see the mixtures, and cannot be combined with ``clean``. If several
+    techniques mix, they take turns, one per batch.
 
-    It logs ``share``, the mean weight of the other images in the last micro-batch. ``sources`` is the mean number of images in
+    It logs ``share``, the mean weight of the other images in the last micro-batch (of the unmixed images too, whose weight is
+    0). ``sources`` is the mean number of images in
     a mixture (0 if nothing was mixed), and ``milliseconds`` is the host time including the saliency.
 
     Args:
@@ -166,6 +206,7 @@ class CoMixup(ByGradients):
         omega: the weight of distances between the most salient positions of images.
         alpha: the parameter of the Dirichlet distribution.
         rounds: the number of times that each mixture is optimised. 3 is faster.
+        clean: the weight of the loss on the unmixed images in each step that mixes. The authors use 1.
         prob: the probability that a micro-batch is mixed. 0 is plain training.
         until: the fraction of the budget after which batches are left unchanged. 0 is plain training.
         keys: the names or positions of the images in the batch, floating point, shape (B, C, H, W). None takes all such
@@ -176,7 +217,8 @@ class CoMixup(ByGradients):
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
             before any weight changes, if images are not floating point, or labels are not one class per image. Also if no loss
             call on the labels is visible, if the loss has no gradient in the images, or if there are more blocks than
-            pixels.
+            pixels. With ``clean``, at setup if another technique chooses samples or makes versions of them, and in the first
+            step if a loss call has no reduction.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=200, callbacks=[CoMixup(blocks=4, prob=0.5)])
@@ -188,7 +230,6 @@ class CoMixup(ByGradients):
 
     paper = "Kim et al. 2021, arXiv:2102.03065"
     refuses: ClassVar[Reasons] = BACKWARD
-    survey = Survey("data augmentation (Co-Mixup)", shen="3.1")
     search_space = SearchSpace({"beta": Choice((0.16, 0.32)), "until": Choice((0.8, 1.0))}, no_mixing)
     control = Control(
         "the baseline without augmentation, trained for the same time, and SaliencyMix(saliency='gradient'), which costs as"
@@ -209,6 +250,7 @@ class CoMixup(ByGradients):
         omega: Annotated[float, Fraction()] = 0.001,
         alpha: Alpha = 2.0,
         rounds: Annotated[int, Count()] = 4,
+        clean: Weight = 0.0,
         prob: Probability = 1.0,
         until: Until = 1.0,
         keys: Keys = None,
@@ -220,6 +262,18 @@ class CoMixup(ByGradients):
         self.beta, self.gamma, self.tau = beta, gamma, tau
         self.eta, self.omega = eta, omega
         self.rounds = rounds
+        self.clean = clean
+
+    @override
+    def check(self, session: Session) -> None:
+        super().check(session)
+        others = [type(t).__name__ for t in session.working if type(t).__name__ in CHOOSERS]
+        others += [type(t).__name__ for t in session.working if getattr(t, "consistency", 0)]
+        if self.clean and others:
+            raise ValueError(
+                f"{WHO}(clean={self.clean:g}): {others[0]} changes which samples the step gets, so the unmixed images could not"
+                f" be told from the mixtures. Set clean=0, or remove {others[0]}."
+            )
 
     @override
     def look(self, step: Step, batch: Any) -> None:
@@ -234,6 +288,27 @@ class CoMixup(ByGradients):
                 f"{WHO}(blocks={self.blocks}): images of {height} x {width} pixels have fewer pixels than blocks in a row or a"
                 f" column. Use fewer blocks, or remove {WHO}."
             )
+
+    # -- the loss on unmixed images
+
+    @override
+    def _mixture(self, step: Step, batch: Any, labels: dict[str, Tensor]) -> tuple[Any, Tensor, Tensor] | None:
+        made = super()._mixture(step, batch, labels)
+        if made is None or not self.clean:
+            return made
+        mixture, partner, share = made
+        step.versions = 2
+        self.session.chain.cost.forward_samples += len(share)
+        own = torch.arange(len(share))[:, None].expand(partner.shape)
+        alone = torch.zeros_like(share)
+        alone[:, 0] = 1
+        return join([batch, mixture]), torch.cat([own, partner]), torch.cat([alone, share])
+
+    @override
+    def weighing(self, share: Tensor) -> Change:
+        if not self.clean:
+            return super().weighing(share)
+        return lambda call: with_clean(call, share[len(share) // 2 :], self.clean)
 
     # -- the mixtures
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
 from lightning_eff._core._samples.functions import TensorFunction
 from lightning_eff._core._targets.calls import Change, TargetCall
-from lightning_eff._core.search_space import RunProfile, SearchSpace, Survey
+from lightning_eff._core.search_space import RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Step
 from lightning_eff._core.technique import Control
@@ -108,7 +108,6 @@ class SuperMix(Mixing):
 
     paper = "Dabouei et al. 2021, arXiv:2003.05034"
     constraints = f"{Mixing.constraints}, and a teacher"
-    survey = Survey("data augmentation (SuperMix)", shen="3.1")
     search_space = SearchSpace({}, _pointless, _of_brightness)
     control = Control(
         "the baseline without augmentation, trained for the same time, and TokenMix or CutMix, which need no search for masks"
