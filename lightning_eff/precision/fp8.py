@@ -6,24 +6,26 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Count
 from lightning_eff._core._lightning.extras import install
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core._lightning.names import is_a
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff.precision._linear.maps import LinearMap, Rule
 from lightning_eff.precision._linear.plugin import LinearPrecision, Skip
 from lightning_eff.precision._linear.products import Arithmetic
-from lightning_eff.precision._scaling import ao
+from lightning_eff.precision._scaling import ao, blocks
 from lightning_eff.precision._scaling.casts import Scaling
 from lightning_eff.precision._scaling.history import AmaxHistory
 from lightning_eff.precision._scaling.linear import Float8Linear
-from lightning_eff.precision._scaling.products import MULTIPLE, Product, by_blocks, emulated, refusal, scaled_mm_for
+from lightning_eff.precision._scaling.products import MULTIPLE, Product, emulated, refusal, scaled_mm_for
 
 Amax = Literal["dynamic", "delayed"]
-Accumulate = Literal["fast", "exact"]
+Accumulate = Literal["fast", "exact", "fastest"]
 Backend = Literal["auto", "torchao", "scaled_mm", "emulated"]
 
 
@@ -48,17 +50,18 @@ class FP8Precision(LinearPrecision):
     unchanged, and why.
 
     Use it for large linear layers on an H100, L40S, RTX 4090 or later, where float8 products run up to twice as fast as
-    bfloat16. Between forward and backward, a layer stores x in float8 (one byte per element) and no copy of W. It rounds
-    activations and gradients to 8 bits, so check the loss against bfloat16.
+    bfloat16. Between forward and backward, a layer stores x and W in float8 (one byte per element; see ``keep_weight``). It
+    rounds activations and gradients to 8 bits, so check the loss against bfloat16.
 
     Each cast multiplies by ``448 / amax`` for E4M3 and ``57344 / amax`` for E5M2. The scaling decides the elements over which
     amax is taken:
 
     - "tensorwise": the whole operand. This is the fastest.
     - "rowwise": each row of a product's left operand and each column of its right one. x, W and g are cast twice, once per
-      product. Rows or channels with large values no longer flush the others to zero.
+      product (W in the forward pass, with ``keep_weight``). Rows or channels with large values no longer flush the others to
+      zero.
     - "blockwise": each 1 x 128 block of x and g along the contraction, and each 128 x 128 block of W (DeepSeek-V3,
-      section 3.3, where g is E4M3 too). Products run in a Triton kernel, or are emulated.
+      section 3.3, where g is E4M3 too). Products run in cuBLASLt or in a Triton kernel, or are emulated.
 
     Args:
         scaling: the elements that share a scale, as above.
@@ -72,17 +75,25 @@ class FP8Precision(LinearPrecision):
         skip: the layers to leave unchanged. "head" is the layers outside the blocks, whose rounding error matters most.
             "small" is the layers that float8 makes slower, by torchao's thresholds; it applies on float8 hardware, not to
             emulation. Other entries are dotted paths of layers, or of modules above them.
-        accumulate: how float8 hardware sums the forward product. "fast" uses fewer bits than float32, as is common.
-            "exact" does not. Backward products are always exact. It has no effect with blockwise scaling, where the hardware
-            sums blocks of 128 and float32 sums the blocks.
+        accumulate: how float8 hardware sums products. "fast" uses fewer bits than float32 for the forward product, as is
+            common, and "exact" does not. "fastest" uses fewer bits for the backward products too. Hopper then keeps about 14
+            bits of a sum, and the error grows with the length of the sum, which for W's gradient is the number of tokens. An
+            emulation (benchmarks/fp8_accumulation.py) with sums of 16,384 gives errors of 0.3 % for operands of zero mean,
+            whose casts are off by 4 to 6 %. If both operands have a mean of one standard deviation, it gives 14 %, and exact
+            sums are off by 0.01 %. It has no effect with blockwise scaling, where the hardware sums blocks of 128 and float32
+            sums the blocks.
+        keep_weight: whether a layer keeps W in float8 for the backward pass, one byte per element, instead of casting W again.
+            The numbers are the same. None keeps it, except under ``ModelParallelStrategy``, which frees W between forward and
+            backward. torchao never keeps it.
         backend: the implementation of the products. "scaled_mm" is ``torch._scaled_mm``, for NVIDIA GPUs of compute
             capability 8.9 or later. It pads sizes to multiples of 16, and rowwise results may pass through bfloat16. It also
-            runs on a CPU, without a speed-up. With blockwise scaling it is :mod:`lightning_eff.kernels.fp8_matmul`, for
-            compute capability 9.0 or later. "torchao" is ``torchao.float8`` (dynamic amax, tensorwise or rowwise), with
-            ``torch._scaled_mm`` for layers that torchao does not support. "emulated" runs anywhere, slower than bfloat16:
-            casts are bit-identical to the hardware's, and products are computed in float32. "auto" is "torchao" where it is
-            installed and supports the settings, else "scaled_mm", and never emulates. The device is that of the Trainer's
-            strategy, or of the parameters outside a Trainer.
+            runs on a CPU, without a speed-up. With blockwise scaling it is ``torch.nn.functional.scaled_mm`` where a trial at
+            setup shows that it works (Hopper with CUDA 12.9), else :mod:`lightning_eff.kernels.fp8_matmul`, for compute
+            capability 9.0 or later. The log says which. "torchao" is ``torchao.float8`` (dynamic amax, tensorwise or
+            rowwise), with ``torch._scaled_mm`` for layers that torchao does not support. "emulated" runs anywhere, slower
+            than bfloat16: casts are bit-identical to the hardware's, and products are computed in float32. "auto" is
+            "torchao" where it is installed and supports the settings, else "scaled_mm", and never emulates. The device is
+            that of the Trainer's strategy, or of the parameters outside a Trainer.
 
     Raises:
         ValueError: for a value out of range or an unsupported combination. At setup, if the device has no float8 hardware and
@@ -103,7 +114,6 @@ class FP8Precision(LinearPrecision):
     constraints: ClassVar[str] = (
         "needs an NVIDIA GPU of compute capability 8.9 or later, or backend='emulated', which is slow"
     )
-    survey: ClassVar[Survey | None] = Survey("FP8 training", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"scaling": Choice(("tensorwise", "rowwise", "blockwise"))},
         lambda profile: None if profile.float8 else "the device has no FP8 matrix units, and emulation saves no time",
@@ -120,6 +130,7 @@ class FP8Precision(LinearPrecision):
         base: str | Precision = "bf16-mixed",
         skip: Skip = ("head", "small"),
         accumulate: Accumulate = "fast",
+        keep_weight: bool | None = None,
         backend: Backend = "auto",
     ) -> None:
         if amax == "delayed" and scaling != "tensorwise":
@@ -137,8 +148,11 @@ class FP8Precision(LinearPrecision):
         self.amax: Amax = amax
         self.history_steps = history
         self.accumulate: Accumulate = accumulate
+        self.keep_weight = keep_weight
         self.backend: Backend = backend
         self._device = torch.device("cpu")
+        self._sharded = False
+        self._not_cublas: str | None = None
         self._runs = ""  # the chosen backend, once the device is known
         self._history: AmaxHistory | None = None
         self._loaded: dict[str, Any] | None = None
@@ -149,6 +163,7 @@ class FP8Precision(LinearPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         self._device = device_of(module)
+        self._sharded = is_a(getattr(getattr(module, "_trainer", None), "strategy", None), ModelParallelStrategy)
         self._runs = self._choose(self._device)
         self._history = None
         return super().convert_module(module)
@@ -160,21 +175,22 @@ class FP8Precision(LinearPrecision):
                 "FP8Precision(backend='torchao'): torchao is not installed. Set backend='scaled_mm', or run in a clone of"
                 f" lightning_eff: {install('torchao')}"
             )
-        blocks = self.scaling == "blockwise"
-        if self.backend == "emulated" or (device.type == "cpu" and self.backend != "auto" and not blocks):
+        blockwise = self.scaling == "blockwise"
+        if self.backend == "emulated" or (device.type == "cpu" and self.backend != "auto" and not blockwise):
             return self.backend
         cuda = device.type == "cuda" and torch.cuda.is_available()
         capability = torch.cuda.get_device_capability(device) if cuda else None
-        reason = refusal(device.type, capability, hip=torch.version.hip is not None, blocks=blocks)
+        reason = refusal(device.type, capability, hip=torch.version.hip is not None, blocks=blockwise)
         if reason is not None:
-            asked = f"scaling='blockwise', backend={self.backend!r}" if blocks else f"backend={self.backend!r}"
-            least = "9.0 or later, or of 8.9 with scaling='rowwise'" if blocks else "8.9 or later"
+            asked = f"scaling='blockwise', backend={self.backend!r}" if blockwise else f"backend={self.backend!r}"
+            least = "9.0 or later, or of 8.9 with scaling='rowwise'" if blockwise else "8.9 or later"
             raise ValueError(
                 f"FP8Precision({asked}): {reason}. Use an NVIDIA GPU of compute capability {least}, or"
                 " set backend='emulated' to see the effect of FP8 without its speed."
             )
-        if blocks:
-            return "triton"
+        if blockwise:
+            self._not_cublas = blocks.cublas(device)
+            return "cublas" if self._not_cublas is None else "triton"
         fits = self.amax == "dynamic" and ao.installed()
         return "torchao" if self.backend != "scaled_mm" and fits else "scaled_mm"
 
@@ -184,7 +200,9 @@ class FP8Precision(LinearPrecision):
 
     @property
     def _on_hardware(self) -> bool:
-        return self._runs in ("torchao", "triton") or (self._runs == "scaled_mm" and self._device.type == "cuda")
+        return self._runs in ("torchao", "cublas", "triton") or (
+            self._runs == "scaled_mm" and self._device.type == "cuda"
+        )
 
     def _small(self, m: LinearMap) -> str | None:
         small = too_small(m.in_features, m.out_features, self.scaling)
@@ -197,25 +215,28 @@ class FP8Precision(LinearPrecision):
             if self._loaded is not None:
                 self._history.load_state_dict(self._loaded)
                 self._loaded = None
+        fast, fast_backward = self.accumulate != "exact", self.accumulate == "fastest"
         if self._runs == "torchao" and ao.takes(m):
-            return ao.TorchAOLinear(m, self.scaling, fast=self.accumulate == "fast")
+            return ao.TorchAOLinear(m, self.scaling, fast=fast, fast_backward=fast_backward)
         linear = Float8Linear(
             m.path,
             self.scaling,
             self._product(),
-            fast=self.accumulate == "fast",
+            fast=fast,
             history=self._history,
             recording=self._recording,
+            fast_backward=fast_backward,
+            keep_weight=not self._sharded if self.keep_weight is None else self.keep_weight,
         )
-        if self._history is None and self._runs != "triton":
+        if self._history is None and self._runs not in ("cublas", "triton"):
             return linear
         # a compiled backward pass would keep the branch that was traced, without recording; and torch.compile would trace
         # into the launch of a kernel
         return torch.compiler.disable(linear.__call__)  # pyright: ignore[reportReturnType] -- of a function: a function
 
     def _product(self) -> Product:
-        if self._runs == "triton":
-            return by_blocks
+        if self._runs in ("cublas", "triton"):
+            return blocks.by_cublas if self._runs == "cublas" else blocks.by_triton
         return emulated if self._runs == "emulated" else scaled_mm_for(self._device)
 
     @override
@@ -227,9 +248,15 @@ class FP8Precision(LinearPrecision):
             what += ", emulated (bit-identical casts, products in float32): slower than bfloat16"
             return f"{what}; skip's 'small' does not apply to emulation" if "small" in self.skip else what
         if self._runs == "triton":
-            return f"{what}, in the Triton kernel kernels/fp8_matmul.py"
+            return f"{what}, in the Triton kernel kernels/fp8_matmul.py (not in cuBLASLt: {self._not_cublas})"
+        if self._runs == "cublas":
+            return f"{what}, with torch.nn.functional.scaled_mm"
         what += f", with {'torchao' if self._runs == 'torchao' else 'torch._scaled_mm'}"
-        what += f", {self.accumulate} accumulation in the forward product"
+        what += {
+            "fast": ", fast accumulation in the forward product",
+            "exact": ", exact accumulation",
+            "fastest": ", fast accumulation in all products",
+        }[self.accumulate]
         others = [m.path for m in self._maps if self._runs == "torchao" and not ao.takes(m)]
         if others:
             what += (

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import declared
-from lightning_eff._core.search_space import SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace
 from lightning_eff.precision._formats.formats import E5M2
 from lightning_eff.precision._linear.maps import LinearMap
 from lightning_eff.precision._linear.plugin import LinearPrecision, Skip
@@ -181,7 +181,6 @@ class S2FP8Precision(LinearPrecision):
     )
     paper: ClassVar[str] = "Cambier et al. 2020, arXiv:2001.05674"
     constraints: ClassVar[str] = "for study: emulated, and slower than its base"
-    survey: ClassVar[Survey | None] = Survey("FP8 training", zhuang="3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         pointless=lambda profile: "it is emulated for study, and slower than its base"
     )

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Names
 from lightning_eff._core.optimizers import PER_PARAMETER, is_per_parameter, step_in_parts
-from lightning_eff._core.search_space import SearchSpace, Survey, needs_memory_bound
+from lightning_eff._core.search_space import SearchSpace, needs_memory_bound
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.kernels.bf16_adamw import adamw_
 from lightning_eff.kernels.stochastic_rounding import stochastic_round
@@ -81,7 +81,6 @@ class StochasticRoundingBF16(WrappingPrecision):
     constraints: ClassVar[str] = (
         "needs an optimizer of torch.optim, not LBFGS or SparseAdam; one rounding error per step"
     )
-    survey: ClassVar[Survey | None] = Survey("low-precision weights and states", zhuang="3", shen="4.2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(pointless=needs_memory_bound)
 
     @declared

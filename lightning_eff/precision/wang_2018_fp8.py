@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Count, Number
-from lightning_eff._core.search_space import SearchSpace, Survey
+from lightning_eff._core.search_space import SearchSpace
 from lightning_eff.precision._formats.formats import FP8_152, FP16_169, cast_fp8, round_to
 from lightning_eff.precision._linear.maps import LinearMap
 from lightning_eff.precision._linear.plugin import LinearPrecision, Skip
@@ -154,7 +154,6 @@ class Wang2018FP8Precision(LinearPrecision):
     )
     paper: ClassVar[str] = "Wang et al. 2018, arXiv:1812.08011"
     constraints: ClassVar[str] = "for study: emulated, and very slow. Needs float32 parameters"
-    survey: ClassVar[Survey | None] = Survey("FP8 training", zhuang="3", shen="4.2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         pointless=lambda profile: "it is emulated for study, and very slow"
     )

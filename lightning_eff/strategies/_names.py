@@ -51,7 +51,7 @@ def _deepspeed() -> Iterator[StrategyName]:
         )
 
 
-_AXES = ("shard", "tp", "pp")
+_AXES = ("shard", "cp", "tp", "pp")
 
 
 def _written(sizes: Mapping[str, int]) -> str:
@@ -59,19 +59,22 @@ def _written(sizes: Mapping[str, int]) -> str:
 
 
 def _hybrid(sizes: Mapping[str, int]) -> StrategyName:
-    shard, tensor, pipeline = (sizes.get(axis, 1) for axis in _AXES)
+    shard, context, tensor, pipeline = (sizes.get(axis, 1) for axis in _AXES)
     data = f"data (shards of {shard})" if shard > 1 else "data"
+    data += f" x context {context}" if context > 1 else ""
     described = f"Hybrid parallelism of an unchanged module: {data} x tensor {tensor} x pipeline {pipeline}"
     arguments = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     arguments |= {"shard": shard} if shard > 1 else {}
+    arguments |= {"context_parallel_size": context} if context > 1 else {}
     return StrategyName(_written(sizes), f"{_HERE}.hybrid_parallel", "HybridParallelStrategy", described, arguments)
 
 
-#: Those in Lightning's registry; "hybrid" is there from "hybrid" to "hybrid_shard8_tp8_pp8", and takes any sizes.
+#: Those in Lightning's registry; "hybrid" is there up to "hybrid_shard8_tp8_pp8" and "hybrid_shard8_cp8", and takes any sizes.
 NAMES: tuple[StrategyName, ...] = (
     *_compressed(),
     *_deepspeed(),
-    *(_hybrid(dict(zip(_AXES, sizes, strict=True))) for sizes in product((1, 2, 4, 8), repeat=3)),
+    *(_hybrid(dict(zip(("shard", "tp", "pp"), sizes, strict=True))) for sizes in product((1, 2, 4, 8), repeat=3)),
+    *(_hybrid({"shard": shard, "cp": context}) for shard, context in product((1, 2, 4, 8), (2, 4, 8))),
 )
 
 
@@ -98,11 +101,11 @@ def meant(name: str, known: Iterable[str] = ()) -> str | None:
     name = name.lower()
     words = re.findall(r"([a-z]+)[_=]?(\d*)", name)
     if words and difflib.get_close_matches(words[0][0], ["hybrid"], cutoff=0.7):
-        sizes: dict[str, int] = {}
+        sizes, long = dict[str, int](), {"tensor": "tp", "pipeline": "pp", "context": "cp"}
         for axis, size in words[1:]:
-            right = [a for a in _AXES if a == axis] or difflib.get_close_matches(axis, ["shard", "tensor", "pipeline"])
+            right = [a for a in _AXES if a == axis] or difflib.get_close_matches(axis, [*long, "shard"])
             if right and size:
-                sizes[{"tensor": "tp", "pipeline": "pp"}.get(right[0], right[0])] = int(size)
+                sizes[long.get(right[0], right[0])] = int(size)
         return _written(sizes)
     ours = [one.name for one in NAMES]
     near = difflib.get_close_matches(name, {*known, *ours}, n=1)
@@ -114,7 +117,7 @@ def wrong(name: str, right: str) -> str:
     others = ", ".join(one.name for one in NAMES if not one.name.startswith("hybrid"))
     return (
         f"Trainer(strategy={name!r}): no strategy has this name. Did you mean {right!r}? lightning_eff has 'hybrid', with"
-        f" any sizes of shard, tp and pp behind it (such as 'hybrid_shard8_tp2', 'hybrid_tp4_pp2'), and {others}."
+        f" any sizes of shard, cp, tp and pp behind it (such as 'hybrid_shard8_tp2', 'hybrid_tp4_pp2'), and {others}."
     )
 
 

@@ -21,7 +21,8 @@ from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Count, Number, OneOf
 from lightning_eff._core._lightning.names import Connected, of_both
 from lightning_eff._core._needs.needs import Part
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
+from lightning_eff._core._surveys.items import InSurveys
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_processes
 from lightning_eff._core.session import is_open
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.codecs import QuantizedCodec, SignCodec
@@ -103,7 +104,7 @@ class CompressedDDPStrategy(Connected, DDPStrategy):
     saves: ClassVar[str] = "bytes between ranks: 2x (bf16), 6x (qsgd), up to 17x (onebit, powersgd) at width 64"
     paper: ClassVar[str] = "Vogels et al. 2019; Seide et al. 2014; Alistarh et al. 2017; Markov et al. 2022 (CGX)"
     constraints: ClassVar[str] = "pays only on slow links; no fp16 scaler; checkpoints hold each rank's error feedback"
-    survey: ClassVar[Survey | None] = Survey("gradient compression", shen="7.3")
+    survey = InSurveys()
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"hook": Choice(("bf16", "powersgd", "onebit", "qsgd"))}, needs_processes
     )

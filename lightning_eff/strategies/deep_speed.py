@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import declared
-from lightning_eff._core._arguments.kinds import Count, OneOf
+from lightning_eff._core._arguments.kinds import Count, OneOf, Text
 from lightning_eff._core._lightning.extras import missing
 from lightning_eff._core._lightning.names import Connected, of_both
-from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, Survey, needs_processes
+from lightning_eff._core._surveys.items import InSurveys
+from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace, needs_processes
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._communication.exchange import log_traffic
 from lightning_eff.strategies._communication.gathering import gather_on_first
@@ -105,7 +106,7 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
         "Tang et al. 2021; Lu et al. 2022; Li et al. 2021; Rajbhandari et al. 2020, 2021 (ZeRO, Infinity)"
     )
     constraints: ClassVar[str] = "needs DeepSpeed and GPUs; 1-bit optimizers: an Adam or AdamW, no ZeRO, no fp16"
-    survey: ClassVar[Survey | None] = Survey("ZeRO, offloading and 1-bit optimizers", zhuang="3", shen="7.3")
+    survey = InSurveys()
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"stage": Choice((1, 2, 3))},
         _pointless,
@@ -119,7 +120,7 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
         *,
         stage: Annotated[int, OneOf(0, 1, 2, 3)] | None = None,
         offload: Literal["cpu", "nvme"] | None = None,
-        nvme_path: str = "/local_nvme",
+        nvme_path: Annotated[str, Text("the path of a folder")] = "/local_nvme",
         freeze_step: Annotated[int, Count()] | None = None,
         variance_updates: Annotated[int, Count()] | None = None,
         local_updates: Annotated[int, Count()] | None = None,

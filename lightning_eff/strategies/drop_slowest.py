@@ -17,10 +17,10 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Count, Either, Number, OneOf
 from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_processes
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import LOCAL_STEPS, Control, Technique
 from lightning_eff.strategies._communication.exchange import as_real
 
 _FAR = 1_000_000
@@ -100,13 +100,12 @@ class DropSlowest(Technique):
     paper: ClassVar[str] = "He & Dube 2022, arXiv:2211.00889"
     constraints: ClassVar[str] = "DDP with accumulate_grad_batches > 1; no exchange between ranks within training_step"
     needs: ClassVar[Need] = Need.DDP
-    survey: ClassVar[Survey | None] = Survey("non-blocking minibatches", shen="3.2")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"grace": Choice((0.05, 0.1, 0.3))}, needs_processes)
     control: ClassVar[Control] = Control(
         "the baseline under DDP for the same time: the technique trades samples for waiting time"
     )
     conflicts: ClassVar = {
-        "LocalSGD": "its gradients stay on their rank, so no step waits for other ranks",
+        **dict.fromkeys(LOCAL_STEPS, "its gradients stay on their rank, so no step waits for other ranks"),
         "EfficientSAM": "it compares the losses of two passes, and a skipped micro-batch has none",
     }
     neutral_at: ClassVar[Mapping[str, Any]] = {"slowest": 0, "grace": math.inf}

@@ -5,7 +5,7 @@ It is built on ``torch.distributed.pipelining``'s schedules (Narayanan et al. 20
 arXiv:1909.08053).
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -20,14 +20,24 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import declared
-from lightning_eff._core._arguments.kinds import Count, Either, Flag, Layers, Number, OneOf
+from lightning_eff._core._arguments.kinds import Count, Either, Flag, Layers, Number, OneOf, Text
+from lightning_eff._core._arguments.objects import Instance
 from lightning_eff._core._lightning.names import adapted, like, package_of
 from lightning_eff._core._needs.needs import Part
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_processes
 from lightning_eff._core.session import is_open
 from lightning_eff.strategies import _names
 from lightning_eff.strategies._hybrid import layout
-from lightning_eff.strategies._hybrid.arguments import Settings, check_arguments, check_optimizers, check_run, imported
+from lightning_eff.strategies._hybrid.arguments import (
+    PipelineSplit,
+    Settings,
+    TensorPlan,
+    Weight,
+    check_arguments,
+    check_optimizers,
+    check_run,
+    imported,
+)
 from lightning_eff.strategies._hybrid.reach import ReachedStrategy
 from lightning_eff.strategies._hybrid.watch import Watch, WatchedLauncher
 
@@ -40,22 +50,25 @@ Size = Annotated[int, Count()]
 
 
 class HybridParallelStrategy(ReachedStrategy):
-    """Train an unchanged LightningModule with data, tensor and pipeline parallelism.
+    """Train an unchanged LightningModule with data, context, tensor and pipeline parallelism.
 
     Use ``Trainer(strategy="hybrid_tp2_pp2", devices=8)``, or an instance with the arguments below, when a model does not fit
-    on one device or many devices should share a step. The processes form a mesh of ``pipeline x data x tensor``. Launchers,
-    loggers, callbacks and data loaders work as under DDP, and each data-parallel rank gets its own samples. The module needs
-    no ``configure_model``. Its optimizers must treat each parameter separately, as AdamW does.
+    on one device or many devices should share a step. The processes form a mesh of ``pipeline x data x tensor``, or of
+    ``data x context``. Launchers, loggers, callbacks and loaders work as under DDP, and each data-parallel rank gets its own
+    samples. The module needs no ``configure_model``. Its optimizers must treat each parameter separately, as AdamW does.
 
     - Data: the ranks hold replicas, or with ``shard`` they use FSDP2. Each rank then stores a part of the parameters,
       gradients and optimizer state, and a block is gathered only while it runs.
+    - Context: the ranks divide the tokens of each sequence inside the blocks, and the heads in attention (Ulysses). All other
+      code and evaluation get whole sequences, so positions, labels and losses do not change. Setup compares loss and gradients
+      with the whole module's, and refuses blocks that mix tokens outside of ``F.scaled_dot_product_attention``.
     - Tensor: linear layers are split by Hugging Face's own plan or by a proposed one. The plan is printed, and checked against
       the unsplit module on a batch at setup.
     - Pipeline: every rank runs the module's own ``training_step`` on micro-batches and skips the blocks of other stages.
-      torch's schedules order the passes. Setup finds what the cut would change and how micro-batches are weighted in the
-      loss, and refuses modules that would train wrongly. Logged values are means over micro-batches, so
-      ``self.log("perplexity", loss.exp())`` logs a mean of perplexities. Every rank gets what the step leaves in metrics,
-      lists and attributes, and runs evaluation steps in full.
+      torch's schedules order the passes. Setup finds the effects of the cut and the weights of micro-batches in
+      the loss, and refuses modules that would train wrongly. Logged values are means over micro-batches, so
+      ``self.log("perplexity", loss.exp())`` logs a mean of perplexities. Every rank gets the values that a step leaves in
+      metrics, lists and attributes, and runs evaluation steps in full.
     - Collectives: ``self.all_gather``, ``self.log(..., sync_dist=True)`` and metrics count each sample once.
     - Hooks: ``self.clip_gradients``, ``clip_grad_norm_``, ``clip_grad_value_`` and Lightning's ``grad_norm`` act on the whole
       model. Hooks that use gradients or parameters in other ways would see a part of them, and are refused at setup.
@@ -74,22 +87,22 @@ class HybridParallelStrategy(ReachedStrategy):
         layers: the blocks, as a dotted path, a pattern or a list of paths. None finds the longest stack.
         tensor_parallel_plan: "auto", or a mapping of module paths to styles.
         pipeline_split: "balanced" (by parameters), or the number of blocks of each stage.
-        context_parallel_size: the number of processes that share a sequence. Only 1 is supported.
+        context_parallel_size: the number of processes that share each sequence, without tensor or pipeline parallelism.
         sequence_parallel: whether tensor-parallel ranks divide the sequence between the split layers.
         save_distributed_checkpoint: whether to save a folder with each rank's part. ``python -m
-            lightning.fabric.utilities.consolidate_checkpoint`` makes one file with the plain module's weights of it. False
-            saves one file that loads strictly into the plain module and resumes in a plain Trainer, for which rank 0 holds
-            the whole model in host memory. Both resume in any layout.
+            lightning.fabric.utilities.consolidate_checkpoint`` merges it into one file with the plain module's weights. False
+            saves one file that loads strictly into the plain module and resumes in a plain Trainer. Rank 0 then holds the
+            whole model in host memory. Both resume in any layout.
         init_on: the ranks on which ``configure_model`` and ``trainer.init_module()`` create weights. "rank0" sends parts to
-            the other ranks. "meta" creates them with each module's ``reset_parameters``, or the model's ``_init_weights``, one
-            module at a time, so no process ever holds the whole model.
-        gather_after_fit: the processes that get the whole weights at the end of a run: all (True) or none (False, for models
-            larger than a process's memory), which leaves the module on the meta device. "auto" is all, or rank 0 alone above
-            4 GiB. Without the weights no checkpoint can be saved after the run, so save one during it.
+            the other ranks. "meta" creates them module by module, with ``reset_parameters`` or the model's ``_init_weights``,
+            so no process ever holds the whole model.
+        gather_after_fit: the processes that get the whole weights at the end of a run. True is all of them. False is none, for
+            models larger than a process's memory, and leaves the module on the meta device. Then save a checkpoint during
+            the run, because none can be saved after it. "auto" is all, or rank 0 alone above 4 GiB.
         find_unused_parameters: as in DDPStrategy, with ``shard=False``: whether steps may leave parameters without gradients.
         failure_timeout: the seconds without a sign of life after which the processes of a machine or container count as dead.
-            All other processes then stop with an error that names the ranks. A process that dies beside others on its machine
-            is noticed within seconds. The watch uses the store at MASTER_PORT. None disables it.
+            All other processes then stop with an error that names the ranks. On one machine, the death of a process is
+            noticed within seconds. The watch uses the store at MASTER_PORT. None disables it.
         process_group_backend: as in DDPStrategy.
         timeout: the time limit of one message, as in DDPStrategy.
         microbatch_weight: the weight of a micro-batch in the loss of its batch, for a pipeline: a function of it that returns
@@ -106,18 +119,18 @@ class HybridParallelStrategy(ReachedStrategy):
 
     References:
         Shoeybi et al. 2019, arXiv:1909.08053; Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021,
-        arXiv:2104.04473; Zhao et al. 2023 (FSDP), arXiv:2304.11277; Qi et al. 2023, arXiv:2401.10241.
+        arXiv:2104.04473; Zhao et al. 2023 (FSDP), arXiv:2304.11277; Qi et al. 2023, arXiv:2401.10241; Jacobs et al. 2023
+        (Ulysses), arXiv:2309.14509.
     """
 
     kind: ClassVar[str] = "strategy"
     saves: ClassVar[str] = (
-        "memory: each process holds 1 / (data x tensor x pipeline) of parameters and optimizer state; time"
+        "memory: a process holds 1 / (data x tensor x pipeline) of the state, 1 / context of the blocks' activations; time"
     )
     paper: ClassVar[str] = (
-        "Shoeybi et al. 2019; Huang et al. 2019 (GPipe); Narayanan et al. 2021; Zhao et al. 2023 (FSDP)"
+        "Shoeybi et al. 2019; Huang et al. 2019 (GPipe); Narayanan et al. 2021; Zhao et al. 2023 (FSDP); Jacobs et al. 2023"
     )
     constraints: ClassVar[str] = "several processes; automatic optimization; a pipeline needs a stack of blocks"
-    survey: ClassVar[Survey | None] = Survey("data, tensor and pipeline parallelism", zhuang="3", shen="7.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"shard": Choice((True, False))},
         lambda profile: needs_processes(profile) or "its layout is planned by `lightning-eff plan`, not searched",
@@ -137,8 +150,8 @@ class HybridParallelStrategy(ReachedStrategy):
         schedule: str = "1F1B",
         num_microbatches: Size | None = None,
         layers: Layers | None = None,
-        tensor_parallel_plan: Literal["auto"] | Mapping[str, str] = "auto",
-        pipeline_split: Literal["balanced"] | Sequence[int] = "balanced",
+        tensor_parallel_plan: TensorPlan = "auto",
+        pipeline_split: PipelineSplit = "balanced",
         context_parallel_size: Size = 1,
         sequence_parallel: bool = False,
         min_num_params: Annotated[int, Count(at_least=0)] = 2**20,
@@ -147,24 +160,10 @@ class HybridParallelStrategy(ReachedStrategy):
         gather_after_fit: Annotated[bool | Literal["auto"], Either(Flag(), OneOf("auto"))] = "auto",
         find_unused_parameters: bool = False,
         failure_timeout: Annotated[float, Number(above=0)] | None = 300.0,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = TIMEOUT,
-        microbatch_weight: Callable[[Any], float] | str | None = None,
+        process_group_backend: Annotated[str, Text("the name of a backend")] | None = None,
+        timeout: Annotated[timedelta, Instance("a datetime.timedelta", (timedelta,))] | None = TIMEOUT,
+        microbatch_weight: Weight | None = None,
     ) -> None:
-        check_arguments(
-            who=WHO,
-            data_parallel_size=data_parallel_size,
-            sizes={"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size},
-            shard=shard,
-            context_parallel_size=context_parallel_size,
-            sequence_parallel=sequence_parallel,
-            find_unused_parameters=find_unused_parameters,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            tensor_parallel_plan=tensor_parallel_plan,
-            pipeline_split=pipeline_split,
-            microbatch_weight=microbatch_weight,
-        )
         super().__init__(
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
@@ -183,15 +182,23 @@ class HybridParallelStrategy(ReachedStrategy):
             sequence_parallel=sequence_parallel,
             microbatch_weight=imported(microbatch_weight, who=WHO),
         )
+        check_arguments(
+            self.settings,
+            data_parallel_size=data_parallel_size,
+            sizes={"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size},
+            context_parallel_size=context_parallel_size,
+            find_unused_parameters=find_unused_parameters,
+            who=WHO,
+        )
         self.pipeline_parallel_size = pipeline_parallel_size
+        self.context_parallel_size = context_parallel_size
         self.init_on = init_on
         self.gather_after_fit: bool | Literal["auto"] = gather_after_fit
         self.failure_timeout = failure_timeout
         self._layout: layout.Layout | None = None
         self._replica: Replica | None = None
         self._watch: Watch | None = None
-        #: of torch's DDP, with which whole copies train
-        self.ddp_options: dict[str, Any] = {"find_unused_parameters": True} if find_unused_parameters else {}
+        self.ddp_options = {"find_unused_parameters": True} if find_unused_parameters else {}  # of torch's DDP
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -212,32 +219,27 @@ class HybridParallelStrategy(ReachedStrategy):
     def layout(self) -> layout.Layout:
         """The sizes of the mesh, once the number of processes is known."""
         if self._layout is None:
-            size, tensor = self._data_parallel_size, self._tensor_parallel_size
-            assert size != "auto" or isinstance(size, str)
-            self._layout = layout.resolve(
-                size,  # pyright: ignore[reportArgumentType]
-                int(tensor),
-                self.pipeline_parallel_size,
-                self.world_size,
-                shard=self.settings.shard,
-                who=WHO,
-            )
+            data: Any = self._data_parallel_size
+            tensor, pipeline = int(self._tensor_parallel_size), self.pipeline_parallel_size
+            others = {"context": self.context_parallel_size, "shard": self.settings.shard, "who": WHO}
+            self._layout = layout.resolve(data, tensor, pipeline, self.world_size, **others)
         return self._layout
 
     @property
     def whole_steps(self) -> bool:
         """Whether each process can run the module's own ``training_step`` by itself, at any time."""
         sharded = bool(self.settings.shard) and self.layout.data > 1
-        return not sharded and self.pipeline_parallel_size == 1
+        return not sharded and self.pipeline_parallel_size == self.context_parallel_size == 1
 
     @property
     def parts(self) -> list[Part]:
         """The ways in which this layout divides a run."""
         tensor, pipeline, data = int(self._tensor_parallel_size), self.pipeline_parallel_size, self._data_parallel_size
-        copies = self.world_size // (tensor * pipeline) if data == "auto" else int(data)
+        copies = self.world_size // (tensor * pipeline) if data == "auto" else int(data) * self.context_parallel_size
         found = [Part.SHARD] if self.settings.shard and copies > 1 else []
         found += [Part.TENSOR] if tensor > 1 else []
         found += [Part.PIPELINE] if pipeline > 1 else []
+        found += [Part.CONTEXT] if self.context_parallel_size > 1 else []
         return found or ([Part.COPIES] if copies > 1 else [])
 
     @property
@@ -334,7 +336,7 @@ class HybridParallelStrategy(ReachedStrategy):
         outside = is_open(self._replica.trainer) and self._replica.pipeline is None
         look = self._replica.in_place
         assert look is not None
-        with look.looking(outside=outside):
+        with look.looking(outside=outside), self._replica.stepping():
             return step(*args, **kwargs)
 
     def around_own_step(self) -> AbstractContextManager[None]:
@@ -379,7 +381,8 @@ class HybridParallelStrategy(ReachedStrategy):
         plugin, module = self.precision_plugin, self.lightning_module
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
-        plugin.backward(closure_loss, self._replica.target, optimizer, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+        with self._replica.stepping():
+            plugin.backward(closure_loss, self._replica.target, optimizer, *args, **kwargs)  # pyright: ignore[reportArgumentType]
         self._replica.finish_gradients()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)

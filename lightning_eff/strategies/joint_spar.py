@@ -17,21 +17,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction, Number
-from lightning_eff._core._lightning.names import is_a, like
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.checks import is_checkpointed_reentrantly
 from lightning_eff._core._stack.unfreezing import thawing
 from lightning_eff._core._stack.unused_parameters import look_for_unused, refuse_static_graph
 from lightning_eff._core.losses import loss_of
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey
+from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
-from lightning_eff._core.technique import Control, Technique
+from lightning_eff._core.technique import LOCAL_STEPS, Control, Technique
 from lightning_eff.strategies._communication.exchange import as_real, views_of
+from lightning_eff.strategies._communication.hooks import refuse_hook
 
 WHO = "JointSpar"
 _CURVATURE = ("KFAC", "MFAC", "SampledQuasiNewton")
-_APART = ("LocalSGD", "ResIST")
+_APART = (*LOCAL_STEPS, "ResIST")
 _PASSING = ("StochasticDepth", "ProgressiveLayerDropping")
 
 
@@ -166,7 +167,6 @@ class JointSpar(Technique):
     paper: ClassVar[str] = "Liu & Mozafari 2022, PMLR 162"
     constraints: ClassVar[str] = "DDP without another hook or static_graph; no reentrant checkpointing"
     needs: ClassVar[Need] = Need.DDP
-    survey: ClassVar[Survey | None] = Survey("JointSpar", zhuang="2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"share": Choice((0.5, 0.7, 0.9))})
     control: ClassVar[Control] = Control(
         "the same number of layers, drawn with equal probabilities; and the baseline for the same time",
@@ -209,16 +209,8 @@ class JointSpar(Technique):
 
     @override
     def check(self, session: Session) -> None:
-        strategy = session.trainer.strategy
         refuse_static_graph(session, who=WHO)
-        if is_a(strategy, DDPStrategy) and (
-            strategy._ddp_comm_hook is not None
-            or type(strategy)._register_ddp_hooks is not like(strategy, DDPStrategy)._register_ddp_hooks
-        ):
-            raise ValueError(
-                f"{WHO}: {type(strategy).__name__} has a communication hook already, and DDP takes only one. Use"
-                f" strategy='ddp', or remove {WHO}."
-            )
+        refuse_hook(session.trainer.strategy, who=WHO)
 
     @override
     def attach(self, session: Session) -> None:

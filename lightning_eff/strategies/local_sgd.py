@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Either, OneOf
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_processes
 from lightning_eff._core.technique import Control
 from lightning_eff.strategies._communication.apart import Apart
 
@@ -54,7 +54,6 @@ class LocalSGD(Apart):
     saves = "communication: one exchange of weights every `interval` steps"
     paper = "Lin et al. 2018, arXiv:1808.07217"
     constraints = "DDP; checkpoints up to N ranks as large; no fp16 scaler; on one process it is plain training"
-    survey: ClassVar[Survey | None] = Survey("local SGD", shen="7.3")
     search_space: ClassVar[SearchSpace | None] = SearchSpace(
         {"interval": Choice((2, 4, 8, 16, 32)), "warmup_steps": Choice((0, 100, 1000))}, needs_processes
     )

@@ -16,9 +16,9 @@ from typing_extensions import override
 from lightning_eff._core._arguments.kinds import Count, Either, Layers, OneOf
 from lightning_eff._core._stack.unused_parameters import look_for_unused, refuse_reentrant, refuse_static_graph
 from lightning_eff._core.blocks import BlockStack, refuse_compiled_around
-from lightning_eff._core.search_space import Choice, SearchSpace, Survey, needs_processes
+from lightning_eff._core.search_space import Choice, SearchSpace, needs_processes
 from lightning_eff._core.session import Session
-from lightning_eff._core.technique import Control
+from lightning_eff._core.technique import LOCAL_STEPS, Control
 from lightning_eff.strategies._communication.apart import Apart
 
 WHO = "ResIST"
@@ -124,7 +124,6 @@ class ResIST(Apart):
     constraints = (
         "residual blocks, preferably pre-norm; DDP; checkpoints up to N times as large for N ranks; no fp16 scaler"
     )
-    survey: ClassVar[Survey | None] = Survey("ResIST", zhuang="2.1")
     search_space: ClassVar[SearchSpace | None] = SearchSpace({"interval": Choice((8, 25, 50, 100))}, needs_processes)
     control = Control(
         "LocalSGD with the same interval, which trains the whole network between averagings; and the baseline under DDP for"
@@ -137,7 +136,7 @@ class ResIST(Apart):
         **dict.fromkeys(_CURVATURE, "each rank computes its gradient through different blocks"),
         **dict.fromkeys(_GROWTH, "it would change the blocks within a round"),
         **dict.fromkeys(("StochasticDepth", "ProgressiveLayerDropping"), "both choose the blocks that a step skips"),
-        "LocalSGD": "both decide when ranks average their weights",
+        **dict.fromkeys(LOCAL_STEPS, "both decide when ranks average their weights"),
     }
 
     def __init__(
@@ -189,7 +188,7 @@ class ResIST(Apart):
         refuse_reentrant(session, [stack], who=WHO)
         if self._learnt is not None:
             stack.load_state_dict(self._learnt)
-        stack.watch(scales=True, reshaping=True)
+        stack.watch(scales=True, reshaping=True, who=WHO)
 
     @override
     def on_optimizers(self, session: Session) -> None:

@@ -38,14 +38,6 @@ class Format:
     dtype: torch.dtype | None
 
     @property
-    def smallest_normal(self) -> float:
-        return 2.0 ** (1 - self.bias)
-
-    @property
-    def smallest_subnormal(self) -> float:
-        return 2.0 ** (1 - self.bias - self.mantissa_bits)
-
-    @property
     def epsilon(self) -> float:
         """The distance from 1 to the next number."""
         return 2.0**-self.mantissa_bits

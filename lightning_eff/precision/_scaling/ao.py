@@ -29,9 +29,10 @@ class TorchAOLinear:
         scaling: "tensorwise" or "rowwise" with dynamic amax, like torchao's recipes of these names. Gradients are E5M2, and
             scales are not powers of two, so the numbers equal those of the other backends.
         fast: whether the forward product accumulates in fewer bits.
+        fast_backward: whether the backward products do.
     """
 
-    def __init__(self, m: LinearMap, scaling: str, *, fast: bool) -> None:
+    def __init__(self, m: LinearMap, scaling: str, *, fast: bool, fast_backward: bool = False) -> None:
         from torchao.float8 import (  # pyright: ignore[reportMissingImports]
             CastConfig,
             Float8GemmConfig,
@@ -46,6 +47,8 @@ class TorchAOLinear:
             cast_config_weight=CastConfig(scaling_granularity=granularity),
             cast_config_grad_output=CastConfig(scaling_granularity=granularity),
             gemm_config_output=Float8GemmConfig(use_fast_accum=fast),
+            gemm_config_grad_input=Float8GemmConfig(use_fast_accum=fast_backward),
+            gemm_config_grad_weight=Float8GemmConfig(use_fast_accum=fast_backward),
             pad_inner_dim=True,
         )
         assert isinstance(m.module, nn.Linear)

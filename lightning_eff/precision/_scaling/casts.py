@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_eff.kernels.fp8_cast import BLOCK, By, Codes, Pair, cast
+from lightning_eff.kernels.fp8_cast import BLOCK, By, Codes, Pair, Peak, cast
 
 __all__ = ["BLOCK", "Codes", "Pair", "Scaling", "cast_pair"]
 
@@ -24,7 +24,7 @@ def cast_pair(
     columns: bool = False,
     square: bool = False,
     scale: Tensor | None = None,
-    peak: Tensor | None = None,
+    peak: Peak | None = None,
 ) -> Pair:
     """Cast a matrix for the products in which it takes part.
 
@@ -38,7 +38,7 @@ def cast_pair(
         columns: whether to return the transposed matrix.
         square: blocks instead of groups.
         scale: float32, (). The tensorwise scale, if known; otherwise it follows from the amax of ``x``.
-        peak: float32, (). A tensorwise amax to scale by; negative for the amax of ``x``.
+        peak: a tensorwise amax to scale by, see :class:`.fp8_cast.Peak`.
     """
     ways: dict[Scaling, By] = {
         "tensorwise": "tensor",

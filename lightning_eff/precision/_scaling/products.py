@@ -1,4 +1,4 @@
-"""Products of float8 matrices: emulated, in a Triton kernel, or by ``torch._scaled_mm`` under CUDA's rules.
+"""Products of float8 matrices: emulated, or by ``torch._scaled_mm`` under CUDA's rules; blockwise ones are in ``blocks``.
 
 The CPU's ``_scaled_mm`` accepts shapes, layouts and types that CUDA refuses. CUDA's rules are therefore written down here
 (aten/src/ATen/native/cuda/ScaledBlas.cpp of PyTorch 2.11 to 2.13), and operands are prepared to satisfy them.
@@ -35,11 +35,6 @@ def emulated(a: Codes, b: Codes, dtype: torch.dtype, fast: bool) -> Tensor:
         y = a.codes.float() @ b.codes.float().t()
         return y.mul_(of_a).mul_(of_b.t()).to(dtype)
     return fp8_matmul.reference_matmul(a, b, dtype)
-
-
-def by_blocks(a: Codes, b: Codes, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return the product of operands with blockwise scales, by :func:`.fp8_matmul.matmul`; ``fast`` has no effect."""
-    return fp8_matmul.matmul(a, b, dtype)
 
 
 def scaled_mm(a: Codes, b: Codes, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -111,9 +106,9 @@ def for_cuda(a: Codes, b: Codes, dtype: torch.dtype) -> Call:
     k, c = -a.codes.shape[1] % MULTIPLE, -b.codes.shape[0] % MULTIPLE
     left, right, right_scale = a.codes, b.codes, b.inverse
     if k:
-        left = _padded(left, k, 0)
+        left = padded(left, k, 0)
     if k or c:
-        right = _padded(right, k, c)
+        right = padded(right, k, c)
     out = dtype if dtype in _OUT else torch.float32
     if a.inverse.ndim == 0:
         return Call(left, right.t(), a.inverse, right_scale, out)
@@ -121,9 +116,10 @@ def for_cuda(a: Codes, b: Codes, dtype: torch.dtype) -> Call:
     return Call(left, right.t(), a.inverse, right_scale.contiguous(), torch.bfloat16)
 
 
-def _padded(codes: Tensor, columns: int, rows: int) -> Tensor:
-    padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, columns, 0, rows))  # the byte 0 is zero
-    return padded.view(codes.dtype)
+def padded(codes: Tensor, columns: int, rows: int) -> Tensor:
+    """Return codes with more columns and rows of zeros."""
+    larger = torch.nn.functional.pad(codes.view(torch.uint8), (0, columns, 0, rows))  # the byte 0 is zero
+    return larger.view(codes.dtype)
 
 
 def check_for_cuda(call: Call) -> None:

@@ -13,12 +13,13 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_eff._core._lightning.names import is_a, like
+from lightning_eff._core._lightning.names import is_a
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import OtherWeights
 from lightning_eff.strategies._communication.exchange import Traffic, plain_mean
 from lightning_eff.strategies._communication.gathering import gather_on_first
+from lightning_eff.strategies._communication.hooks import refuse_hook
 
 
 def average_in_place(parameters: list[Parameter]) -> None:
@@ -35,9 +36,9 @@ def average_in_place(parameters: list[Parameter]) -> None:
 class Apart(OtherWeights):
     """Trains each rank on its own gradients after a warm-up, and averages the weights every ``interval`` local steps.
 
-    A subclass can average differently by overriding :meth:`mean`. Validation, checkpoints and the end of the fit see the
-    average. The callback's state holds each rank's own weights and optimizer state, so a resumed run equals an
-    uninterrupted one.
+    A subclass can average differently by overriding :meth:`mean`, at other times by overriding :meth:`due`, and do more than
+    average by overriding :meth:`meet`. Validation, checkpoints and the end of the fit see the average. The callback's state
+    holds each rank's own weights and optimizer state, so a resumed run equals an uninterrupted one.
 
     Attributes:
         interval: the number of local steps between two averagings.
@@ -58,12 +59,21 @@ class Apart(OtherWeights):
         """Average these parameters, by name, in place. The result is the same on all ranks."""
         average_in_place([*parameters.values()])
 
+    def due(self, session: Session) -> bool:
+        """Return whether ranks meet after the local step that was just made. The answer is the same on all ranks."""
+        return not self._apart
+
+    def meet(self, session: Session) -> None:
+        """Give all ranks the same weights."""
+        self._average(session)
+
     def _reset(self) -> None:
         self._steps = 0  # optimizer steps of the run
         self._seen = 0  # the trainer's count of them when the batch began
         self._averagings = 0
         self._own: dict[str, Tensor] | None = None  # this rank's weights, while the module holds the mean
         self._pending: dict[str, Any] | None = None  # from a checkpoint
+        self._wrapped: dict[str, Parameter] = {}  # those that trained when DDP was built
         self._hook: Any = None  # torch's PostLocalSGDState
         self._distributed = False
         self._finished = False
@@ -88,14 +98,7 @@ class Apart(OtherWeights):
                 f"{type(self).__name__}: got precision {session.trainer.precision!r}, whose gradient scaler would skip a step"
                 " on one rank and not on another. Use precision='bf16-mixed'."
             )
-        if is_a(strategy, DDPStrategy) and (
-            strategy._ddp_comm_hook is not None
-            or type(strategy)._register_ddp_hooks is not like(strategy, DDPStrategy)._register_ddp_hooks
-        ):
-            raise ValueError(
-                f"{type(self).__name__}: {type(strategy).__name__} has a communication hook already, and DDP takes only one."
-                f" Use strategy='ddp', or remove {type(self).__name__}."
-            )
+        refuse_hook(strategy, who=type(self).__name__)
 
     @override
     def attach(self, session: Session) -> None:
@@ -112,7 +115,7 @@ class Apart(OtherWeights):
             wrap()
             model = strategy.model
             assert isinstance(model, DistributedDataParallel)
-            self._distributed = True
+            self._distributed, self._wrapped = True, self._parameters(session)
             self._hook = post_local_sgd.PostLocalSGDState(
                 None, None, self.warmup_steps, post_local_gradient_allreduce=False
             )
@@ -151,18 +154,18 @@ class Apart(OtherWeights):
     @override
     def on_batch_end(self, session: Session, batch_idx: int) -> None:
         self._steps += session.trainer.global_step - self._seen
-        if session.trainer.global_step > self._seen and self.local_steps and not self._apart:
-            self._average(session)
+        if session.trainer.global_step > self._seen and self.local_steps and self.due(session):
+            self.meet(session)
 
     def _average(self, session: Session) -> None:
-        if self._distributed:
-            self.mean(session, self._parameters(session))
+        if self._distributed:  # including those that another technique has just frozen
+            self.mean(session, self._wrapped | self._parameters(session))
             self._averagings += 1
 
     @override
     def detach(self, session: Session) -> None:
         super().detach(session)
-        self._hook = None
+        self._hook, self._wrapped = None, {}
 
     # -- the mean, for validation and checkpoints
 

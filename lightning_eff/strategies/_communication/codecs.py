@@ -1,4 +1,4 @@
-"""Gradients as bytes: signs with a scale per row (Seide et al. 2014), and bucketed QSGD (Alistarh et al. 2017; CGX)."""
+"""Gradients as bytes: signs with a scale per row (Seide et al. 2014), bucketed QSGD (Alistarh et al. 2017; CGX), bfloat16."""
 
 import math
 from abc import ABC, abstractmethod
@@ -88,6 +88,23 @@ class SignCodec(Codec):
         alive = unpack_codes(masks, 1, cols)
         sign = unpack_codes(signs, 1, rows * cols).view(-1, rows, cols).float().mul_(2).sub_(1)
         return sign.mul_(scale.unsqueeze(2)).mul_(alive.unsqueeze(1))
+
+
+class BFloat16Codec(Codec):
+    """Sends each element as the nearest bfloat16, with 8 significant bits. The codec is deterministic."""
+
+    @override
+    def num_bytes(self, rows: int, cols: int) -> int:
+        return 2 * rows * cols
+
+    @override
+    def encode(self, x: Tensor, seed: int) -> Tensor:
+        return x.flatten(1).to(torch.bfloat16).view(torch.uint8)
+
+    @override
+    def decode(self, data: Tensor, rows: int, cols: int) -> Tensor:
+        values = data.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+        return values.float().view(-1, rows, cols)
 
 
 class QuantizedCodec(Codec):

@@ -181,6 +181,29 @@ def compressed_mean(
 
 
 @torch.no_grad()
+def mean_of_matrices(
+    tensors: Mapping[str, Tensor],
+    codec: Codec,
+    *,
+    residuals: Residuals | None,
+    seed: Callable[[str], int],
+    traffic: Traffic,
+) -> None:
+    """Replace each real tensor by its mean over all ranks: matrices by :func:`compressed_mean`, vectors by :func:`plain_mean`.
+
+    Args:
+        tensors: non-empty tensors by name, with equal names and shapes on all ranks. A tensor of more than two dimensions is
+            a matrix of shape (x.shape[0], rest).
+        codec: as in :func:`compressed_mean`, and so are the other arguments.
+    """
+    plain_mean([x for x in tensors.values() if x.ndim < 2], group=None, traffic=traffic)
+    matrices = {name: as_matrix(x) for name, x in tensors.items() if x.ndim >= 2}
+    means = compressed_mean(matrices, codec, group=None, residuals=residuals, seed=seed, traffic=traffic)
+    for name, mean in means.items():
+        tensors[name].copy_(mean.view_as(tensors[name]))
+
+
+@torch.no_grad()
 def plain_mean(tensors: list[Tensor], *, group: dist.ProcessGroup | None, traffic: Traffic) -> None:
     """Replace each tensor by its mean over ranks, with one all-reduce per dtype; complex tensors are sent as real ones."""
     world_size = dist.get_world_size(group)

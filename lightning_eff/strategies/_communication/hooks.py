@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -12,18 +13,30 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.futures import Future
 from typing_extensions import override
 
+from lightning_eff._core._lightning.names import is_a, like
 from lightning_eff._core.rng import keyed_generator
 from lightning_eff.strategies._communication.codecs import Codec
 from lightning_eff.strategies._communication.exchange import (
     Residuals,
     Traffic,
-    as_matrix,
     as_real,
-    compressed_mean,
+    mean_of_matrices,
     plain_mean,
     redistribute,
     views_of,
 )
+
+
+def refuse_hook(strategy: Strategy, *, who: str) -> None:
+    """Raise ``ValueError`` if a DDP strategy has a communication hook of its own."""
+    if is_a(strategy, DDPStrategy) and (
+        strategy._ddp_comm_hook is not None
+        or type(strategy)._register_ddp_hooks is not like(strategy, DDPStrategy)._register_ddp_hooks
+    ):
+        raise ValueError(
+            f"{who}: {type(strategy).__name__} has a communication hook already, and DDP takes only one. Use strategy='ddp',"
+            f" or remove {who}."
+        )
 
 
 def run_hook(state: "GradientHook", bucket: GradBucket) -> Future[Tensor]:
@@ -114,19 +127,13 @@ class CodecHook(GradientHook):
 
     @override
     def compress(self, bucket: GradBucket) -> Future[Tensor]:
-        gradients = self._named(bucket)
-        plain_mean([g for _, g in gradients if g.ndim < 2], group=None, traffic=self.traffic)
-        means = compressed_mean(
-            {name: as_matrix(g) for name, g in gradients if g.ndim >= 2},
+        mean_of_matrices(
+            dict(self._named(bucket)),
             self.codec,
-            group=None,
             residuals=self.residuals,
             seed=lambda key: keyed_generator(self.seed, key, self.step, self.rank).initial_seed(),
             traffic=self.traffic,
         )
-        for name, g in gradients:
-            if name in means:
-                g.copy_(means[name].view_as(g))
         return _done(bucket.buffer())
 
     @override

@@ -3,16 +3,26 @@
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import LBFGS, Optimizer
 
+from lightning_eff._core._arguments.kinds import Count, Each, Either, Function, OneOf, Text
+from lightning_eff._core._arguments.objects import Table
 from lightning_eff._core._lightning.names import is_a, is_overridden
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.strategies._hybrid.layout import Layout, check_shard
+
+_STYLES = Table("module paths", Text("a style"), hint="Example: {'model.layers.*.mlp.up': 'colwise'}.")
+_SIZES = Each(Count(), hint="Give the number of blocks of each stage, such as [3, 5].")
+_WEIGHT = Either(Function("a micro-batch that returns a number"), Text("its dotted path"))
+
+TensorPlan = Annotated[Literal["auto"] | Mapping[str, str], Either(OneOf("auto"), _STYLES, hint=_STYLES.hint)]
+PipelineSplit = Annotated[Literal["balanced"] | Sequence[int], Either(OneOf("balanced"), _SIZES, hint=_SIZES.hint)]
+Weight = Annotated[Callable[[Any], float] | str, _WEIGHT]
 
 
 @dataclass(frozen=True)
@@ -56,55 +66,39 @@ def imported(given: Any, *, who: str) -> Callable[[Any], float] | None:
 
 
 def check_arguments(
+    settings: Settings,
     *,
-    who: str,
     data_parallel_size: int | str,
     sizes: Mapping[str, int],
-    shard: bool | int,
     context_parallel_size: int,
-    sequence_parallel: bool,
     find_unused_parameters: bool,
-    schedule: str,
-    num_microbatches: int | None,
-    tensor_parallel_plan: Any,
-    pipeline_split: Any,
-    microbatch_weight: Any = None,
+    who: str,
 ) -> None:
     """Raise ``ValueError`` if arguments contradict each other, or for a value that no declaration describes."""
-    check_shard(shard, data_parallel_size, who=who)
-    if context_parallel_size > 1:
-        raise ValueError(
-            f"{who}({context_parallel_size=}): context parallelism is not supported, because with torch's implementation the"
-            " module would compute positions and loss means from a part of the sequence. For long sequences use"
-            " tensor_parallel_size with sequence_parallel=True, more pipeline stages, or Rematerialization."
-        )
-    if find_unused_parameters and (shard is not False or sizes["tensor_parallel_size"] > 1):
+    check_shard(settings.shard, data_parallel_size, who=who)
+    for name, size in sizes.items():
+        if context_parallel_size > 1 and size > 1:
+            raise ValueError(
+                f"{who}({context_parallel_size=}, {name}={size}): context parallelism does not work together with tensor or"
+                f" pipeline parallelism yet. Set {name}=1, or context_parallel_size=1."
+            )
+    if find_unused_parameters and (settings.shard is not False or sizes["tensor_parallel_size"] > 1):
         raise ValueError(
             f"{who}(find_unused_parameters=True): this is an option of torch's DDP, which is used only with shard=False and"
             " without tensor or pipeline parallelism. Leave it out: other layouts allow parameters without a gradient."
         )
     from lightning_eff.strategies._pipeline.order import schedule_name
 
-    schedule_name(str(schedule), who=who)
-    if tensor_parallel_plan != "auto" and not isinstance(tensor_parallel_plan, Mapping):
-        raise ValueError(
-            f"{who}(tensor_parallel_plan={tensor_parallel_plan!r}): expected 'auto', or a mapping of module paths to styles,"
-            " such as {'model.layers.*.mlp.up': 'colwise'}."
-        )
-    whole = isinstance(pipeline_split, Sequence) and not isinstance(pipeline_split, str)
-    if pipeline_split != "balanced" and not whole:
-        raise ValueError(
-            f"{who}({pipeline_split=}): expected 'balanced', or the number of blocks of each stage, such as [3, 5]."
-        )
+    schedule_name(str(settings.schedule), who=who)
     idle = {
         "pipeline_parallel_size": {
-            "num_microbatches": num_microbatches is not None,
-            "pipeline_split": whole,
-            "microbatch_weight": microbatch_weight is not None,
+            "num_microbatches": settings.num_microbatches is not None,
+            "pipeline_split": settings.pipeline_split != "balanced",
+            "microbatch_weight": settings.microbatch_weight is not None,
         },
         "tensor_parallel_size": {
-            "tensor_parallel_plan": tensor_parallel_plan != "auto",
-            "sequence_parallel": sequence_parallel,
+            "tensor_parallel_plan": settings.tensor_parallel_plan != "auto",
+            "sequence_parallel": settings.sequence_parallel,
         },
     }
     for size, given in idle.items():
@@ -165,7 +159,7 @@ def check_run(trainer: Trainer, module: LightningModule, layout: Layout, *, repl
                 f" {layout} each process has a part. Remove the callback, or use {who}(shard=False) without tensor and"
                 " pipeline parallelism."
             )
-    if layout.model_parallel and trainer.strategy._layer_sync is not None:  # pyright: ignore[reportAttributeAccessIssue]
+    if layout.shares_samples and trainer.strategy._layer_sync is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
             f"{who}: got sync_batchnorm=True with {layout}, but its messages go to all processes and not only to the replicas."
             " Set sync_batchnorm=False, or use group or layer norm."

@@ -1,16 +1,18 @@
 """Takes a batch for checks at setup, without changing the order of the loaders."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
 from lightning_eff._core import rng
 from lightning_eff._core._run.loader_copies import apart
 from lightning_eff._core.batches import tensors
+from lightning_eff._core.steps import silent
 
 
 @contextmanager
@@ -51,6 +53,17 @@ def on_device(trainer: Trainer, module: LightningModule, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def loss_on(module: LightningModule, step: Callable[[Any], Any], batch: Any) -> Callable[[], Tensor]:
+    """Return a function that runs the training step ``step`` on ``batch`` without a trace, and returns the loss."""
+
+    def loss() -> Tensor:
+        with rng.fork(), silent(module, buffers=False):  # the caller compares buffers, and restores them
+            output = step(batch)
+        return output["loss"] if isinstance(output, Mapping) else output
+
+    return loss
 
 
 def agreed_batch(

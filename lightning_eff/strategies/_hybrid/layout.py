@@ -20,22 +20,36 @@ class Layout:
     parameters, the copies, and the stages.
 
     Attributes:
-        copies: number of groups of data-parallel ranks with hybrid sharding, in which each group shares one copy of the
-            parameters. Otherwise 1.
+        data: number of ranks that average gradients: the data-parallel ranks, times ``context``.
+        copies: number of groups of these ranks with hybrid sharding, in which each group shares one copy of the parameters.
+            Otherwise 1.
+        context: number of neighboring ranks among them that share their sequences.
     """
 
     pipeline: int
     data: int
     tensor: int
     copies: int = 1
+    context: int = 1
 
     def __str__(self) -> str:
         among = f" ({self.copies} copies of {self.data // self.copies} shards)" if self.copies > 1 else ""
-        return f"pipeline {self.pipeline} x data {self.data}{among} x tensor {self.tensor}"
+        shared = f" x context {self.context}" if self.context > 1 else ""
+        return f"pipeline {self.pipeline} x data {self.samples}{among}{shared} x tensor {self.tensor}"
 
     @property
     def world(self) -> int:
         return self.pipeline * self.data * self.tensor
+
+    @property
+    def samples(self) -> int:
+        """The number of replicas, over which samples are divided."""
+        return self.data // self.context
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether several processes train on the same samples."""
+        return self.model_parallel or self.context > 1
 
     @property
     def model_parallel(self) -> bool:
@@ -52,11 +66,29 @@ def check_shard(shard: bool | int, data: Any, *, who: str) -> None:
         )
 
 
-_MESHES: dict[tuple[Layout, str], tuple[Any, DeviceMesh, dist.ProcessGroup]] = {}
+@dataclass(frozen=True)
+class _Made:
+    """A mesh, and this rank's groups: those that average gradients, those with other samples, and those that share them."""
+
+    world: Any
+    mesh: DeviceMesh
+    data: dist.ProcessGroup
+    samples: dist.ProcessGroup
+    context: dist.ProcessGroup | None
+
+
+_MESHES: dict[tuple[Layout, str], _Made] = {}
 
 
 def resolve(
-    data: int | Literal["auto"], tensor: int, pipeline: int, world: int, *, shard: bool | int = True, who: str
+    data: int | Literal["auto"],
+    tensor: int,
+    pipeline: int,
+    world: int,
+    *,
+    context: int = 1,
+    shard: bool | int = True,
+    who: str,
 ) -> Layout:
     """Return the layout of ``world`` processes.
 
@@ -65,30 +97,34 @@ def resolve(
         tensor: tensor-parallel size.
         pipeline: number of pipeline ranks.
         world: number of processes.
+        context: number of processes that share a sequence.
         shard: number of ranks that share one copy of the parameters; True means all, False none.
         who: name of the caller in messages.
 
     Raises:
         ValueError: if the sizes do not multiply to ``world``, or ``shard`` does not divide the data-parallel size.
     """
-    layout = _sizes(data, tensor, pipeline, world, who=who)
+    layout = _sizes(data, tensor, pipeline, context, world, who=who)
     check_shard(shard, layout.data, who=who)
     return layout if isinstance(shard, bool) else replace(layout, copies=layout.data // shard)
 
 
-def _sizes(data: int | Literal["auto"], tensor: int, pipeline: int, world: int, *, who: str) -> Layout:
-    asked = f"tensor_parallel_size={tensor}, pipeline_parallel_size={pipeline}"
+def _sizes(data: int | Literal["auto"], tensor: int, pipeline: int, context: int, world: int, *, who: str) -> Layout:
+    asked, sizes = f"tensor_parallel_size={tensor}, pipeline_parallel_size={pipeline}", [tensor, pipeline]
+    if context > 1:
+        asked, sizes = f"{asked}, context_parallel_size={context}", [*sizes, context]
+    product, written = math.prod(sizes), " x ".join(map(str, sizes))
     if data == "auto":
-        if world % (tensor * pipeline):
+        if world % product:
             raise ValueError(
-                f"{who}({asked}): {tensor} x {pipeline} = {tensor * pipeline} does not divide the {world} processes"
-                f" (devices x num_nodes). Start {tensor * pipeline} processes or a multiple of that, or change the sizes."
+                f"{who}({asked}): {written} = {product} does not divide the {world} processes"
+                f" (devices x num_nodes). Start {product} processes or a multiple of that, or change the sizes."
             )
-        return Layout(pipeline, world // (tensor * pipeline), tensor)
-    layout = Layout(pipeline, data, tensor)
+        return Layout(pipeline, world // (tensor * pipeline), tensor, context=context)
+    layout = Layout(pipeline, data * context, tensor, context=context)
     if layout.world != world:
         raise ValueError(
-            f"{who}(data_parallel_size={data}, {asked}): {data} x {tensor} x {pipeline} = {layout.world}, but there are"
+            f"{who}(data_parallel_size={data}, {asked}): {data} x {written} = {layout.world}, but there are"
             f" {world} processes (devices x num_nodes). Start {layout.world} processes, or use sizes that multiply to"
             f" {world}, for example with data_parallel_size='auto'."
         )
@@ -101,19 +137,39 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     Runs with the same layout in one process share the mesh. Its process groups have threads and cannot be ended, because
     torch caches plans for DTensors by equal meshes.
     """
-    world, made, _ = _MESHES.get((layout, device.type), (None, None, None))
-    if made is None or world is not dist.group.WORLD:
+    known = _MESHES.get((layout, device.type))
+    if known is None or known.world is not dist.group.WORLD:
         divided = {REPLICAS: layout.copies, SHARDS: layout.data // layout.copies}
         data = divided if layout.copies > 1 else {DATA: layout.data}
         sizes = {PIPELINE: layout.pipeline, **data, TENSOR: layout.tensor}
         made = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         group = made[DATA].get_group() if layout.copies == 1 else group_over(made, DATA)
-        _MESHES[layout, device.type] = dist.group.WORLD, made, group
-    return made
+        samples, context = (group, None) if layout.context == 1 else _shared(layout, made)
+        known = _MESHES[layout, device.type] = _Made(dist.group.WORLD, made, group, samples, context)
+    return known.mesh
+
+
+def _shared(layout: Layout, mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups of ranks with other samples, and of those that share them; collective."""
+    ranks = mesh.mesh.reshape(layout.pipeline, layout.samples, layout.context, layout.tensor)
+    samples = _group_of(ranks.movedim(1, -1).reshape(-1, layout.samples))
+    return samples, _group_of(ranks.movedim(2, -1).reshape(-1, layout.context))
+
+
+def _group_of(rows: torch.Tensor) -> dist.ProcessGroup:
+    """Create a group of each row of ranks, and return this rank's; collective over all processes."""
+    mine: dist.ProcessGroup | None = None
+    for members in rows.tolist():
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            assert isinstance(group, dist.ProcessGroup)
+            mine = group
+    assert mine is not None
+    return mine
 
 
 def data_axes(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the axes of the mesh that divide samples."""
+    """Return the axes of the mesh whose ranks average gradients."""
     return tuple(name for name in mesh.mesh_dim_names or () if name not in (PIPELINE, TENSOR))
 
 
@@ -122,25 +178,34 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[data_axes(mesh)]
 
 
+def _made(mesh: DeviceMesh) -> _Made:
+    return next(made for made in _MESHES.values() if made.mesh is mesh)
+
+
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of this rank's data-parallel ranks, for a mesh from :func:`make_mesh`."""
-    return next(data for _, made, data in _MESHES.values() if made is mesh)
+    """Return the group of the ranks that average gradients with this one, for a mesh from :func:`make_mesh`."""
+    return _made(mesh).data
+
+
+def samples_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of this rank and those with other samples, one for each replica."""
+    return _made(mesh).samples
+
+
+def context_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of the ranks that share sequences with this one, with context parallelism."""
+    group = _made(mesh).context
+    assert group is not None
+    return group
 
 
 def group_over(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
     """Return the processes that differ from this one only in ``axes``. Over (pipeline, tensor) they hold one replica.
 
-    ``DATA`` means all axes that divide samples. Collective over all processes.
+    ``DATA`` means all axes that average gradients. Collective over all processes.
     """
     names = mesh.mesh_dim_names or ()
     axes = tuple(name for axis in axes for name in (data_axes(mesh) if axis == DATA else (axis,)))
     order = sorted(range(len(names)), key=lambda axis: names[axis] in axes)
     size = math.prod(mesh.mesh.shape[names.index(axis)] for axis in axes)
-    mine: dist.ProcessGroup | None = None
-    for members in mesh.mesh.permute(order).reshape(-1, size).tolist():
-        group = dist.new_group(members)
-        if dist.get_rank() in members:
-            assert isinstance(group, dist.ProcessGroup)
-            mine = group
-    assert mine is not None
-    return mine
+    return _group_of(mesh.mesh.permute(order).reshape(-1, size))

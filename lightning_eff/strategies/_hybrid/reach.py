@@ -7,6 +7,7 @@ from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_eff._core._surveys.items import InSurveys
 from lightning_eff.strategies._hybrid import layout as layouts
 from lightning_eff.strategies._hybrid.saving.strategy import SavingStrategy
 from lightning_eff.strategies._hybrid.shards import all_gather, everywhere
@@ -21,19 +22,21 @@ class ReachedStrategy(SavingStrategy):
     Operations on samples use the data-parallel ranks. Operations that synchronize processes use all ranks.
     """
 
+    survey = InSurveys()
+
     _layout: "layouts.Layout | None"
     _replica: "Replica | None"
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        group = layouts.data_group(self.device_mesh)
+        group = layouts.samples_group(self.device_mesh)
         return {"num_replicas": group.size(), "rank": group.rank()}
 
     def _replicas(self, group: Any) -> Any:
         """Return the data-parallel ranks if ``group`` means all processes and some see the same samples, else None."""
-        if everywhere(group) and self._layout is not None and self._layout.model_parallel:
-            return layouts.data_group(self.device_mesh)
+        if everywhere(group) and self._layout is not None and self._layout.shares_samples:
+            return layouts.samples_group(self.device_mesh)
         return None
 
     @override

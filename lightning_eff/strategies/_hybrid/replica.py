@@ -1,6 +1,6 @@
 """One replica of the module on its ranks: it is divided at setup, run in steps, and put together at the end."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 from weakref import WeakSet
@@ -15,29 +15,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import metric
 
-from lightning_eff._core import rng
 from lightning_eff._core.patches import Patches
-from lightning_eff._core.steps import silent, takes_index
+from lightning_eff._core.steps import takes_index
 from lightning_eff._core.wrapping import WrappingPrecision
 from lightning_eff.strategies._hybrid import batches, gradients, sharding
+from lightning_eff.strategies._hybrid import layout as layouts
 from lightning_eff.strategies._hybrid.arguments import Settings, innermost
 from lightning_eff.strategies._hybrid.clipping import Clipping
 from lightning_eff.strategies._hybrid.hooks import check_hooks
 from lightning_eff.strategies._hybrid.initial import Initial
-from lightning_eff.strategies._hybrid.layout import (
-    PIPELINE,
-    TENSOR,
-    Layout,
-    data_group,
-    data_mesh,
-    group_over,
-)
 from lightning_eff.strategies._hybrid.saving.files import Files
 from lightning_eff.strategies._hybrid.saving.gathering import Gathering, owners, wanted_of
 from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer, named, steps_apart
 from lightning_eff.strategies._hybrid.saving.plain import Plain
 from lightning_eff.strategies._hybrid.saving.window import Window
-from lightning_eff.strategies._hybrid.shards import all_reduce_gradients, broadcast, over_replicas
+from lightning_eff.strategies._hybrid.shards import all_reduce_gradients, anywhere, broadcast, over_replicas
 from lightning_eff.strategies._hybrid.structure import Structure
 
 _BUCKET_BYTES = 250 * 2**20
@@ -51,6 +43,8 @@ class Replica:
         plain: the record of the plain module.
         pipeline: this rank's stages, with several pipeline ranks.
         tensor: the plan of split layers, with several tensor-parallel ranks.
+        context: divides sequences in the blocks, with several context-parallel ranks.
+        stepping: returns the context of a training step, and of its backward pass.
         optimizers: the run's optimizers with names of parameters.
         files: the checkpoints.
         window: the gradients of an open accumulation window, for checkpoints.
@@ -63,7 +57,7 @@ class Replica:
         self,
         trainer: Trainer,
         module: LightningModule,
-        layout: Layout,
+        layout: layouts.Layout,
         mesh: DeviceMesh,
         settings: Settings,
         *,
@@ -80,6 +74,8 @@ class Replica:
         self.window: Window
         self.pipeline: Any = None
         self.tensor: Any = None
+        self.context: Any = None
+        self.stepping: Callable[[], AbstractContextManager[None]] = nullcontext
         self.optimizers: list[NamedOptimizer] = []
         self._model: nn.Module = module
         self._roots: list[nn.Module] = []
@@ -110,7 +106,7 @@ class Replica:
                 " (trainer.fit(..., ckpt_path=...), trainer.test(..., ckpt_path=...)), or a new module."
             )
         hooks = [] if self.replicated else check_hooks(self.trainer, module, layout, who=self.who)
-        deferred = self._anywhere(any(t.is_meta for t in (*module.parameters(), *module.buffers())))
+        deferred = anywhere(any(t.is_meta for t in (*module.parameters(), *module.buffers())), self.device)
         plugin = self.trainer.precision_plugin
         if plugin.convert_module(module) is not module:
             raise ValueError(
@@ -132,14 +128,16 @@ class Replica:
             assert world is not None
             tensors = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
             broadcast(tensors.values(), world, most_bytes=_BUCKET_BYTES)
-        if layout.data == 1:  # keep the loader, since Lightning's sampler would shuffle in another order
+        if layout.samples == 1:  # keep the loader, since Lightning's sampler would shuffle in another order
             self._patches.set(self.trainer._accelerator_connector, "use_distributed_sampler", False)
         batch = None
         if layout.model_parallel:
-            group = self._group_over(PIPELINE, TENSOR)
+            group = self._group_over(layouts.PIPELINE, layouts.TENSOR)
             batch = batches.agreed_batch(self.trainer, module, group, self.device, fitting=self.fitting, who=self.who)
             with self._structure.noting():
                 self._divide_model(None if deferred else batch)
+        if layout.context > 1:
+            self._divide_sequences(deferred=deferred)
         self._find_owners()
         if initial is not None and self.replicated:
             initial.make(self.plain, self.held, self.device)
@@ -150,13 +148,15 @@ class Replica:
                 sharding.take_up(root)
         for root in self._roots:
             sharding.settle(root)
+        if self.context is not None:
+            self.context.install()  # around the hooks of FSDP2
         self._reduced = {id(p) for root in self._roots for p in sharding.sharded_parameters(root)}
         self.in_place = sharding.InPlace(module, self._roots, self._reduced, self.mesh, self.pipeline, who=self.who)
         if deferred and self.pipeline is not None and batch is not None:
             with self.evaluation():
                 self.pipeline.learn(self._step, batch)
-        if layout.model_parallel:  # ranks of a replica have the same values, which a sum would count twice
-            self._patches.set(metric, "gather_all_tensors", over_replicas(data_group(self.mesh)))
+        if layout.shares_samples:  # ranks of a replica have the same values, which a sum would count twice
+            self._patches.set(metric, "gather_all_tensors", over_replicas(layouts.samples_group(self.mesh)))
         self.plain.release()
         self.files = Files(self.module, self.plain, self.gathering, self.device, whole=self.replicated, who=self.who)
         self.window = Window(self.plain, self.gathering, self.held, self._roots, reduces_each_pass=bool(self.pipeline))
@@ -174,13 +174,8 @@ class Replica:
         return self._model
 
     def _group_over(self, *axes: str) -> dist.ProcessGroup:
-        self._groups.append(group_over(self.mesh, *axes))
+        self._groups.append(layouts.group_over(self.mesh, *axes))
         return self._groups[-1]
-
-    def _anywhere(self, here: bool) -> bool:
-        told = torch.tensor(int(here), device=self.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        return bool(told)
 
     def _step(self, batch: Any) -> Any:
         """Run the module's training step in its precision."""
@@ -205,7 +200,7 @@ class Replica:
             self.pipeline = Pipeline(
                 self.module,
                 layers=settings.layers,
-                group=self.mesh[PIPELINE].get_group(),
+                group=self.mesh[layouts.PIPELINE].get_group(),
                 schedule=settings.schedule,
                 num_microbatches=settings.num_microbatches,
                 split=settings.pipeline_split,
@@ -222,19 +217,11 @@ class Replica:
         if layout.tensor > 1:
             from lightning_eff.strategies._tensor.plan import tensor_parallel
 
-            def loss() -> Tensor:
-                with (
-                    rng.fork(),
-                    silent(self.module, buffers=False),
-                ):  # which are compared, and put back by who does that
-                    output = self._step(batch)
-                return output["loss"] if isinstance(output, Mapping) else output
-
             self.tensor = tensor_parallel(
                 self.module,
-                self.mesh[TENSOR],
+                self.mesh[layouts.TENSOR],
                 settings.tensor_parallel_plan,
-                None if batch is None else loss,
+                None if batch is None else batches.loss_on(self.module, self._step, batch),
                 sequence_parallel=settings.sequence_parallel,
                 whole_heads=self.trainer.strategy.whole_heads,  # pyright: ignore[reportAttributeAccessIssue]
                 who=self.who,
@@ -243,14 +230,25 @@ class Replica:
         if self.pipeline is not None:
             self.pipeline.cut()
 
+    def _divide_sequences(self, *, deferred: bool) -> None:
+        """Divide the tokens of sequences inside the blocks, and check that on a batch if there is one."""
+        from lightning_eff.strategies._context.dividing import Dividing
+
+        group, layers = layouts.context_group(self.mesh), self.settings.layers
+        self.context = Dividing(self.module, layers=layers, group=group, device=self.device, who=self.who)
+        self.stepping = self.context.stepping
+        batch = batches.agreed_batch(self.trainer, self.module, group, self.device, fitting=self.fitting, who=self.who)
+        if batch is not None:
+            self.context.learn(None if deferred else batches.loss_on(self.module, self._step, batch))
+
     def _find_owners(self) -> None:
-        group = None if self.pipeline is None else self.mesh[PIPELINE].get_group()
+        group = None if self.pipeline is None else self.mesh[layouts.PIPELINE].get_group()
         self.held, self.owner = owners(self.plain, None if self.pipeline is None else self.pipeline.owned_names, group)
         self.gathering = Gathering(self.mesh, self.owner.__getitem__, self.device)  # it outlives this object
 
     def _wrap(self) -> None:
         """Apply data parallelism to this rank's part: torch's DDP, FSDP2, or this strategy's averaging of gradients."""
-        mesh = data_mesh(self.mesh)
+        mesh = layouts.data_mesh(self.mesh)
         if self.layout.data == 1:
             return
         if self.replicated:
@@ -319,7 +317,7 @@ class Replica:
     def begin_step(self) -> None:
         """Copy the buffers of the first replica to all replicas, like DDP."""
         if self._buffers:
-            broadcast(self._buffers, data_group(self.mesh), most_bytes=_BUCKET_BYTES)
+            broadcast(self._buffers, layouts.data_group(self.mesh), most_bytes=_BUCKET_BYTES)
 
     def run_pipeline(self, batch: Any, *args: Any) -> Tensor:
         """Run the passes of all micro-batches; :meth:`Stash.backward` later adds the gradients."""
@@ -375,7 +373,7 @@ class Replica:
         """After a backward pass, lay gradients out like their parameters and, unless they accumulate, average them."""
         if self.replicated:
             if self._late and not self._accumulating:
-                all_reduce_gradients(self._late, data_group(self.mesh), mean=True)
+                all_reduce_gradients(self._late, layouts.data_group(self.mesh), mean=True)
             return
         if self.tensor is not None and self.pipeline is None:
             self.tensor.normalize_gradients()
@@ -383,13 +381,15 @@ class Replica:
                 sharding.lay_unreduced(root)
         if not self._accumulating and self.layout.data > 1:
             params = [p for p in self.module.parameters() if id(p) not in self._reduced]
-            all_reduce_gradients(params, data_group(self.mesh), mean=True)
+            all_reduce_gradients(params, layouts.data_group(self.mesh), mean=True)
 
     # -- at the end
 
     def undo(self, *, gather: bool | Literal["auto"]) -> None:
         """Restore the plain module, with the trained weights if ``gather`` allows; collective unless it is False."""
         self._patches.restore()
+        if self.context is not None:
+            self.context.remove()
         if not self._own_forward:  # Lightning's redirection through a wrapper leaves one on the instance
             self.module.__dict__.pop("forward", None)
         if not self.replicated:

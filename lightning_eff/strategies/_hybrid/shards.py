@@ -177,6 +177,13 @@ def all_gather(tensor: Tensor, group: ProcessGroup, *, sync_grads: bool) -> Tens
         return cast("Tensor", _Gathered.apply(tensor, group))
 
 
+def anywhere(here: bool, device: torch.device) -> bool:
+    """Return whether ``here`` is true in any process; collective over all of them."""
+    told = torch.tensor(int(here), device=device)
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return bool(told)
+
+
 def everywhere(group: Any) -> bool:
     """Whether ``group`` means all processes."""
     return group is None or group is dist.group.WORLD

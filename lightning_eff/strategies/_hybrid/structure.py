@@ -10,6 +10,13 @@ _MISSING = object()
 _TENSORS = ("_parameters", "_buffers")
 
 
+def put_in_order(namespace: dict[str, Any], keys: list[str]) -> None:
+    """Sort a dict in place: ``keys`` first, in their order, then the others."""
+    in_order = {key: namespace[key] for key in keys if key in namespace} | namespace
+    namespace.clear()
+    namespace.update(in_order)
+
+
 class Structure:
     """Records the changes to a module within :meth:`noting`, and undoes exactly these."""
 
@@ -54,10 +61,7 @@ class Structure:
             else:
                 namespace[key] = old
         while self._orders:
-            namespace, keys = self._orders.pop()
-            in_order = {key: namespace[key] for key in keys if key in namespace} | namespace
-            namespace.clear()
-            namespace.update(in_order)
+            put_in_order(*self._orders.pop())
         while self._classes:
             module, cls = self._classes.pop()
             object.__setattr__(module, "__class__", cls)

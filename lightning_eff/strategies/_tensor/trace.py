@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 _SEED = 20
-_DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
+DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 
 
 class _NoDropout(TorchFunctionMode):
@@ -24,7 +24,7 @@ class _NoDropout(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _DROPS:
+        if func in DROPS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
             if len(args) > 4:

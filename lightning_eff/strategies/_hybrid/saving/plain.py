@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_eff.strategies._hybrid.structure import put_in_order
+
 
 @dataclass(frozen=True)
 class Place:
@@ -195,6 +197,4 @@ class Plain:
         for owner, kind, keys in self._orders:
             namespace = getattr(owner, kind)
             if list(namespace) != keys:
-                in_order = {key: namespace[key] for key in keys if key in namespace} | namespace
-                namespace.clear()
-                namespace.update(in_order)
+                put_in_order(namespace, keys)
