@@ -17,6 +17,7 @@ from lightning_eff._core._architecture.folding import export as export
 from lightning_eff._exports.applying import apply as apply
 from lightning_eff.advice.advising import advise as advise
 from lightning_eff.bench.benchmark import Benchmark as Benchmark
+from lightning_eff.budget.ada_scale import AdaScale as AdaScale
 from lightning_eff.budget.batch_size_warmup import BatchSizeWarmup as BatchSizeWarmup
 from lightning_eff.budget.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
 from lightning_eff.budget.learning_rate_schedule import LearningRateSchedule as LearningRateSchedule
@@ -24,8 +25,11 @@ from lightning_eff.budget.linear_scaling import LinearScaling as LinearScaling
 from lightning_eff.data.augmentation.cutout import Cutout as Cutout
 from lightning_eff.data.augmentation.images.aug_mix import AugMix as AugMix
 from lightning_eff.data.augmentation.images.auto_augment import AutoAugment as AutoAugment
+from lightning_eff.data.augmentation.images.auto_augment import fast_auto_augment as fast_auto_augment
 from lightning_eff.data.augmentation.images.diff_augment import DiffAugment as DiffAugment
 from lightning_eff.data.augmentation.images.rand_augment import RandAugment as RandAugment
+from lightning_eff.data.augmentation.images.random_crop import RandomCrop as RandomCrop
+from lightning_eff.data.augmentation.images.random_flip import RandomFlip as RandomFlip
 from lightning_eff.data.augmentation.label_smoothing import LabelSmoothing as LabelSmoothing
 from lightning_eff.data.augmentation.mixing.cut_mix import CutMix as CutMix
 from lightning_eff.data.augmentation.mixing.manifold_mixup import ManifoldMixup as ManifoldMixup
@@ -48,6 +52,7 @@ from lightning_eff.data.curriculum.progressive_resizing import ProgressiveResizi
 from lightning_eff.data.curriculum.sequence_length_warmup import SequenceLengthWarmup as SequenceLengthWarmup
 from lightning_eff.data.curriculum.token_budget_batches import TokenBudgetBatches as TokenBudgetBatches
 from lightning_eff.data.exact_resume import ExactResume as ExactResume
+from lightning_eff.data.in_memory_data import InMemoryData as InMemoryData
 from lightning_eff.data.loader_tuning import LoaderTuning as LoaderTuning
 from lightning_eff.data.selection.adaptive.auto_assist import AutoAssist as AutoAssist
 from lightning_eff.data.selection.adaptive.robust_importance_sampling import (
@@ -75,13 +80,16 @@ from lightning_eff.memory.act_precision import ACTPrecision as ACTPrecision
 from lightning_eff.memory.activation_compression import ActivationCompression as ActivationCompression
 from lightning_eff.memory.activation_offload import ActivationOffload as ActivationOffload
 from lightning_eff.memory.eight_bit_optimizer import EightBitOptimizer as EightBitOptimizer
+from lightning_eff.memory.optimizer_in_backward import OptimizerInBackward as OptimizerInBackward
 from lightning_eff.memory.optimizer_offload import OptimizerOffload as OptimizerOffload
 from lightning_eff.memory.rematerialization import Rematerialization as Rematerialization
+from lightning_eff.memory.reversible_layers import ReversibleLayers as ReversibleLayers
 from lightning_eff.model.adapters.bit_fit import BitFit as BitFit
 from lightning_eff.model.adapters.dequantize import dequantize as dequantize
 from lightning_eff.model.adapters.export_adapter import export_adapter as export_adapter
 from lightning_eff.model.adapters.houlsby_adapters import HoulsbyAdapters as HoulsbyAdapters
 from lightning_eff.model.adapters.lo_ra import LoRA as LoRA
+from lightning_eff.model.adapters.prefix_tuning import PrefixTuning as PrefixTuning
 from lightning_eff.model.adapters.prompt_tuning import PromptTuning as PromptTuning
 from lightning_eff.model.adapters.quantized_base import QuantizedBase as QuantizedBase
 from lightning_eff.model.adapters.ve_ra import VeRA as VeRA
@@ -106,6 +114,7 @@ from lightning_eff.model.growth.greedy_layerwise import GreedyLayerwise as Greed
 from lightning_eff.model.growth.layer_freezing import LayerFreezing as LayerFreezing
 from lightning_eff.model.growth.progressive_layer_dropping import ProgressiveLayerDropping as ProgressiveLayerDropping
 from lightning_eff.model.growth.progressive_stacking import ProgressiveStacking as ProgressiveStacking
+from lightning_eff.model.growth.sampled.lisa import LISA as LISA
 from lightning_eff.model.growth.shallow_to_deep import ShallowToDeep as ShallowToDeep
 from lightning_eff.model.growth.stochastic_depth import StochasticDepth as StochasticDepth
 from lightning_eff.model.initialization.data_driven_init import DataDrivenInit as DataDrivenInit
@@ -118,6 +127,7 @@ from lightning_eff.model.initialization.lsuv import LSUV as LSUV
 from lightning_eff.model.initialization.meta_init import MetaInit as MetaInit
 from lightning_eff.model.initialization.orthogonal_init import OrthogonalInit as OrthogonalInit
 from lightning_eff.model.initialization.re_zero import ReZero as ReZero
+from lightning_eff.model.initialization.rep_optimizer import RepOptimizer as RepOptimizer
 from lightning_eff.model.initialization.skip_init import SkipInit as SkipInit
 from lightning_eff.model.initialization.t_fixup import TFixup as TFixup
 from lightning_eff.model.initialization.zer_o import ZerO as ZerO
@@ -131,10 +141,19 @@ from lightning_eff.model.layers.low_rank_conv import LowRankConv as LowRankConv
 from lightning_eff.model.layers.low_rank_linear import LowRankLinear as LowRankLinear
 from lightning_eff.model.layers.ngram_embedding import NgramEmbedding as NgramEmbedding
 from lightning_eff.model.layers.qk_norm import QKNorm as QKNorm
+from lightning_eff.model.layers.remove_bias import RemoveBias as RemoveBias
 from lightning_eff.model.layers.remove_qkv_bias import RemoveQKVBias as RemoveQKVBias
 from lightning_eff.model.layers.rms_normalization import RMSNormalization as RMSNormalization
 from lightning_eff.model.layers.seq_norm import SeqNorm as SeqNorm
 from lightning_eff.model.layers.swap_activation import SwapActivation as SwapActivation
+from lightning_eff.model.shortcuts.embedding_shortcuts import EmbeddingShortcuts as EmbeddingShortcuts
+from lightning_eff.model.shortcuts.pre_norm import PreNorm as PreNorm
+from lightning_eff.model.shortcuts.u_shaped_skips import UShapedSkips as UShapedSkips
+from lightning_eff.model.shortcuts.value_residuals import ValueResiduals as ValueResiduals
+from lightning_eff.model.shortcuts.window_pattern import WindowPattern as WindowPattern
+from lightning_eff.model.simplification.disable_dropout import DisableDropout as DisableDropout
+from lightning_eff.model.simplification.linear_head import LinearHead as LinearHead
+from lightning_eff.model.simplification.parameter_sharing import ParameterSharing as ParameterSharing
 from lightning_eff.model.sparsity.block_sparsity import BlockSparsity as BlockSparsity
 from lightning_eff.model.sparsity.early_bird import EarlyBird as EarlyBird
 from lightning_eff.model.sparsity.gra_sp import GraSP as GraSP
@@ -151,6 +170,7 @@ from lightning_eff.optim.averaging.exponential_moving_average import (
 )
 from lightning_eff.optim.averaging.latest_weight_averaging import LatestWeightAveraging as LatestWeightAveraging
 from lightning_eff.optim.averaging.lookahead import Lookahead as Lookahead
+from lightning_eff.optim.averaging.merging import merge as merge
 from lightning_eff.optim.averaging.regularized_nonlinear_acceleration import (
     RegularizedNonlinearAcceleration as RegularizedNonlinearAcceleration,
 )
@@ -161,11 +181,14 @@ from lightning_eff.optim.averaging.stochastic_weight_averaging import (
 from lightning_eff.optim.averaging.trainable_weight_averaging import (
     TrainableWeightAveraging as TrainableWeightAveraging,
 )
+from lightning_eff.optim.optimizers.ac_clip import ACClip as ACClip
 from lightning_eff.optim.optimizers.adan import Adan as Adan
 from lightning_eff.optim.optimizers.gradient_centralization import GradientCentralization as GradientCentralization
 from lightning_eff.optim.optimizers.lamb import LAMB as LAMB
 from lightning_eff.optim.optimizers.lars import LARS as LARS
 from lightning_eff.optim.optimizers.lion import Lion as Lion
+from lightning_eff.optim.optimizers.low_rank.apollo import APOLLO as APOLLO
+from lightning_eff.optim.optimizers.low_rank.ga_lore import GaLore as GaLore
 from lightning_eff.optim.optimizers.muon import Muon as Muon
 from lightning_eff.optim.optimizers.replace_optimizer import ReplaceOptimizer as ReplaceOptimizer
 from lightning_eff.optim.optimizers.shampoo import Shampoo as Shampoo
@@ -189,11 +212,14 @@ from lightning_eff.precision.wang_2018_fp8 import Wang2018FP8Precision as Wang20
 from lightning_eff.recipes.resolving import recipe as recipe
 from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy as CompressedDDPStrategy
 from lightning_eff.strategies.deep_speed import DeepSpeedEffStrategy as DeepSpeedEffStrategy
+from lightning_eff.strategies.di_lo_co import DiLoCo as DiLoCo
 from lightning_eff.strategies.drop_slowest import DropSlowest as DropSlowest
+from lightning_eff.strategies.dynamic_averaging import DynamicAveraging as DynamicAveraging
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy as HybridParallelStrategy
 from lightning_eff.strategies.joint_spar import JointSpar as JointSpar
 from lightning_eff.strategies.local_sgd import LocalSGD as LocalSGD
 from lightning_eff.strategies.res_ist import ResIST as ResIST
+from lightning_eff.strategies.slamb import SLAMB as SLAMB
 from lightning_eff.tune.tuner import Tuner as Tuner
 
 __version__: str

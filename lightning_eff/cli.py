@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from lightning_eff._catalogue import catalogue
-from lightning_eff._catalogue.row import GROUPS
+from lightning_eff._catalogue.groups import GROUPS
 from lightning_eff._cli.errors import Arguments, UsageError, check_configs, did_you_mean, told
 from lightning_eff._exports import public
 
@@ -16,6 +16,7 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
        lightning-eff bench --baseline a.yaml --recipe b.yaml --target val_loss --budget 120s --seeds 3
        lightning-eff tune --baseline a.yaml --target val_loss --budget 120s --search 2h
        lightning-eff select dsir --raw crawl.txt --target books.txt --keep 0.1 --out kept.npz
+       lightning-eff merge seed0.ckpt seed1.ckpt --out soup.ckpt
        lightning-eff plan --config recipe.yaml --gpus 512 --gpu h200
        lightning-eff budget --hours 5000 --gpu h100
        lightning-eff techniques --search memory
@@ -30,6 +31,8 @@ usage: lightning-eff {fit,validate,test,predict} --config recipe.yaml [options o
   tune                           search for the best recipe for a config, and confirm it. More: lightning-eff tune --help
   select                         choose the samples of a data set to train on, by text or by a module's scores, and write
                                  them for SampleSubset. More: lightning-eff select --help
+  merge                          average the weights of several runs, and evaluate the result.
+                                 More: lightning-eff merge --help
   plan                           find the fastest layout for a number of accelerators by simulation, without using one.
                                  More: lightning-eff plan --help
   budget                         find the model size and the number of tokens for FLOPs, accelerator-hours or money.
@@ -51,16 +54,12 @@ COMMANDS = (
     "bench",
     "tune",
     "select",
+    "merge",
     "plan",
     "budget",
     "techniques",
     "recipe",
 )
-
-
-def techniques_table(width: int, word: str = "", group: str = "") -> str:
-    """Return the catalogue as a table of ``width`` columns (at least about 120)."""
-    return catalogue.table(catalogue.chosen(word, group), width)
 
 
 def _techniques(rest: Sequence[str]) -> None:
@@ -126,6 +125,10 @@ def _run(argv: list[str], *, debug: bool) -> None:
         from lightning_eff._cli.select import main as select
 
         select(rest, debug=debug)
+    elif command == "merge":
+        from lightning_eff._cli.merge import main as merge
+
+        merge(rest, debug=debug)
     elif command == "plan":
         from lightning_eff.planner.command import main as plan
 

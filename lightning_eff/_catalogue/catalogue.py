@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
 
-from lightning_eff._catalogue.row import GROUPS
+from lightning_eff._catalogue.groups import GROUPS
 
 BUILT, ELSEWHERE, NOT_YET, ABSENT = "built", "in PyTorch or Lightning", "not built yet", "left out"
 
@@ -96,7 +96,8 @@ def table(found: Iterable[Entry], width: int) -> str:
 
 
 def _lines(entry: Entry) -> Iterator[tuple[str, ...]]:
-    name = f"{entry.name} ({entry.paper or entry.source})"
+    where = f"; {entry.surveys}" if entry.group != "beside" else ""
+    name = f"{entry.name} ({entry.paper or entry.source}{where})"
     if not entry.by:
         yield name, entry.status, entry.why or entry.how or "–", "–"
         return

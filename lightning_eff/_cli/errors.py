@@ -100,18 +100,24 @@ class Arguments(argparse.ArgumentParser):
 
 
 @contextmanager
-def told(command: str, *, debug: bool = False) -> Iterator[None]:
+def told(command: str, *, debug: bool = False, interrupted: str | None = None) -> Iterator[None]:
     """Report errors in this block in one paragraph and exit; raise those that need a traceback.
 
     Args:
         command: start of the paragraph, such as "lightning-eff fit".
         debug: raise every error with its traceback.
+        interrupted: what to say after an interruption; None raises it.
 
     Raises:
-        SystemExit: with status 2 for wrong arguments or a wrong config, and 1 for a run that failed.
+        SystemExit: with status 2 for wrong arguments or a wrong config, 1 for a run that failed, and 130 if interrupted.
     """
     try:
         yield
+    except KeyboardInterrupt:
+        if interrupted is None:
+            raise
+        print(f"\n{interrupted}", file=sys.stderr)
+        raise SystemExit(130) from None
     except Exception as error:
         root = original(error)
         if debug:

@@ -36,12 +36,8 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
     Raises:
         SystemExit: with status 2 if the arguments, the config or the texts are wrong, 130 if interrupted.
     """
-    try:
-        with told("lightning-eff select", debug=debug):
-            _run([*argv])
-    except KeyboardInterrupt:
-        print("\nInterrupted. Run the same command to continue.", file=sys.stderr)
-        raise SystemExit(130) from None
+    with told("lightning-eff select", debug=debug, interrupted="Interrupted. Run the same command to continue."):
+        _run([*argv])
 
 
 def _run(argv: list[str]) -> None:
@@ -162,7 +158,7 @@ def _data_set(configs: Sequence[str]) -> tuple[int, str]:
     from lightning_eff._core import rng
     from lightning_eff.data.selection._offline.files import fingerprint
 
-    trainer, module, data = _built(configs, 0)
+    trainer, module, data = built(configs, 0)
     source = data if data is not None else module
     if data is not None:
         data.trainer = trainer
@@ -214,7 +210,7 @@ def _prune(argv: Sequence[str]) -> None:
     _checked_out(asked.out)
     if not 0 < asked.keep < 1:
         raise UsageError(f"--keep {asked.keep:g}: expected a fraction of the samples in (0, 1), such as 0.5.")
-    trainer, module, data = _built(asked.config, asked.seed)
+    trainer, module, data = built(asked.config, asked.seed)
 
     from lightning_eff._cli.scored_subset import Scored, ScoreOnly
     from lightning_eff._core.technique import Technique
@@ -254,7 +250,7 @@ def _load(module: Any, path: str) -> None:
     module.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
 
 
-def _built(configs: Sequence[str], seed: int) -> tuple[Any, Any, Any]:
+def built(configs: Sequence[str], seed: int) -> tuple[Any, Any, Any]:
     """Build the trainer, module and data of ``lightning-eff fit``, without logs and checkpoints."""
     arguments = [argument for path in configs for argument in ("--config", path)]
     check_configs(arguments)

@@ -2,7 +2,6 @@
 
 import argparse
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,12 +52,8 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
         SystemExit: with status 2 where the arguments or the config cannot be used, 1 where the run does not train, 130 if it
             was interrupted.
     """
-    try:
-        with told("lightning-eff advise", debug=debug):
-            _run(argv)
-    except KeyboardInterrupt:
-        print("\nInterrupted; nothing was written.", file=sys.stderr)
-        raise SystemExit(130) from None
+    with told("lightning-eff advise", debug=debug, interrupted="Interrupted; nothing was written."):
+        _run(argv)
 
 
 def _run(argv: Sequence[str]) -> None:

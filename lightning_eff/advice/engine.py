@@ -1,15 +1,11 @@
 """The course of an advice: profile, problems, trials one by one, the best together, and a fresh measurement of that."""
 
-import math
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
-
-import torch
 
 from lightning_eff._cli.errors import UsageError
 from lightning_eff._core._lightning.undisturbed import undisturbed
@@ -18,19 +14,20 @@ from lightning_eff.advice._running.measuring import Arm, Track, least_seconds, m
 from lightning_eff.advice._running.stopwatch import Enough, Stopwatch
 from lightning_eff.advice._running.subject import Change, Subject, entry
 from lightning_eff.advice.applied import LargerBatch
-from lightning_eff.advice.intervals import EXACT, PRECISION, keeps_numbers, speed_up
-from lightning_eff.advice.looking import View, look
+from lightning_eff.advice.intervals import EXACT, PRECISION, keeps_numbers, speed_up, tolerance
+from lightning_eff.advice.limits import busy, conflict, largest, together
+from lightning_eff.advice.looking import View, in_short, look
 from lightning_eff.advice.outcomes import Outcome, Stack, judged, noise_between
-from lightning_eff.advice.problems import Problem, Problems
+from lightning_eff.advice.problems import NOT_FINITE, Problem, Problems, became_not_finite
 from lightning_eff.advice.progress import Watchman
 from lightning_eff.advice.suggestions import Suggestion, suggestions
 from lightning_eff.advice.trials import Trial, candidates
 
 #: Fractions of the time at which parts end: the profile, the trials, the stack, its fresh measurement.
 PROFILE, TRIALS, STACK, FRESH = 0.12, 0.64, 0.8, 0.93
-TOGETHER = 4  #: trials beside a baseline
 COMPILING = 40.0  #: seconds that a trial with a slow first step needs
 FEW = 6  #: suggestions
+WAITS = 0.15  #: the fraction of the time, from which waiting for data comes first
 
 
 @dataclass
@@ -42,11 +39,14 @@ class Findings:
         view: the profile.
         outcomes: of the trials.
         left: trials that were skipped, with the reason.
+        skipped: exact ones among them that could make the run faster, and had no time.
         stack: the best exact stack.
         lower: the same with the best lower precision; without trials where none is faster.
         problems: of the run.
         suggestions: what changes training.
         notes: what the reader must know of how this was measured.
+        failures: by the part of the advice that failed: the error, and what was therefore not measured.
+        unmeasured: exact trials that could make the run faster, and were not measured because the run failed beside them.
         seconds: that it took.
         first: seconds after which the first ratio was known.
         configs: the run's own.
@@ -56,11 +56,14 @@ class Findings:
     view: View
     outcomes: list[Outcome] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
     stack: Stack = field(default_factory=Stack)
     lower: Stack = field(default_factory=Stack)
     problems: list[Problem] = field(default_factory=list)
     suggestions: list[Suggestion] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    unmeasured: list[str] = field(default_factory=list)
     seconds: float = 0.0
     first: float | None = None
     configs: tuple[str, ...] = ()
@@ -91,12 +94,20 @@ class Engine:
             raise UsageError(
                 f"advise: {self.subject.name} ended before it made 4 steps, so there is nothing to measure. Give it more data."
             )
+        self._numbers = view.numbers
         found = Findings(self.subject.name, view, notes=list(self.subject.notes), configs=self.subject.configs)
+        found.failures.update(view.failed)
         self._look_for_problems(found)
         if (load := busy()) is not None:
             found.notes.append(load)
         trials, found.left = candidates(view, self.subject)
         self._try_each(found, trials)
+        if self._noise > tolerance(self.subject.precision):
+            found.notes.append(
+                f"Two plain runs with the same seed differ by {self._noise:.0e} in the gradients of their first step, so it is"
+                " not known whether a change keeps the numbers. Something draws random numbers from a state of its own, such as"
+                " a data set. Seed it anew in each run."
+            )
         self._find_largest_batch(found)
         self._combine(found)
         self._measure_again(found)
@@ -108,19 +119,27 @@ class Engine:
 
     def _look_for_problems(self, found: Findings) -> None:
         self.watch.say("looking for problems in the run")
-        eye = Problems(optimizer_steps=found.view.steps, **self.subject.rates)
+        eye = Problems(optimizer_steps=found.view.steps, **self.subject.planned)
+        limit = max(0.06 * self.watch.seconds, 2.0)
         try:
-            validated(self.subject, eye, limit=max(0.06 * self.watch.seconds, 2.0))
-            found.problems = eye.problems()
+            validated(self.subject, eye, limit=limit)
         except Exception as error:
-            found.notes.append(f"Problems of the run were not looked for: {type(error).__name__}: {error}")
+            found.failures["validation"] = (
+                f"{in_short(error)}. Problems that show only in validation were not looked for."
+            )
+            if not eye.trained:
+                try:
+                    validated(self.subject, eye, limit=limit, validation={"limit_val_batches": 0})
+                except Exception as again:
+                    found.failures["problems"] = f"{in_short(again)}. Problems of the run were not looked for."
+        found.problems = eye.problems()
 
     def _suggest(self, found: Findings) -> None:
         self.watch.say("trying what changes training for two steps")
         try:
             every = suggestions(found.view.found(self.subject.callbacks), self.subject.module())
         except Exception as error:
-            found.notes.append(f"Suggestions were not made: {type(error).__name__}: {error}")
+            found.failures["suggestions"] = f"{in_short(error)}. Techniques that change training were not looked at."
             return
         for one in every:
             if len(found.suggestions) >= FEW or (self.watch.left < 0 and found.suggestions):
@@ -157,7 +176,7 @@ class Engine:
                 text = (
                     f"compiling may take more than the {max(self.watch.left, 0):.0f} s that were left. Use more minutes"
                 )
-                found.left.update({trial.name: text for trial in group})
+                self._skip(found, group, text)
                 continue
             window = int(self.subject.settings.get("accumulate_grad_batches", 1))
             time_left = self._end_of_trials(found) - time.monotonic()
@@ -165,7 +184,7 @@ class Engine:
                 k for k in range(1, len(group) + 1) if least_seconds(found.view.step_seconds, window, k + 1) < time_left
             ]
             able = max(fits, default=0) or (0 if found.outcomes else 1)
-            found.left.update({trial.name: "there was no time left. Use more minutes" for trial in group[able:]})
+            self._skip(found, group[able:], "there was no time left. Use more minutes")
             group = group[:able]
             if not group:
                 continue
@@ -173,20 +192,26 @@ class Engine:
             arms = [Arm(trial.name, trial.tried, trial.unit) for trial in group]
             baseline, *tracks = self._measure(found.view, arms, deadline, compiled=group[0].slow)
             if not baseline.turns and baseline.error:
-                found.notes.append(
-                    f"{', '.join(arm.name for arm in arms)}: the baseline failed beside them: {baseline.error}"
-                )
+                names = ", ".join(arm.name for arm in arms)
+                found.failures[f"the baseline beside {names}"] = f"{baseline.error}. These trials were not measured."
+                found.left.update({trial.name: "the baseline failed beside it" for trial in group})
+                found.unmeasured += [trial.name for trial in group if trial.kind == EXACT and not trial.late]
                 continue
-            if self._numbers is None:
-                self._numbers = baseline.numbers
-            else:
-                self._noise = max(self._noise, noise_between(self._numbers, baseline.numbers))
+            if baseline.not_finite and all(one.name != NOT_FINITE for one in found.problems):
+                found.problems.insert(0, became_not_finite(baseline.not_finite))
+            self._noise = max(self._noise, noise_between(self._numbers, baseline.numbers))
             for trial, track in zip(group, tracks, strict=True):
                 planned = None if found.view.steps is None else found.view.steps * window
                 one = judged(trial, baseline, track, self.subject.precision, self._noise, planned)
                 found.outcomes.append(one)
                 if one.speed is not None and found.first is None:
                     found.first = self.watch.spent
+
+    @staticmethod
+    def _skip(found: Findings, trials: Sequence[Trial], why: str) -> None:
+        """Leave out trials for lack of time."""
+        found.left.update({trial.name: why for trial in trials})
+        found.skipped += [trial.name for trial in trials if trial.kind == EXACT and not trial.late]
 
     def _end_of_trials(self, found: Findings) -> float:
         """When the trials must end: later, if there is nothing yet that could be stacked."""
@@ -220,7 +245,8 @@ class Engine:
         slow = [t for t in trials if t.slow]
         batches = [t for t in trials if t.group == "batch"]
         rest = [t for t in trials if t not in loaders and t not in slow and t not in batches]
-        parts = [loaders, [t for t in rest if not t.late], slow, batches, [t for t in rest if t.late]]
+        parts = [[t for t in rest if not t.late], slow, batches, [t for t in rest if t.late]]
+        parts.insert(0 if view.waiting > WAITS else 1, loaders)  # workers start slowly
         for part in parts:
             yield from (part[i : i + size] for i in range(0, len(part), 1 if part is slow else size))
 
@@ -250,7 +276,7 @@ class Engine:
 
     def _combine(self, found: Findings) -> None:
         """Add the best exact trials one after another, as long as each makes the stack faster."""
-        loader = found.view.waiting > 0.15  # what computes faster shows only once data do
+        loader = found.view.waiting > WAITS  # what computes faster shows only once data do
         able = [o for o in found.outcomes if o.kind == EXACT and o.trial.recipe and o.speed is not None and not o.error]
         able = [
             o
@@ -320,15 +346,17 @@ class Engine:
         deadline = max(self.watch.until(FRESH), time.monotonic() + 1.0)
         baseline, *tracks = self._measure(found.view, arms, deadline, thorough=True)
         for stack, track in zip(stacks, tracks, strict=True):
-            if track.error:
-                found.notes.append(f"The stack {', '.join(t.name for t in stack.trials)} failed: {track.error}")
+            if error := track.error or ("" if baseline.turns else baseline.error):
+                names = " + ".join(t.name for t in stack.trials)
+                found.failures[f"{names} together"] = f"{error}. Their speed-up was not measured on new turns."
             else:
                 stack.compare(baseline, track)
+                stack.noisy = self._noise > tolerance(self.subject.precision)
         if found.stack.trials and not found.stack.gains and found.stack.speed is not None:
             speed = found.stack.speed
             found.stack.tried.append(
                 f"On new turns, {' + '.join(trial.name for trial in found.stack.trials)} is {speed.estimate:.2f} times as fast"
-                f" [{speed.low:.2f}, {speed.high:.2f}]. That confirms no gain."
+                f" [{speed.low:.2f}, {speed.high:.2f}]. That does not confirm a gain."
             )
         found.lower = max(
             [found.lower, *(s for s in lowers if s.gains)], key=lambda s: s.speed.estimate if s.speed else 0.0
@@ -339,69 +367,19 @@ class Engine:
                 try:
                     stack.view = look(self.subject, stack.measured, limit=max(0.03 * self.watch.seconds, 1.0))
                 except Exception as error:
-                    found.notes.append(f"The recipe's step was not profiled: {type(error).__name__}: {error}")
+                    found.failures["the recipe's profile"] = (
+                        f"{in_short(error)}. The recipe's step time and memory by part were not measured."
+                    )
 
 
-def largest(fails: Callable[[int], str | None], most: int, deadline: float) -> tuple[int, str]:
-    """The largest power of two that does not fail, and why no larger one was taken.
-
-    Args:
-        fails: whether steps with batches of so many times the size fail, and why.
-        most: the largest factor that the data allow.
-        deadline: by :func:`time.monotonic`.
-    """
-    factor = 1
-    while 2 * factor <= most:
-        if time.monotonic() > deadline:
-            return factor, "there was no time to try larger ones"
-        if (why := fails(2 * factor)) is not None:
-            return factor, "twice as many do not fit" if "memory" in why.lower() else f"twice as many fail: {why}"
-        factor *= 2
-    return factor, "an epoch has no larger ones"
-
-
-def validated(subject: Subject, eye: Any, *, limit: float) -> None:
+def validated(subject: Subject, eye: Any, *, limit: float, validation: Mapping[str, Any] | None = None) -> None:
     """Train for some steps and validate on some batches, with ``eye`` among the callbacks."""
     from lightning_eff.advice._running.rehearsal import Rehearsal
 
     with redirect_stdout(StringIO()), undisturbed():
         subject.seed()
-        built = subject.build(Change(trainer=subject.validation), [eye, Rehearsal(limit)])
+        built = subject.build(
+            Change(trainer=subject.validation if validation is None else validation), [eye, Rehearsal(limit)]
+        )
         with suppress(Enough):
             built.trainer.fit(built.module, **built.data)
-
-
-def busy() -> str | None:
-    """The note for a machine on which other programs run; None if it is idle."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load <= cores + 1:
-        return None
-    return (
-        f"Other processes keep this machine busy (a load of {load:.0f} on {cores} cores). Intervals are wide then, and loaders'"
-        " workers gain less. Repeat it on an idle machine."
-    )
-
-
-def conflict(trials: Sequence[Trial]) -> str | None:
-    """Why these trials cannot train together, from what their techniques declare; None where nothing is declared."""
-    if sum(len(trial.change.plugins) + ("precision" in trial.change.trainer) for trial in trials) > 1:
-        return "a Trainer has one precision"
-    names = [name for trial in trials for name in trial.change.classes]
-    for name in names:
-        cls = public.found(name) if name in public.HOMES else None
-        for other, why in getattr(cls, "conflicts", {}).items():
-            if other in names:
-                return f"{name} and {other}: {why}"
-    return None
-
-
-def together(view: View) -> int:
-    """The number of trials that fit into memory together with the baseline."""
-    if view.run.accelerator == "cuda":
-        total = torch.cuda.get_device_properties(torch.device("cuda")).total_memory
-        own = view.peak_bytes
-    else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 2**33
-        own = 2 * sum(view.memory.values())
-    return min(max(math.floor(0.5 * total / max(own, 1)) - 1, 1), TOGETHER)

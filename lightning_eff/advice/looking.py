@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
@@ -19,10 +19,11 @@ from lightning_eff._core._lightning.undisturbed import undisturbed
 from lightning_eff._core.batches import num_samples
 from lightning_eff._core.patches import Patches
 from lightning_eff._core.search_space import RunProfile
-from lightning_eff.advice._running.stopwatch import Enough, lookahead
+from lightning_eff.advice._running.stopwatch import Enough, Stopwatch, lookahead
 from lightning_eff.advice._running.subject import Change, Subject
 from lightning_eff.advice.applied import cannot_fuse, plain_loader, users_own
 from lightning_eff.advice.fused_attention import ByHand
+from lightning_eff.advice.intervals import Numbers
 from lightning_eff.data.tokens._packing.padding import find_padding
 from lightning_eff.monitor.machine import peak_memory
 from lightning_eff.tune.inspection.profiling import Found, Look
@@ -31,6 +32,7 @@ FEWEST, MOST = 8, 60  #: batches of a profile
 SECONDS = 1.5  #: after which it ends, if it has enough batches
 WARM_UP = 3  #: batches that its times leave out
 DECAYED = 0.05  #: of the peak, at which a learning rate counts as decayed
+_NEVER = 10**9  #: batches of a turn that does not end
 _STEPPED = 20_000  #: steps of a scheduler that are tried
 
 
@@ -55,6 +57,8 @@ class View:
         layers: how many modules of kinds that trials ask for.
         rates: learning rates: the largest base rate, the peak and the last one.
         decays: weight decays.
+        numbers: of the first optimizer step.
+        failed: by the part of the profile that failed: the error, and what is therefore not known.
     """
 
     run: RunProfile = field(default_factory=RunProfile)
@@ -73,6 +77,8 @@ class View:
     layers: dict[str, int] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     decays: tuple[float, ...] = ()
+    numbers: Numbers | None = None
+    failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def waiting(self) -> float:
@@ -127,8 +133,15 @@ class _Eye(Callback):
             self._stepping = self._batches != 1
             if self._stepping:
                 return original(*args, **kwargs)
-            with suppress(Exception), ByHand() as mode, torch.random.fork_rng(), torch.no_grad():
-                original(*args, **kwargs)
+            mode = ByHand()
+            try:
+                with _without_steps(trainer, pl_module), mode, torch.random.fork_rng():
+                    original(*args, **kwargs)
+            except Exception as error:  # with manual optimization, the backward pass: what ran before it was looked at
+                if not mode.sites:
+                    self._view.failed["attention written by hand"] = (
+                        f"{in_short(error)}. A step without gradients failed, so attention in your code was not looked for."
+                    )
             self._view.by_hand = sorted(mode.sites)
             return original(*args, **kwargs)
 
@@ -144,13 +157,15 @@ class _Eye(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = time.monotonic()
         steps = trainer.estimated_stepping_batches
-        self._view.steps = int(steps) if math.isfinite(steps) else None
+        self._view.steps = int(steps) if math.isfinite(steps) and steps > 0 else None  # -1 for a stream without an end
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        with suppress(ValueError):
+        try:
             self._samples += num_samples(batch)
-        with suppress(ValueError):
+        except ValueError as error:
+            self._view.failed["samples"] = f"{in_short(error)}. Samples per step were not counted."
+        with suppress(ValueError):  # batches without a mask that can be found; padding is None then
             keep = find_padding(batch, None, None, who="advise").keep(batch)
             if keep is not None:
                 self._places, self._tokens = self._places + keep.numel(), self._tokens + int(keep.sum())
@@ -208,30 +223,56 @@ class _Eye(Callback):
             "linear": sum(isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D" for m in modules),
             "dropout": sum(isinstance(m, nn.Dropout) and m.p > 0 for m in modules),
         }
-        view.rates = _rates(trainer, view.steps)
+        view.rates = _rates(trainer, view.steps, view.failed)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._patches.restore()
 
 
-def _rates(trainer: Trainer, steps: int | None) -> dict[str, float]:
-    """The learning rate over the planned run, by stepping the schedulers of a run that has ended."""
+def in_short(error: BaseException) -> str:
+    """An error in one line, without a full stop at its end."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def _without_steps(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Compute no gradient, and undo what a step with manual optimization changes before it would."""
+    patches, trained = Patches(), {p: p.requires_grad for p in module.parameters()}
+    toggled = dict(getattr(module, "_param_requires_grad_state", {}))
+    for name in ("backward", "optimizer_step"):
+        patches.set(trainer.strategy, name, lambda *args, **kwargs: None)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        patches.restore()
+        for parameter, own in trained.items():
+            parameter.requires_grad = own
+        module._param_requires_grad_state = toggled
+
+
+def _rates(trainer: Trainer, steps: int | None, failed: dict[str, str]) -> dict[str, float]:
+    """The learning rate over the planned run, by stepping the schedulers of a run that has ended; notes what ``failed``."""
     every = [float(g["lr"]) for o in trainer.optimizers for g in o.param_groups if "lr" in g]
     found = {"base": max(every, default=0.0), "peak": max(every, default=0.0), "last": max(every, default=0.0)}
     if steps is None:
         return found
-    batches = max(int(trainer.num_training_batches) // trainer.accumulate_grad_batches, 1)
+    length = trainer.num_training_batches  # infinite for a stream of unknown length, which may end all the same
     for config in trainer.lr_scheduler_configs:
-        count = steps // config.frequency if config.interval == "step" else steps // batches // config.frequency
-        if config.reduce_on_plateau or count > _STEPPED:
+        each = 1 if config.interval == "step" else max(length / trainer.accumulate_grad_batches, 1)
+        count = int(steps / each) // config.frequency
+        if config.reduce_on_plateau or count > _STEPPED or math.isinf(each):
             return {**found, "unknown": 1.0}
         try:
             for _ in range(count):
                 config.scheduler.step()  # pyright: ignore[reportCallIssue]
                 now = max(float(g["lr"]) for o in trainer.optimizers for g in o.param_groups)
                 found.update(peak=max(found["peak"], now), last=now)
-        except Exception:  # of the user's scheduler, so where it ends is not known
+        except Exception as error:  # of the user's scheduler, so where it ends is not known
+            text = f"{in_short(error)}. The learning rate over the whole run is not known."
+            failed[f"the scheduler {type(config.scheduler).__name__}"] = text
             return {**found, "unknown": 1.0}
     return found
 
@@ -247,9 +288,10 @@ def look(subject: Subject, change: Change | None = None, *, limit: float = 20.0)
     Raises:
         Exception: whatever the run itself raises.
     """
-    view, eye = View(), Look()
+    view, eye = View(), Look(lenient=True)
     inside = change is None
-    hooks: list[Any] = [eye, _Eye(view, eye, limit, inside=inside)]
+    watch = Stopwatch(_NEVER, lambda: True, lambda: None)
+    hooks: list[Any] = [eye, *([watch] if inside else []), _Eye(view, eye, limit, inside=inside)]
     trainer: Any = None
     with redirect_stdout(StringIO()), undisturbed():
         subject.seed()
@@ -261,6 +303,7 @@ def look(subject: Subject, change: Change | None = None, *, limit: float = 20.0)
             pass
         finally:
             eye.teardown(trainer, built.module, "fit")
+            view.numbers = watch.numbers
     _sum_up(view, eye, trainer)
     return view
 

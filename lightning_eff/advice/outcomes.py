@@ -7,11 +7,12 @@ from typing import Any
 
 from lightning_eff.advice._running.measuring import Track
 from lightning_eff.advice._running.subject import Change
-from lightning_eff.advice.intervals import BATCHES, EXACT, PRECISION, Numbers, keeps_numbers, speed_up
+from lightning_eff.advice.intervals import BATCHES, EXACT, PRECISION, Numbers, keeps_numbers, speed_up, tolerance
 from lightning_eff.advice.looking import View
 from lightning_eff.advice.trials import Trial
 from lightning_eff.bench.reports.intervals import Interval
 
+UNKNOWN = 1.1  #: the upper end of an interval, above which a gain that matters is not excluded
 GAIN = 1.02  #: a speed-up below is no gain that would be worth a change
 OTHER = "other numbers"  #: a change that should be exact, and whose loss or gradients differ by more than rounding
 
@@ -26,6 +27,7 @@ class Outcome:
         kind: how it affects numbers, as seen.
         loss: relative difference of the first step's loss.
         gradients: relative difference of the first step's gradients.
+        noisy: two plain runs differ by more than rounding, so these differences say nothing.
         bytes: of parameters, gradients, optimizer states and activations, over the baseline's.
         pays_after: batches after which the seconds of its start have paid for themselves; None where its start costs little.
         start_seconds: that its start and first step take more than the baseline's.
@@ -40,6 +42,7 @@ class Outcome:
     kind: str = EXACT
     loss: float = 0.0
     gradients: float = 0.0
+    noisy: bool = False
     bytes: float = 1.0
     pays_after: int | None = None
     start_seconds: float = 0.0
@@ -57,6 +60,11 @@ class Outcome:
     def slower(self) -> bool:
         """Whether its interval lies below 1."""
         return self.speed is not None and self.speed.high < 1
+
+    @property
+    def undecided(self) -> bool:
+        """Whether its interval is too wide to exclude a gain that would matter."""
+        return self.speed is not None and not self.faster and self.speed.low < 1 and self.speed.high > UNKNOWN
 
     @property
     def pays(self) -> bool:
@@ -89,7 +97,7 @@ def judged(
     if found.speed is None:
         found.error = own.error or "there was no time to measure it"
         return found
-    found.kind = trial.kind
+    found.kind, found.noisy = trial.kind, noise > tolerance(precision)
     if baseline.numbers is not None and own.numbers is not None:
         found.loss, found.gradients = baseline.numbers.differences(own.numbers)
         if trial.kind == EXACT and not keeps_numbers(found.loss, found.gradients, precision, noise):
@@ -113,6 +121,7 @@ class Stack:
         bytes: as :class:`Outcome` has it.
         loss: as :class:`Outcome` has it.
         gradients: as :class:`Outcome` has it.
+        noisy: as :class:`Outcome` has it.
         view: where its time goes; None where that was not looked at.
         memory: bytes by kind, of the baseline and of the stack in the same group of runs.
         tried: what was tried for it, in sentences.
@@ -123,6 +132,7 @@ class Stack:
     bytes: float = 1.0
     loss: float = 0.0
     gradients: float = 0.0
+    noisy: bool = False
     view: View | None = None
     memory: tuple[Mapping[str, int], Mapping[str, int]] | None = None
     tried: list[str] = field(default_factory=list)
@@ -178,12 +188,14 @@ def noise_between(first: Numbers | None, second: Numbers | None) -> float:
     return found if math.isfinite(found) else 0.0
 
 
-def in_words(kind: str, loss: float, gradients: float) -> str:
-    """How a change affects numbers, with the figures."""
+def in_words(kind: str, loss: float, gradients: float, *, noisy: bool = False) -> str:
+    """How a change affects numbers, with the figures. With ``noisy``, two plain runs differ as much."""
     if loss == gradients == 0.0 and kind == EXACT:
         return "bit-equal"
     if kind == BATCHES:
         return "other batches"
+    if noisy:
+        return "not known: plain runs differ, too"
     figures = f"loss {_small(loss)}, gradients {_small(gradients)}"
     return f"{ {EXACT: 'equal up to rounding', PRECISION: 'rounds'}.get(kind, 'differs') } ({figures})"
 

@@ -1,22 +1,27 @@
 """Problems of a training run, found by watching some real steps."""
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_eff._core._lightning.names import of_both
+from lightning_eff._core._lightning.names import is_a, of_both
 from lightning_eff._core.batches import tensors
 from lightning_eff._core.losses import loss_of
 from lightning_eff._core.patches import Patches
 from lightning_eff.advice._looking import modes
 from lightning_eff.advice._looking.clock import Times
+from lightning_eff.advice._looking.concluding import NOT_FINITE as NOT_FINITE
+from lightning_eff.advice._looking.concluding import became_not_finite as became_not_finite
 from lightning_eff.advice._looking.concluding import conclude
-from lightning_eff.advice._looking.frames import package_of
+from lightning_eff.advice._looking.frames import owner, package_of
 from lightning_eff.advice._looking.logged import Logged
 from lightning_eff.advice._looking.operations import Operations
 from lightning_eff.advice._looking.padding import padded, wide
@@ -25,6 +30,15 @@ from lightning_eff.advice._looking.problem import Problem as Problem
 from lightning_eff.advice._looking.rates import follow, planned, written_by_hand
 from lightning_eff.advice._looking.watched import NotFinite, Watched
 
+_HOOKS = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+)
+_NOT_THEIRS = ("lightning", "torch", "ours", "python")
 CLOSELY = 6  # steps that are watched operation by operation; later ones are timed
 
 
@@ -44,6 +58,7 @@ class Problems(Callback):
             Default: the trainer's.
         log_every_n_steps: steps from one row of the planned run's logger to the next, 0 without a logger. Default: the
             trainer's.
+        find_unused_parameters: whether DDP searches for unused parameters in the planned run. Default: the trainer's.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -59,14 +74,21 @@ class Problems(Callback):
         validate_every: int | None = None,
         progress_bar_rate: int | None = None,
         log_every_n_steps: int | None = None,
+        find_unused_parameters: bool | None = None,
     ) -> None:
         self._steps = optimizer_steps
         self._batches, self._every = validation_batches, validate_every
         self._bar, self._log = progress_bar_rate, log_every_n_steps
+        self._unused = find_unused_parameters
         self._patches = Patches()
         self._seen: Watched | None = None
         self._operations: Operations | None = None
         self._logged = Logged()
+
+    @property
+    def trained(self) -> bool:
+        """Whether it saw a training step."""
+        return self._seen is not None and self._seen.steps > 0
 
     def problems(self) -> list[Problem]:
         """The problems that were found, the worst first."""
@@ -91,6 +113,14 @@ class Problems(Callback):
         strategy = trainer.strategy
         self._patches.set(strategy, "training_step", self._train(strategy.training_step))
         self._patches.set(strategy, "validation_step", self._validate(strategy.validation_step))
+        searches = is_a(strategy, DDPStrategy) and getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters")
+        seen.searches_unused = bool(searches) if self._unused is None else self._unused
+        every: list[Any] = [pl_module, *trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
+        for one in every:
+            for name in _HOOKS:
+                file = _file(one, name)
+                if one is not self and file and owner(file) not in _NOT_THEIRS:
+                    self._patches.set(one, name, self._within_step(getattr(one, name)))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -136,6 +166,7 @@ class Problems(Callback):
         held = [t for _, t in tensors(args)] + [t for _, t in tensors(kwargs)]
         with operations.step([*module.parameters(), *module.buffers(), *held]) as one:
             output = step(*args, **kwargs)
+        one.conclude(loss_of(output) if module.automatic_optimization else None)
         seen.close.append(one)
         seen.asleep.update(modes.asleep(module, {n for n, p in module.named_parameters() if p.requires_grad}))
         if args:
@@ -143,6 +174,22 @@ class Problems(Callback):
             seen.padding = (seen.padding[0] + pad, seen.padding[1] + total)
             seen.wide |= set(wide(args[0], one.used))
         return output
+
+    def _within_step(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook of the user's own code around a step. The waits in it count for the step before it."""
+
+        @functools.wraps(hook)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen, operations = self._watched, self._operations
+            if operations is None or not seen.close or seen.steps > CLOSELY:
+                return hook(*args, **kwargs)
+            given = [t for value in (*args, *kwargs.values()) for _, t in tensors(value)]
+            held = [*seen.module.parameters(), *seen.module.buffers(), *given]
+            held += [p.grad for p in seen.module.parameters() if p.grad is not None]
+            with operations.step(held, within=seen.close[-1]):
+                return hook(*args, **kwargs)
+
+        return call
 
     def _validate(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def validation_step(*args: Any, **kwargs: Any) -> Any:
@@ -252,6 +299,13 @@ def validations(trainer: Trainer) -> tuple[int | None, int | None]:
     batches, every = sum(trainer.num_val_batches), trainer.val_check_batch  # pyright: ignore[reportAttributeAccessIssue]
     between = every * (trainer.check_val_every_n_epoch or 1) if every is not None else math.inf
     return (int(batches) if math.isfinite(batches) else None), (int(between) if math.isfinite(between) else None)
+
+
+def _file(of: Any, method: str) -> str:
+    """The file that defines a method; "" if it cannot be known."""
+    found = getattr(type(of), method, None)
+    code = None if found is None else getattr(inspect.unwrap(found), "__code__", None)
+    return "" if code is None else code.co_filename
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -7,6 +7,12 @@ from typing import Any
 from tqdm import tqdm
 
 
+class _Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]
+    """A bar that starts no thread."""
+
+    monitor_interval = 0
+
+
 class Watchman:
     """Divides the time among the parts of an advice.
 
@@ -19,7 +25,7 @@ class Watchman:
         self.seconds, self._began = seconds, time.monotonic()
         self._enabled, self._doing, self._shown = enabled, "", 0
         postfix: Any = ["starts"]
-        self._bar: Any = tqdm(
+        self._bar: Any = _Bar(
             total=round(seconds),
             disable=not (enabled and sys.stderr.isatty()),
             bar_format="advise {percentage:3.0f}%|{bar}| {postfix[0]}",

@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from lightning_eff._core._arguments.declared import declared
-from lightning_eff._core._arguments.kinds import Count
+from lightning_eff._core._arguments.kinds import Count, Each, Either, Function, Integer, Names, Number, Text
+from lightning_eff._core._arguments.objects import FilePath, Instance, Table
 from lightning_eff.bench import several
 from lightning_eff.bench.arms import Arm, lay_out, short
 from lightning_eff.bench.known import Known
@@ -31,6 +32,8 @@ from lightning_eff.monitor.machine import fingerprint
 
 Build = Callable[[], Any]
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Build
+_SOURCE = Either(FilePath("the path of a config"), Each(FilePath()), Function("() that returns a Trainer and a module"))
+_WARM_UP = Either(Text(), Number(at_least=0))
 
 
 class Benchmark:
@@ -92,42 +95,38 @@ class Benchmark:
     @declared
     def __init__(
         self,
-        baseline: Source,
-        recipes: Mapping[str, Source],
+        baseline: Annotated[Source, _SOURCE],
+        recipes: Annotated[Mapping[str, Source], Table("names", _SOURCE)],
         *,
-        target: str,
+        target: Annotated[str, Text("the name of a logged metric")],
         budget: str | float | Budget | Sequence[str | float | Budget],
-        seeds: int | Sequence[int] = 3,
-        out: str | os.PathLike[str] = "lightning_logs/bench",
+        seeds: Annotated[int | Sequence[int], Either(Count(), Each(Integer(), distinct=True))] = 3,
+        out: Annotated[str | os.PathLike[str], FilePath()] = "lightning_logs/bench",
         mode: Literal["min", "max"] | None = None,
         controls: Literal["auto"] | None = None,
-        ladder: Sequence[float] = (),
+        ladder: Annotated[Sequence[float], Each(Number(above=0), empty=True)] = (),
         threads: Annotated[int, Count(at_least=0)] = 0,
         jobs: Annotated[int, Count()] = 1,
         evaluations: Annotated[int, Count(at_least=2)] = 10,
         schedule: Literal["own", "linear", "cosine"] = "own",
         rounds: Annotated[int, Count(at_least=2)] = 8,
-        reference: str | os.PathLike[str] | None = None,
-        known: Sequence[str | os.PathLike[str]] = (),
+        reference: Annotated[str | os.PathLike[str], FilePath()] | None = None,
+        known: Annotated[Sequence[str | os.PathLike[str]], Each(FilePath(), empty=True)] = (),
         other_training_data: bool = False,
-        rates: Mapping[str, float] | None = None,
-        warm_ups: Mapping[str, str | float] | None = None,
-        tuned: Sequence[str] | None = None,
-        logger: Logger | None = None,
-        title: str | None = None,
-        baseline_name: str = "baseline",
+        rates: Annotated[Mapping[str, float], Table("names of arms", Number(above=0))] | None = None,
+        warm_ups: Annotated[Mapping[str, str | float], Table("names of arms", _WARM_UP)] | None = None,
+        tuned: Annotated[Sequence[str], Names("names of arms")] | None = None,
+        logger: Annotated[Logger, Instance("a Lightning logger", (Logger,))] | None = None,
+        title: Annotated[str, Text()] | None = None,
+        baseline_name: Annotated[str, Text()] = "baseline",
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "budget", "out")}
         self._arguments = arguments
         self.budgets = several.parse(budget)
         self.budget = self.budgets[0]
         self.seeds = list(range(1, seeds + 1)) if isinstance(seeds, int) else list(seeds)
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(
-                f"Benchmark(seeds={seeds}): expected a number of seeds >= 1, or a list of different seeds."
-            )
-        if any(not factor > 0 or factor == 1 for factor in ladder):
-            raise ValueError(f"Benchmark(ladder={list(ladder)}): expected factors of the budget above 0, other than 1.")
+        if 1 in ladder:
+            raise ValueError(f"Benchmark(ladder={list(ladder)}): a factor of 1 is the baseline itself. Leave it out.")
         if not recipes and not ladder:
             raise ValueError(
                 "Benchmark(recipes={}): there is nothing to compare with the baseline. Give at least one recipe, or a ladder"
@@ -143,9 +142,6 @@ class Benchmark:
         self.other_training_data = other_training_data
         self.title = title or (f"{', '.join(recipes)} against {baseline_name}" if recipes else baseline_name)
         self.reference = None if reference is None else References(reference)
-        for name, rate in (rates or {}).items():
-            if not rate > 0:
-                raise ValueError(f"Benchmark(rates={{{name!r}: {rate}}}): expected a learning rate above 0.")
         for name, text in (warm_ups or {}).items():
             warm_up_share(text, self.budget.seconds * (min([1.0, *ladder]) if name == baseline_name else 1.0))
         if strangers := sorted(set(tuned or ()) - {baseline_name, *recipes}):

@@ -2,7 +2,6 @@
 
 import argparse
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,17 +125,14 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
         SystemExit: with status 2 for unusable arguments or arms that cannot be compared, 1 if the bench failed, and 130 if it
             was interrupted.
     """
-    try:
-        with told("lightning-eff bench", debug=debug):
-            if argv and argv[0] == "report":
-                _report(argv[1:])
-            elif argv and argv[0] == "compare":
-                _compare(argv[1:])
-            else:
-                _run(argv)
-    except KeyboardInterrupt:
-        print("\nInterrupted. The same command continues the bench; finished runs are kept.", file=sys.stderr)
-        raise SystemExit(130) from None
+    text = "Interrupted. The same command continues the bench; finished runs are kept."
+    with told("lightning-eff bench", debug=debug, interrupted=text):
+        if argv and argv[0] == "report":
+            _report(argv[1:])
+        elif argv and argv[0] == "compare":
+            _compare(argv[1:])
+        else:
+            _run(argv)
 
 
 def _run(argv: Sequence[str]) -> None:

@@ -41,7 +41,8 @@ class PlanBar:
             before = self._shares.get(job.name, 0.0)
             self._shares[job.name] = share
             self._bar.set_postfix_str(f"{job.arm.name}, seed {job.seed}", refresh=False)  # tqdm adds the comma
-            self._bar.update((share - before) * self._seconds(job))
+            left = self._bar.total - self._bar.n  # sums of fractions may exceed the total by rounding
+            self._bar.update(min((share - before) * self._seconds(job), left))
 
     def skip(self, job: Job) -> None:
         """Leave out a job that an earlier process did, so that it does not count as speed."""

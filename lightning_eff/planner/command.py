@@ -17,12 +17,8 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
     Raises:
         SystemExit: with status 2 if the arguments or the recipe are wrong, 1 if the plan failed, 130 if interrupted.
     """
-    try:
-        with told("lightning-eff plan", debug=debug):
-            _run(read(argv))
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        raise SystemExit(130) from None
+    with told("lightning-eff plan", debug=debug, interrupted="Interrupted."):
+        _run(read(argv))
 
 
 def _run(request: Request) -> None:

@@ -114,12 +114,8 @@ def main(argv: Sequence[str], *, debug: bool = False) -> None:
         SystemExit: with status 2 for arguments or a config that cannot be used, 1 if the baseline does not train, and 130
             after an interruption.
     """
-    try:
-        with told("lightning-eff tune", debug=debug):
-            _run(argv)
-    except KeyboardInterrupt:
-        print("\nInterrupted. The same command resumes the search.", file=sys.stderr)
-        raise SystemExit(130) from None
+    with told("lightning-eff tune", debug=debug, interrupted="Interrupted. The same command resumes the search."):
+        _run(argv)
 
 
 def _run(argv: Sequence[str]) -> None:

@@ -91,8 +91,8 @@ class Finding:
             return self._stands(f"the best recipes cannot be compared with it on new seeds: {error}")
         won = [name for name in arms if self._confirmed(results, name)]
         if not won:
-            sentences = "; ".join(self._sentence(results, name) for name in arms)
-            return self._stands(f"no recipe of the search was confirmed on new seeds: {sentences}")
+            sentences = " ".join(self._sentence(results, name) for name in arms)
+            return self._stands(f"no recipe of the search was confirmed on new seeds. {sentences}")
         name = max(won, key=lambda one: results["summary"][one]["speedup"]["estimate"])
         return self._reduced(arms[name], results["summary"][name], results["calibration"][name]["steps"])
 

@@ -10,6 +10,7 @@ import torch
 import torchmetrics
 
 from lightning_eff.advice._looking.frames import Place, place
+from lightning_eff.advice._running.stopwatch import queued_seconds
 
 Mark = float | torch.cuda.Event
 
@@ -26,7 +27,7 @@ class Clock:
 
     def now(self) -> Mark:
         if not self._cuda:
-            return perf_counter()
+            return perf_counter() - queued_seconds()  # other programs do not slow the user's run when it is alone
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

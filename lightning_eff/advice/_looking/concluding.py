@@ -15,6 +15,7 @@ from lightning_eff.advice._looking.rates import FALLS, stands_in
 from lightning_eff.advice._looking.watched import Watched
 
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+NOT_FINITE = "loss-not-finite"
 ABSURD = 0.5  # a learning rate of Adam's
 
 
@@ -39,7 +40,20 @@ def _not_finite(seen: Watched) -> Iterator[Problem]:
         where = f" at {place} ({place.code})" if place is not None else ""
         what += f" The first value that is not finite comes from torch's {operation}{where}."
         fix = "Keep the argument of this operation away from where it has no finite value, such as log(x.clamp_min(1e-8))."
-    yield Problem("loss-not-finite", what, fix)
+    yield Problem(NOT_FINITE, what, fix)
+
+
+def became_not_finite(batch: int) -> Problem:
+    """The problem of a run whose loss was a number in its first batches, and was none later.
+
+    Args:
+        batch: the number of the batch at which that was seen, from 1.
+    """
+    return Problem(
+        NOT_FINITE,
+        f"The loss is not finite any more at training batch {batch}. It was finite in the first batches.",
+        "Lower the learning rate, clip gradients (gradient_clip_val=1.0), and train with detect_anomaly=True to find the line.",
+    )
 
 
 def _without_gradient(seen: Watched) -> Iterator[Problem]:

@@ -5,10 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from lightning_eff._core._lightning.names import is_a
 from lightning_eff.advice._looking.frames import Place
 from lightning_eff.advice._looking.operations import CHECKS
 from lightning_eff.advice._looking.parameters import listed
@@ -174,15 +172,14 @@ def _padding(seen: Watched) -> Iterator[Problem]:
 
 
 def _settings(seen: Watched) -> Iterator[Problem]:
-    strategy, gradients = seen.trainer.strategy, seen.gradients
+    gradients = seen.gradients
     if seen.anomaly:
         yield Problem(
             "detect-anomaly",
             "Autograd's anomaly detection is on. It records the stack of every operation and checks every gradient for NaN.",
             "Remove detect_anomaly=True from the Trainer once the bug is found.",
         )
-    unused = is_a(strategy, DDPStrategy) and getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters")
-    if unused and gradients is not None and gradients.passes >= 3 and gradients.whole == gradients.passes:
+    if seen.searches_unused and gradients is not None and gradients.passes >= 3 and gradients.whole == gradients.passes:
         yield Problem(
             "find-unused-parameters",
             f"DDP searches the graph of every step for unused parameters, but all {len(gradients.trained)} parameter tensors"

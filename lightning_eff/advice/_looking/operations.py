@@ -6,7 +6,7 @@ The mode only looks. It is left while autograd's engine runs, where torch takes 
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_eff._core.patches import Patches
 from lightning_eff.advice._looking.frames import CHECKING, Place, chain, parting, place, running
+from lightning_eff.advice._looking.seen import NODES, Seen, Twice
 
 _aten = torch.ops.aten
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -38,6 +39,14 @@ _FILLS = (
 )
 #: Libraries that look at values only to check their arguments.
 CHECKS = (f"torchmetrics{CHECKING}", f"torch.distributions{CHECKING}", "torch.distributions")
+#: Operations with running statistics at places 3 and 4, which they only write where they train.
+_NORMS = (
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "_batch_norm_with_update",
+)
 _UNSET = ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like", "empty_permuted")
 
 
@@ -62,44 +71,6 @@ class _Known:
     generation: int = 0
 
 
-@dataclass
-class Twice:
-    """A product or convolution that was computed a second time on the same values."""
-
-    first: Place | None
-    second: Place | None
-    modules: tuple[str, ...]
-    cost: float
-
-
-@dataclass
-class Seen:
-    """The observations of one step.
-
-    Attributes:
-        waits: how often each line waited for the device, by the kind of call.
-        twice: what was computed a second time.
-        cost: multiplications of the step, with three passes for one that has a gradient.
-        nan: where the first NaN came from, with the operation.
-        infinite: the same for the first infinity.
-        used: addresses of the storages that were read.
-        looked_up: the addresses of indices of embeddings.
-    """
-
-    waits: dict[Place, dict[str, int]] = field(default_factory=dict)
-    twice: list[Twice] = field(default_factory=list)
-    cost: float = 0.0
-    nan: tuple[Place | None, str] | None = None
-    infinite: tuple[Place | None, str] | None = None
-    used: set[int] = field(default_factory=set)
-    looked_up: set[int] = field(default_factory=set)
-
-    def wait(self, where: Place | None, kind: str) -> None:
-        if where is not None:
-            kinds = self.waits.setdefault(where, {})
-            kinds[kind] = kinds.get(kind, 0) + 1
-
-
 @functools.cache
 def _schema(func: OpOverload) -> tuple[tuple[int | str, ...], bool]:
     """The arguments that an operation writes, and whether it draws random numbers."""
@@ -120,6 +91,14 @@ def _draws(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         if a.name == "dropout_p":
             return bool(kwargs.get(a.name, args[i] if i < len(args) else a.default_value))
     return True
+
+
+def _read(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments that decide the results: a BatchNorm that trains does not read its running statistics."""
+    name = func.overloadpacket.__name__
+    if name not in _NORMS or len(args) < 6 or not (name == "_batch_norm_with_update" or args[5]):
+        return args
+    return (*args[:3], *args[5:])
 
 
 def each_tensor(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -154,7 +133,7 @@ class Operations(TorchDispatchMode):
         self._count = 0
         self._generation = 0
         self._heavy: dict[Any, tuple[bool, tuple[Place, ...], float]] = {}
-        self.seen = Seen()
+        self.seen, self._waits_alone = Seen(), False
         self.on_backward: Callable[[], None] = lambda: None
 
     @classmethod
@@ -165,13 +144,14 @@ class Operations(TorchDispatchMode):
     # -- a step
 
     @contextmanager
-    def step(self, on_device: Iterable[Tensor]) -> Iterator[Seen]:
+    def step(self, on_device: Iterable[Tensor], within: Seen | None = None) -> Iterator[Seen]:
         """Look at one step.
 
         Args:
             on_device: the tensors that an accelerator would hold: parameters, buffers and the batch.
+            within: add the places that wait, and nothing else, to what was seen of the step so far; None begins a new one.
         """
-        self.seen = Seen()
+        self.seen, self._waits_alone = Seen() if within is None else within, within is not None
         self.forget()
         self._known.clear()
         for tensor in on_device:
@@ -325,7 +305,7 @@ class Operations(TorchDispatchMode):
             if where is not None and where.through in CHECKS:  # a user who selects values by a mask needs them
                 self.seen.wait(where, "size")
         grad = torch.is_grad_enabled()
-        keys = self._key(args, grad), self._key(tuple(sorted(kwargs.items())), grad)
+        keys = self._key(_read(func, args), grad), self._key(tuple(sorted(kwargs.items())), grad)
         output = func(*args, **kwargs)
         self._look(func, args, kwargs, inputs, output, keys)
         return output
@@ -354,7 +334,7 @@ class Operations(TorchDispatchMode):
             target = kwargs.get(at) if isinstance(at, str) else (args[at] if at < len(args) else None)
             for tensor in each_tensor((target,)):
                 if (k := self._of(tensor)) is not None:
-                    k.value, k.drawn = hash((value, at)), hash((same, at))
+                    k.value, k.drawn = hash((value, at, k.value)), hash((same, at, k.drawn))
                     k.device |= device
                     k.graph |= with_graph
         for i, tensor in enumerate(each_tensor((output,))):
@@ -369,8 +349,9 @@ class Operations(TorchDispatchMode):
                 continue
             k = self._of(tensor)
             if k is not None:
-                k.value, k.drawn, k.device, k.graph = hash((value, i)), hash((same, i)), device, with_graph
-        if not known:
+                k.value, k.drawn, k.device = hash((value, i)), hash((same, i)), device
+                k.graph = with_graph and tensor.is_floating_point() and func.overloadpacket.__name__ not in _UNSET
+        if not known or self._waits_alone:
             return
         self._cost(func, args, kwargs, output, (func, positional, named), (func, drawn, named_drawn), with_graph)
         self._finite(func, inputs, output)
@@ -383,16 +364,20 @@ class Operations(TorchDispatchMode):
             return
         cost = float(flops(*args, **kwargs, out_val=output)) * (3 if with_graph else 1)
         self.seen.cost += cost
+        self.seen.nodes += with_graph and func.overloadpacket.__name__ in NODES
         first = self._heavy.get(("values", hash(exact)))
         if first is None:
             # the same but for dropout: a second pass without a gradient could have been spared, one with it is a choice
             first = self._heavy.get(("drawn", hash(drawn)))
-            if first is not None and first[0] == with_graph:
-                first = None
         where = chain(self._own)
         if first is not None:
-            self.seen.twice.append(Twice(*parting(first[1], where), running(self._names), min(cost, first[2])))
-            return
+            one = Twice(*parting(first[1], where), running(self._names), min(cost, first[2]))
+            choice = first[0] == with_graph and ("values", hash(exact)) not in self._heavy
+            if not choice:
+                self.seen.twice.append(one)
+                return
+            if with_graph:
+                self.seen.again.append(one)
         self._heavy[("values", hash(exact))] = self._heavy[("drawn", hash(drawn))] = (with_graph, where, cost)
 
     def _finite(self, func: OpOverload, inputs: list[Tensor], output: Any) -> None:

@@ -8,9 +8,9 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_eff.advice._looking.clock import Times
 from lightning_eff.advice._looking.frames import Place
-from lightning_eff.advice._looking.operations import Seen
 from lightning_eff.advice._looking.parameters import Gradients
 from lightning_eff.advice._looking.rates import Rates
+from lightning_eff.advice._looking.seen import Seen
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Watched:
         bar: metrics of the progress bar by the steps that logged them; ``log`` of the logger.
         padding: positions that are padding and all positions.
         wide: the batch's tensors in float64.
+        searches_unused: whether DDP searches for unused parameters.
         no_graph: steps whose loss has no gradient.
     """
 
@@ -70,6 +71,7 @@ class Watched:
     no_graph: int = 0
     not_finite: NotFinite | None = None
     anomaly: bool = False
+    searches_unused: bool = False
     deterministic: bool = False
     validation_batches: int | None = None
     validate_every: int | None = None

@@ -35,6 +35,7 @@ class Track:
         start_seconds: up to its first step.
         first_seconds: of its first step.
         error: why it ended early, or "".
+        not_finite: the batch, from 1, at which its loss was seen not to be finite; 0 if it never was.
         notes: what its techniques said.
         settings: what a technique chose during the run.
     """
@@ -45,6 +46,7 @@ class Track:
     start_seconds: float = 0.0
     first_seconds: float = 0.0
     error: str = ""
+    not_finite: int = 0
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -177,7 +179,7 @@ def measure(
                 _fit(subject, every[index].change, watch, track)
             finally:
                 referee.gone.add(index)
-                track.numbers, track.memory = watch.numbers, watch.memory
+                track.numbers, track.memory, track.not_finite = watch.numbers, watch.memory, watch.not_finite
                 track.start_seconds, track.first_seconds = watch.start_seconds, watch.first_seconds
             return track
 

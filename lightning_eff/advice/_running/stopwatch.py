@@ -1,5 +1,6 @@
 """The callback that times a trial in turns with others, and takes its numbers and memory."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -72,6 +73,8 @@ class Stopwatch(Callback):
         self._wants_numbers = numbers
         self._stepped = self._settled = self._ready = False
         self._loss: float | None = None
+        self._latest: Tensor | None = None
+        self.not_finite = 0  # the batch, from 1, at which the loss was seen not to be finite; 0 if it never was
         self._count = self._in_turn = self._samples = self._tokens = 0
         self._mark = self._began = self._last = now()
         self._queued = 0.0
@@ -93,6 +96,7 @@ class Stopwatch(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._latest = loss.detach()
         if not self._stepped:
             self._loss = (self._loss or 0.0) + float(loss.detach())
         if self._count == 1:
@@ -142,7 +146,7 @@ class Stopwatch(Callback):
         skipped = self._skipped(trainer)
         if self._in_turn == skipped:
             self._begin(trainer, counted=True)
-        elif self._in_turn >= skipped + self.batches:
+        elif self._in_turn >= skipped + self._counted(trainer):
             self._end(trainer)
 
     def _has_settled(self, trainer: Trainer) -> bool:
@@ -152,6 +156,17 @@ class Stopwatch(Callback):
             tuners = [one for one in callbacks if type(one).__name__ == "LoaderTuning"]
             self._settled = all(getattr(one, "_done", True) for one in tuners) or self._count > _LONGEST
         return self._settled
+
+    def _counted(self, trainer: Trainer) -> int:
+        """Batches of a turn that are counted.
+
+        Workers that began together deliver together. So whole rounds of them are counted, and at least what they prepare ahead.
+        """
+        workers, ahead = prefetching(trainer)
+        if not workers:
+            return self.batches
+        rounds = math.lcm(workers, int(trainer.accumulate_grad_batches))
+        return math.ceil(max(self.batches, ahead) / rounds) * rounds
 
     def _skipped(self, trainer: Trainer) -> int:
         """Batches of a turn that are not counted: workers prepared them while others had their turns."""
@@ -168,8 +183,17 @@ class Stopwatch(Callback):
         _synchronize(trainer)
         seconds, queued = now() - self._last, queued_seconds() - self._queued
         workers = lookahead(trainer) > 0
+        if not self.not_finite and self._latest is not None and not bool(self._latest.isfinite().all()):
+            self.not_finite = self._count
         self.turns.append(
-            Turn(seconds, self._samples, self._tokens, self.batches, min(queued, 0.95 * seconds), workers)
+            Turn(
+                seconds,
+                self._samples,
+                self._tokens,
+                self._in_turn - self._skipped(trainer),
+                min(queued, 0.95 * seconds),
+                workers,
+            )
         )
         if not self._go_on():
             raise Enough
@@ -192,15 +216,21 @@ def _plain(gradient: Tensor) -> Tensor:
 
 def lookahead(trainer: Trainer) -> int:
     """Batches that the workers of the training loaders prepare ahead."""
+    return prefetching(trainer)[1]
+
+
+def prefetching(trainer: Trainer) -> tuple[int, int]:
+    """The workers of the training loader that has most, and the batches that they prepare ahead."""
     callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
     for one in callbacks:
         goal = getattr(one, "_goal", None) if type(one).__name__ == "LoaderTuning" else None
         if goal is not None:
-            return int(goal.lookahead)
+            return int(goal.num_workers), int(goal.lookahead)
     loaders: Any = trainer.train_dataloader
     several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
     every: list[Any] = list(several) if isinstance(several, list | tuple) else [several]
-    return max((getattr(one, "num_workers", 0) * (getattr(one, "prefetch_factor", 0) or 0) for one in every), default=0)
+    found = [(getattr(one, "num_workers", 0), getattr(one, "prefetch_factor", 0) or 0) for one in every]
+    return max(((workers, workers * factor) for workers, factor in found), default=(0, 0), key=lambda pair: pair[1])
 
 
 def _synchronize(trainer: Trainer) -> None:

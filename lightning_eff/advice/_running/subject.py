@@ -4,6 +4,7 @@ import copy
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
 from lightning_eff._cli.errors import UsageError
-from lightning_eff._core._lightning.names import is_a, like
+from lightning_eff._core._lightning.names import is_a, is_overridden, like
 from lightning_eff._core._lightning.undisturbed import undisturbed
 from lightning_eff._exports import public
 from lightning_eff.bench.arms import LEFT_OUT, Arm, Built
@@ -96,8 +97,8 @@ class Subject:
         self.folder = folder
         self._seeds_workers = bool(configs) or os.environ.get("PL_SEED_WORKERS") == "1"  # LightningCLI seeds them
         self._data = _prepared(data)
-        self.validation: dict[str, Any] = {}  # how the Trainer validates, which trials do not
-        self.rates: dict[str, int] = {}  # how often it draws its bar, and logs
+        self.validation: dict[str, Any] = {"limit_val_batches": 1.0}  # how the Trainer validates, which trials do not
+        self.planned: dict[str, Any] = {}  # how often it draws its bar and logs, and whether DDP searches its graph
         first = self._make()
         self.name = type(getattr(first, "_orig_mod", first)).__name__
         self._trainer: Any = like(first, Trainer)
@@ -128,7 +129,9 @@ class Subject:
             "val_check_interval": trainer.val_check_interval,
         }
         bar: Any = trainer.progress_bar_callback
-        self.rates = {
+        strategy: Any = getattr(trainer.strategy, "_ddp_kwargs", {})
+        self.planned = {
+            "find_unused_parameters": bool(strategy.get("find_unused_parameters")),
             "progress_bar_rate": 0 if bar is None else int(getattr(bar, "refresh_rate", 1) or 0),
             "log_every_n_steps": int(getattr(trainer, "log_every_n_steps", 50)),
         }
@@ -183,6 +186,7 @@ class Subject:
                 "enable_progress_bar": False,
                 "enable_model_summary": False,
                 "num_sanity_val_steps": 0,
+                "limit_val_batches": change.trainer.get("limit_val_batches", 0),
                 "default_root_dir": self.folder,
             }
         )
@@ -195,9 +199,41 @@ class Subject:
 
     def _fresh_data(self) -> dict[str, Any]:
         if not is_a(self._data, LightningDataModule):
-            return dict(self._data)
+            return {name: isolated(loader) for name, loader in self._data.items()}
         data = copy.copy(self._data)
+        for name in ("train_dataloader", "val_dataloader"):
+            if is_overridden(name, data):
+                setattr(data, name, _isolating(getattr(data, name)))
         return {"datamodule": data}
+
+
+def isolated(loaders: Any) -> Any:
+    """Loaders that share their data sets with the given ones, and nothing that changes while they are read.
+
+    Samplers and generators continue where the last epoch ended. Each trial begins with the same batches only if it has its own,
+    and the user's stay as they were.
+    """
+    if isinstance(loaders, Mapping):
+        return {name: isolated(one) for name, one in loaders.items()}
+    if type(loaders) in (list, tuple):
+        return type(loaders)(map(isolated, loaders))
+    if not isinstance(loaders, DataLoader):
+        return loaders
+    fresh = copy.copy(loaders)
+    own, shared = vars(fresh), (loaders.dataset, loaders.collate_fn, loaders.worker_init_fn)
+    memo = {id(one): one for one in shared}
+    for name in ("generator", "sampler", "batch_sampler"):
+        with suppress(Exception):  # what cannot be copied is shared
+            own[name] = copy.deepcopy(own[name], memo)
+    own["_iterator"] = None  # of persistent workers
+    return fresh
+
+
+def _isolating(make: Callable[[], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        return isolated(make())
+
+    return made
 
 
 def from_configs(paths: Sequence[str], folder: str) -> Subject:

@@ -6,14 +6,20 @@ from lightning_eff.advice.engine import Findings
 from lightning_eff.advice.reports import pictures
 from lightning_eff.advice.reports.recipe import python, recipe
 from lightning_eff.advice.reports.table import (
+    FAILED,
+    PROBLEMS,
     SECOND,
+    SUGGESTIONS,
     THIRD,
     code_of,
     failed,
     headline,
     lower_line,
+    none_of,
+    not_measured,
     ordered,
     row,
+    still_open,
     where,
 )
 from lightning_eff.bench.reports.report_html import document, figure_html, list_html, section_html, table_html
@@ -36,7 +42,9 @@ def page(found: Findings) -> str:
     """
     gains = found.stack.gains
     view = found.view
-    style, tag = ("faster", "recipe found") if gains else ("", "nothing to gain")
+    style, tag = (
+        ("faster", "recipe found") if gains else ("", "no gain yet" if still_open(found) else "nothing to gain")
+    )
     verdict = f'<li class="{style}"><strong class="tag">{tag}</strong> {escape(headline(found))}</li>'
     if lower := lower_line(found):
         verdict += f'\n<li class="faster"><strong class="tag">lower precision</strong> {escape(lower)}</li>'
@@ -58,7 +66,8 @@ def page(found: Findings) -> str:
         _listed("In your code", code_of(found)),
         _listed("How the recipe came about", found.stack.tried),
         section_html(SECOND, _suggestions(found)),
-        section_html(THIRD, list_html(problems) if problems else "<p>None found.</p>"),
+        section_html(THIRD, list_html(problems) if problems else _none(found, PROBLEMS, "None found.")),
+        _listed(FAILED, not_measured(found)),
         _folded("Failed trials", failed(found)),
         _folded("Not tried, and why", [f"{name}: {why}" for name, why in found.left.items()]),
         _listed("Notes", found.notes),
@@ -77,13 +86,17 @@ def _recipe(found: Findings) -> str:
 
 def _suggestions(found: Findings) -> str:
     if not found.suggestions:
-        return "<p>Nothing.</p>"
+        return _none(found, SUGGESTIONS, "Nothing.")
     items = [
         f"<li><strong>{escape(one.name)}</strong>: {escape(one.reason)} {escape(one.expected)}"
         f"<pre>{escape(one.code)}</pre></li>"
         for one in found.suggestions
     ]
     return "<ul>\n" + "\n".join(items) + "\n</ul>"
+
+
+def _none(found: Findings, part: str, words: str) -> str:
+    return f"<p>{escape(none_of(found, part, words))}</p>"
 
 
 def _listed(head: str, lines: list[str]) -> str:

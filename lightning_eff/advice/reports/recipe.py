@@ -41,12 +41,16 @@ def trainer_section(stack: Stack) -> dict[str, Any]:
 def explained(found: Findings, stack: Stack) -> list[str]:
     """A stack in words, line by line."""
     if not stack.gains or stack.speed is None:
-        return ["Nothing to gain here: no exact change that was tried makes this run faster."]
+        return ["No exact change that was tried makes this run faster, so this recipe changes nothing."]
     speed = stack.speed
     names = " + ".join(trial.name for trial in stack.trials)
     return [
         f"{names}: {speed.estimate:.2f} times as fast as the run without it [{speed.low:.2f}, {speed.high:.2f}].",
-        f"Loss and gradients of the first step differ by {stack.loss:.0e} and {stack.gradients:.0e} (relative).",
+        "Two plain runs differ already, so what it does to the numbers is not known."
+        if stack.noisy
+        else "Loss and gradients of the first step are bit-equal."
+        if stack.loss == stack.gradients == 0
+        else f"Loss and gradients of the first step differ by {stack.loss:.0e} and {stack.gradients:.0e} (relative).",
     ]
 
 

@@ -7,12 +7,15 @@ from typing import Any
 
 from lightning_eff.advice.engine import Findings
 from lightning_eff.advice.intervals import BATCHES, EXACT, PRECISION
-from lightning_eff.advice.outcomes import OTHER, Outcome, in_words, plain
+from lightning_eff.advice.outcomes import OTHER, UNKNOWN, Outcome, Stack, in_words, plain
 from lightning_eff.advice.reports.recipe import explained, python, trainer_section
 
 NOTHING = "Nothing to gain here: none of the exact changes that were tried makes this run faster."
+OPEN = "No gain was found yet."
 SECOND = "Changes training: worth a bench or a tune"
 THIRD = "Problems in this run"
+FAILED = "Failed, and therefore not measured"
+PROBLEMS, SUGGESTIONS, VALIDATION = "problems", "suggestions", "validation"  #: parts that can fail
 _ORDER = {EXACT: 0, PRECISION: 1, OTHER: 2, BATCHES: 3}
 
 
@@ -23,12 +26,31 @@ def headline(found: Findings) -> str:
         names = " + ".join(trial.name for trial in stack.trials)
         return (
             f"Use {names}: this run is then {stack.speed.estimate:.2f} times as fast [{stack.speed.low:.2f},"
-            f" {stack.speed.high:.2f}], with the same numbers up to rounding."
+            f" {stack.speed.high:.2f}], with {kept(stack)}."
         )
     by_code = [o for o in found.outcomes if o.faster and o.kind == EXACT and not o.trial.recipe]
     if by_code:
         return f"No technique makes this run faster. A change of your code does: {', '.join(o.trial.name for o in by_code)}."
-    return NOTHING
+    return " ".join([OPEN, *still_open(found)]) if still_open(found) else NOTHING
+
+
+def kept(stack: Stack) -> str:
+    """What a stack does to the numbers, in words."""
+    if stack.noisy:
+        return "numbers that differ as those of two plain runs do"
+    return "the same numbers" + ("" if stack.loss == stack.gradients == 0 else " up to rounding")
+
+
+def still_open(found: Findings) -> list[str]:
+    """What keeps an advice without a gain from being final, and what to do; nothing if it is."""
+    wide = [o.trial.name for o in found.outcomes if o.undecided and o.kind == EXACT]
+    if found.stack.trials and found.stack.speed is not None and found.stack.speed.high > UNKNOWN:
+        wide += [f"the stack {' + '.join(trial.name for trial in found.stack.trials)}"]
+    told = [f"The intervals of {', '.join(wide)} are too wide to exclude one."] if wide else []
+    told += [f"There was no time for {', '.join(found.skipped)}."] if found.skipped else []
+    told += ["Use more minutes, on an idle machine."] if told else []
+    names = ", ".join(found.unmeasured)
+    return [*told, *([f"{names} could not be measured, because the run failed beside them."] if names else [])]
 
 
 def lower_line(found: Findings) -> str:
@@ -57,7 +79,8 @@ def row(found: Findings, one: Outcome) -> dict[str, str]:
         taken = taken or (
             "faster alone, not in the stack" if one.pays else "faster, but this run is too short for its start"
         )
-    verdict = taken or ("faster" if one.faster else "slower" if one.slower else "no measurable difference")
+    unclear = "undecided" if one.undecided else "no measurable difference"
+    verdict = taken or ("faster" if one.faster else "slower" if one.slower else unclear)
     if one.error:
         verdict += ", then it failed"
     cost = one.trial.cost
@@ -68,10 +91,25 @@ def row(found: Findings, one: Outcome) -> dict[str, str]:
         "arm": one.trial.name,
         "speed": speed,
         "memory": f"{one.bytes:.2f} ×",
-        "numbers": in_words(one.kind, one.loss, one.gradients),
+        "numbers": in_words(one.kind, one.loss, one.gradients, noisy=one.noisy),
         "cost": cost,
         "verdict": verdict,
     }
+
+
+def none_of(found: Findings, part: str, words: str) -> str:
+    """``words`` where a part of the advice has nothing to show, or that it is not known because the part failed."""
+    if part in found.failures:
+        return f"Not known, because this part failed: {found.failures[part]}"
+    beside = (
+        " Validation failed, so this is of training alone." if part == PROBLEMS and VALIDATION in found.failures else ""
+    )
+    return words + beside
+
+
+def not_measured(found: Findings) -> list[str]:
+    """Parts of the advice that failed, with the error and what was therefore not measured."""
+    return [f"{part}: {why}" for part, why in found.failures.items()]
 
 
 def failed(found: Findings) -> list[str]:
@@ -118,8 +156,9 @@ def text(found: Findings, width: int = 110) -> str:
     lines += _part("How the recipe came about", found.stack.tried, width)
     problems = [f"{p.what} {p.fix}" for p in found.problems]
     changing = [f"{s.name}: {s.reason} {s.expected} Code: {s.code}" for s in found.suggestions]
-    lines += _part(SECOND, changing or ["Nothing."], width)
-    lines += _part(THIRD, problems or ["None found."], width)
+    lines += _part(SECOND, changing or [none_of(found, SUGGESTIONS, "Nothing.")], width)
+    lines += _part(THIRD, problems or [none_of(found, PROBLEMS, "None found.")], width)
+    lines += _part(FAILED, not_measured(found), width)
     lines += _part("Failed trials", failed(found), width)
     lines += _part("Not tried", [f"{name}: {why}" for name, why in found.left.items()], width)
     lines += _part("Notes", found.notes, width)
@@ -169,6 +208,7 @@ def record(found: Findings) -> dict[str, Any]:
             "explained": explained(found, found.stack),
             "changes_training": [asdict(one) for one in found.suggestions],
             "problems": [asdict(one) for one in found.problems],
+            "failures": found.failures,
             "notes": found.notes,
         }
     )

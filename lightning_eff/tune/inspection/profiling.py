@@ -97,10 +97,12 @@ class Look(Callback):
     Args:
         patience: the training time in seconds after which it stops, if it saw :data:`ENOUGH` steps.
         early: whether to validate one batch after the first training batch.
+        lenient: take the loader's batch size for batches whose samples cannot be counted, instead of raising ``ValueError``.
     """
 
-    def __init__(self, patience: float = math.inf, *, early: bool = False) -> None:
+    def __init__(self, patience: float = math.inf, *, early: bool = False, lenient: bool = False) -> None:
         self._patience, self._since = patience, 0.0
+        self._lenient = lenient
         self._early, self._due = early, False
         self.validating = False
         self.fields: dict[str, Any] = {}
@@ -163,7 +165,13 @@ class Look(Callback):
 
     def _observed(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first step, and check whether its loss can be split by sample."""
-        observed = ObserveLosses(num_samples(args[0]))
+        try:
+            observed = ObserveLosses(num_samples(args[0]))
+        except ValueError as error:
+            if not self._lenient:
+                raise
+            self._set("visible_loss", False, str(error))
+            return step(*args, **kwargs)
         with observed:
             output = step(*args, **kwargs)
         loss = loss_of(output)
@@ -210,11 +218,16 @@ class Look(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if "batch_size" not in self.fields:
-            self._look_at(batch)
+            self._look_at(batch, getattr(trainer.train_dataloader, "batch_size", None))
 
-    def _look_at(self, batch: Any) -> None:
-        size = num_samples(batch)
-        self._set("batch_size", size, "samples of the first batch")
+    def _look_at(self, batch: Any, told: int | None) -> None:
+        try:
+            size, why = num_samples(batch), "samples of the first batch"
+        except ValueError:
+            if not self._lenient:
+                raise
+            size, why = told or 1, "the batch size of the loader"
+        self._set("batch_size", size, why)
         held = [(path, t) for path, t in tensors(batch) if t.ndim and t.shape[0] == size]
         whole = [(p, t) for p, t in held if t.ndim == 2 and not t.is_floating_point() and t.dtype is not torch.bool]
         length = max((t.shape[1] for _, t in whole), default=0)
