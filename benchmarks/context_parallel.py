@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 benchmarks/context_parallel.py [--length 32768] [--out FILE]
     python benchmarks/context_parallel.py --tiny      # one process, any machine: the plain arm and the arithmetic alone
 
-``HybridParallelStrategy`` refuses ``context_parallel_size > 1``; this shows what it would give, and what a module has to do
-for it by hand. ``torch.distributed.tensor.experimental.context_parallel`` lets every rank run the model on a part of the
+``HybridParallelStrategy(context_parallel_size=...)`` divides sequences of an unchanged module inside its blocks only. This
+script shows what torch's own functions give, and what a module has to do for them by hand.
+``torch.distributed.tensor.experimental.context_parallel`` lets every rank run the model on a part of the
 sequence (two pieces, one from either end, so that causal attention is as much work on all) and passes keys and values round.
 What is wrong in silence unless the model's code knows of it, and is done here:
 

@@ -176,6 +176,14 @@ UNCOUNTED = {"ReSprop, 90 % reused"}
 UNMEASURED = {
     "LotteryTickets": ("sparsity", "several trainings, each with masks as `SNIP`'s"),
     "TrainLargeThenCompress": ("sparsity", "dense until late in a training, then with masks as `SNIP`'s"),
+    "PrefixTuning": ("adapters", "not yet; its attention reads a few more keys and values"),
+    **dict.fromkeys(
+        ("EmbeddingShortcuts", "UShapedSkips", "ValueResiduals"),
+        ("layers", "not yet; sums with earlier tensors of the pass take almost none of a step's FLOPs"),
+    ),
+    "WindowPattern": ("attention", "not yet; its saving grows with the length, and is small at this one"),
+    "PreNorm": ("layers", "not yet; one more norm takes almost none of a step's FLOPs"),
+    "RemoveBias": ("layers", "not yet; biases take almost none of a step's FLOPs"),
 }
 WITH = {"QuantizedBase, NF4, with LoRA": eff.LoRA}
 

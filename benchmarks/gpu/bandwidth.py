@@ -18,6 +18,7 @@ from lightning_eff.kernels.bit_mask import pack_mask, pack_pair, unpack_mask, un
 from lightning_eff.kernels.compressed_gelu import compressed_gelu
 from lightning_eff.kernels.compressed_norm import compressed_layer_norm, compressed_rms_norm
 from lightning_eff.kernels.group_quantization import dequantize, quantize
+from lightning_eff.kernels.int8_quantization import quantize_rows
 from lightning_eff.kernels.linear_cross_entropy import linear_cross_entropy
 from lightning_eff.kernels.norm import layer_norm, rms_norm
 from lightning_eff.kernels.stochastic_rounding import stochastic_round
@@ -130,6 +131,11 @@ def kernels(num: int, width: int, where: torch.device, dtype: torch.dtype) -> It
         settings: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3, "seed": 1}
         return lambda: adamw_(p, g, m, v, lr=1e-4, **settings)
 
+    def to_int8() -> Callable[[], Any]:
+        x, factor = normal(torch.float32), torch.rand(width, device=where)
+        return lambda: quantize_rows(x, factor=factor, seed=1)
+
+    yield Kernel("int8 by rows", "int8_quantization", 5 * num + 4 * num // width, to_int8)
     yield Kernel("stochastic rounding", "stochastic_rounding", 6 * num, rounding)
     yield Kernel("adamw in bfloat16", "bf16_adamw", 14 * num, adamw)
     for by, reads in (("tensor", 2), ("rows", 2), ("groups", 1), ("blocks", 1)):

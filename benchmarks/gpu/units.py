@@ -1,14 +1,35 @@
-"""The units, in the order of their worth; by estimate half an hour in all on one H100, and at most 90 seconds each."""
+"""The units, in the order of their worth; by estimate 40 minutes in all on one H100, and at most 90 seconds each.
+
+The kernels and what they are for come first: their tests compiled, their bandwidth, FP8, training, memory.
+"""
 
 from typing import Any
 
 from benchmarks.gpu.driver import Unit
 
 TOKENS, WIDTH, LENGTH = 16384, 4096, 2048
-LOW = ("bf16", "tensorwise", "rowwise", "blockwise", "int8", "stochastic rounding", "tensorwise delayed")
+LOW = (
+    "bf16",
+    "tensorwise",
+    "rowwise",
+    "blockwise",
+    "int8",
+    "stochastic rounding",
+    "tensorwise delayed",
+    "tensorwise fastest",
+)
 AO = ("torchao tensorwise", "torchao rowwise")
 KERNELS = (
-    ("fp8_matmul", "fp8_cast", "norm", "stochastic_rounding", "bf16_adamw"),
+    (
+        "fp8_matmul",
+        "fp8_cast",
+        "fp8_launches",
+        "tuning",
+        "norm",
+        "stochastic_rounding",
+        "bf16_adamw",
+        "int8_quantization",
+    ),
     ("group_quantization", "linear_cross_entropy", "compressed_norm", "compressed_gelu", "bit_mask"),
 )
 # What trains on the device and needs neither several processes nor anything of a CPU's.
@@ -16,6 +37,7 @@ CUDA = (
     "tests/memory/test_optimizer_offload.py",
     "tests/memory/test_activation_offload.py",
     "tests/precision/test_fp8_products.py",
+    "tests/precision/test_fp8_blocks.py",
     "tests/precision/test_int8.py",
     "tests/precision/test_stochastic_rounding_bf16.py",
 )
@@ -29,9 +51,15 @@ def units(*, tiny: bool = False) -> list[Unit]:
     Args:
         tiny: with sizes that take a few seconds on a CPU; what runs is the same.
     """
+    low, trained = low_precision(tiny), [training(*arm, tiny) for arm in ARMS]
+    eager = [unit for unit in low if unit.name.startswith("low precision gpt2 eager")]
     return [
-        Unit("ceilings", "benchmarks.gpu.ceilings"),
         *kernel_tests(tiny),
+        Unit("bandwidth", "benchmarks.gpu.bandwidth"),
+        *(unit for unit in low if unit not in eager),
+        *trained[:TUNED],
+        *memory(tiny),
+        Unit("ceilings", "benchmarks.gpu.ceilings"),
         suite(
             "tests cuda",
             CUDA,
@@ -39,6 +67,8 @@ def units(*, tiny: bool = False) -> list[Unit]:
             tiny,
             "tests/memory/test_optimizer_offload.py::test_an_optimizer_that_unscales_itself_is_refused",
         ),
+        *eager,
+        *trained[TUNED:],
         suite(
             "contract",
             ("tests/test_contract.py",),
@@ -53,10 +83,6 @@ def units(*, tiny: bool = False) -> list[Unit]:
             tiny,
             "tests/test_contract.py::test_every_stand_in_has_a_case",
         ),
-        Unit("bandwidth", "benchmarks.gpu.bandwidth"),
-        *low_precision(tiny),
-        *memory(tiny),
-        *(training(name, recipes, seed, tiny) for name, recipes, seed in ARMS),
     ]
 
 
@@ -119,20 +145,23 @@ def gpt2(name: str, what: str, arms: list[str], tiny: bool, *, compiled: bool = 
     return Unit(name, "benchmarks.gpu.gpt2", settings, ("transformers",))
 
 
-ARMS = (
-    ("training plain", (), 1),
-    ("training compiled", ("compiled",), 1),
-    ("training muon compiled fused", ("compiled", "muon", "fused_head"), 1),
-    ("training copy", (), 2),
-    ("training muon", ("muon",), 1),
-    ("training stacking", ("stacking",), 1),
-    ("training length warmup", ("length_warmup",), 1),
+ARMS: tuple[tuple[str, tuple[str, ...], int, float], ...] = (
+    ("training compiled", ("compiled",), 1, 6e-4),
+    ("training muon compiled fused", ("compiled", "muon", "fused_head"), 1, 6e-4),
+    ("training compiled twice the rate", ("compiled",), 1, 1.2e-3),
+    ("training compiled half the rate", ("compiled",), 1, 3e-4),
+    ("training plain", (), 1, 6e-4),
+    ("training copy", (), 2, 6e-4),
+    ("training muon", ("muon",), 1, 6e-4),
+    ("training stacking", ("stacking",), 1, 6e-4),
+    ("training length warmup", ("length_warmup",), 1, 6e-4),
 )
+TUNED = 4  # the first arms: the baseline at three learning rates, and what is compared with the best of them
 
 
-def training(name: str, recipes: tuple[str, ...], seed: int, tiny: bool) -> Unit:
+def training(name: str, recipes: tuple[str, ...], seed: int, lr: float, tiny: bool) -> Unit:
     """GPT-2 as ``benchmarks/gpt2/baseline.yaml`` has it, for 25 seconds; what is compiled is so in the rehearsal."""
-    model: dict[str, Any] = {"block_size": 512, "dropout": 0.1, "lr": 6e-4, "warmup_steps": 50}
+    model: dict[str, Any] = {"block_size": 512, "dropout": 0.1, "lr": lr, "warmup_steps": 50}
     data: dict[str, Any] = {"block_size": 512, "batch_size": 32, "num_eval_windows": 320}
     if tiny:
         model |= {"n_embd": 16, "n_head": 2, "vocab_size": 256, "warmup_steps": 2}

@@ -1,0 +1,1 @@
+"""The cases, by family. Each module defines ``cases() -> list[Case]`` and is found by itself."""
