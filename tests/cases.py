@@ -25,6 +25,8 @@ class Case:
         exact: whether it saves memory or time and leaves weights bit for bit those of plain training.
         figure: of an exact technique, whose effect weights do not show: the quantity of its report that is above zero once
             it has acted.
+        yields: of an exact technique, whether it leaves a run as it is, with a warning, where another one of most stacks needs
+            what it would change.
         rounds: whether weights are those of plain training but for rounding, which coarser arithmetic beside it may hide; of
             an exact technique, whether that is so beside others.
         lossy: whether what it computes depends on which tensors autograd saves.
@@ -34,7 +36,6 @@ class Case:
         idle: models of ``tests.models`` whose batches leave it nothing to do, so that it is plain training there.
         refuses: models of ``tests.models`` on which ``active`` is refused, with what the error must say.
         neutral_by_machine: whether it is the machine, and not its settings, that decides if it is neutral.
-        outside_surveys: whether it stands in neither of the surveys.
         refuses_manual: whether these settings refuse manual optimization; None where the class says it.
         on_classifier: builds it for ``classifier``, where ``active`` does not suit that module.
         neutral_on_classifier: ``neutral`` for ``classifier``, where that does not suit it.
@@ -52,6 +53,7 @@ class Case:
     model: str = "tiny_gpt"
     exact: bool = False
     figure: str = ""
+    yields: bool = False
     rounds: bool = False
     lossy: bool = False
     saves_less: bool = False
@@ -59,7 +61,6 @@ class Case:
     idle: tuple[str, ...] = ()
     refuses: Mapping[str, str] = field(default_factory=dict)
     neutral_by_machine: bool = False
-    outside_surveys: bool = False
     refuses_manual: bool | None = None
     on_classifier: Callable[[], Technique] | None = None
     neutral_on_classifier: Callable[[], Technique] | None = None

@@ -159,6 +159,56 @@ def windows(name: str, root: Path) -> list[Any]:
     return every
 
 
+def frozen(name: str, root: Path) -> dict[str, Any]:
+    """Freeze blocks under DDP and resume within windows; what differs, and what each rank freezes and ends with."""
+    from lightning_eff import LISA, LayerFreezing
+
+    class Frozen(pl.Callback):
+        def __init__(self) -> None:
+            self.seen: list[list[str]] = []
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+            self.seen.append([name for name, p in pl_module.named_parameters() if not p.requires_grad])
+
+    def build() -> list[Any]:
+        return [LISA(1, interval=1) if name == "LISA" else LayerFreezing(start=0.1, end=0.9)]
+
+    found = resume_from_batches("tiny_gpt", build, root / f"frozen_{name}", (4, 9), **DDP)
+    noted = Frozen()
+    net, _ = fit("tiny_gpt", build, callbacks=[noted], max_steps=5, accumulate_grad_batches=3, **DDP)
+    return {"differences": _agreed(found), "frozen": _agreed(noted.seen), "alike": _same_on_all_ranks(flat(net))}
+
+
+def frozen_apart(name: str, root: Path) -> list[float]:
+    """Freeze blocks that ranks trained separately; how far each is from the mean over ranks, and how far ranks were apart."""
+    import lightning_eff
+    from lightning_eff import LISA
+
+    class Means(pl.Callback):
+        before: dict[str, torch.Tensor]
+        trained: set[str]
+        errors: list[float]
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+            now = {name: p for name, p in pl_module.named_parameters() if name.startswith("blocks.")}
+            if trainer.global_step == 2:
+                self.before = {name: p.detach().clone() for name, p in now.items()}
+                self.trained = {name for name, p in now.items() if p.requires_grad}
+            if trainer.global_step == 3:
+                held = sorted(name for name in self.trained if not now[name].requires_grad)
+                ranks = _agreed({name: self.before[name] for name in held})
+                means = {name: (ranks[0][name] + ranks[1][name]) / 2 for name in held}
+                self.errors = [
+                    sum(float((now[name] - means[name]).norm()) for name in held),
+                    sum(float((ranks[0][name] - means[name]).norm()) for name in held),
+                ]
+
+    noted = Means()
+    apart = getattr(lightning_eff, name)(interval=100)
+    fit("tiny_gpt", lambda: [LISA(1, interval=1), apart], callbacks=[noted], max_steps=4, **DDP)
+    return noted.errors
+
+
 def modes(name: str, root: Path) -> dict[str, Any]:
     """Train under accumulation, clipping, bf16 and validation; whether ranks end alike and the weights moved."""
     case = ALL[name]

@@ -133,7 +133,9 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
                     "CoMixup",
                     "CutMix",
                     "Cutout",
+                    "RandomCrop",
                     "RandomErasing",
+                    "RandomFlip",
                     "SaliencyMix",
                     "StyleMix",
                     "SuperMix",
@@ -197,7 +199,15 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
     return Family(
         kind,
         {**base, **settings},
-        images | fewer | norms | masks | windows | begun | attention_of(name, kind) | {**(refused or {})},
+        images
+        | fewer
+        | norms
+        | masks
+        | windows
+        | begun
+        | attention_of(name, kind)
+        | blocks_of(name)
+        | {**(refused or {})},
         _NOT_FINITE.get(name, frozenset()),
     )
 
@@ -206,23 +216,65 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
 _BY_HAND = "bloom deberta-v2 gemma2 mpnet mpt openai-gpt rembert roformer squeezebert mamba resnet rwkv"
 _REPLACED = ("MemoryEfficientAttention", "SangerAttention", "A3Attention", "ELSAAttention", "Performer", "Reformer")
 _INSIDE = ("DOTAAttention", "Linformer", "Fastformer")  # which have parameters in the modules that attend
+_OF_BLOCKS = ("ValueResiduals", "WindowPattern")  # which also need a chain of blocks
 
 
 def attention_of(name: str, kind: str) -> dict[str, str]:
     """Which techniques of attention a family refuses, by whether it is causal, and by its masks."""
     if name in _BY_HAND.split():
-        return {**dict.fromkeys(_REPLACED, "found no attention"), **dict.fromkeys(_INSIDE, "found no attention")}
+        return dict.fromkeys((*_REPLACED, *_INSIDE, *_OF_BLOCKS), "found no attention")
     found: dict[str, str] = {}
     if name == "albert":  # one layer that is run several times
         return dict.fromkeys(_INSIDE, "attends several times in a pass")
     if kind == "speech":
-        return dict.fromkeys(_INSIDE, "has hooks")
+        return dict.fromkeys((*_INSIDE, *_OF_BLOCKS), "has hooks")
     if name in ("t5", "swin"):
         found = dict.fromkeys(("Performer", "Reformer", *_INSIDE[1:]), "contains more than padding and causality")
     elif kind in ("causal", "seq2seq"):
         found = dict.fromkeys(_INSIDE[1:], "it is causal")
     elif kind == "masked":
         found["Linformer"] = "give length=32"
+    if kind == "seq2seq":
+        found["WindowPattern"] = "attend at several places"
+    return found
+
+
+# Residual sums with a norm behind each, a head of several layers, and biases in blocks.
+_POST_NORM = "openai-gpt bert roberta electra camembert deberta-v2 mpnet xlm-roberta roformer rembert ernie bart marian"
+_POST_NORM += " wav2vec2 hubert unispeech"
+_LONG_HEAD = "bert roberta camembert deberta-v2 mpnet xlm-roberta roformer ernie modernbert squeezebert"
+_NO_BIASES = "llama mistral qwen3 gemma gemma2 phi3 mpt olmo2 cohere granite helium nemotron smollm3 ernie4_5 exaone4"
+_NO_BIASES += " arcee olmo mixtral olmoe qwen3_moe mamba modernbert albert squeezebert t5 resnet"
+_NO_PREFIX = (
+    "gemma2 bloom mpt openai-gpt mamba rwkv deberta-v2 mpnet roformer rembert albert squeezebert wav2vec2 hubert"
+)
+_NO_PREFIX += " unispeech resnet"
+# One residual sum per block, or more after the second one.
+_NOT_REVERSIBLE = (
+    f"{_POST_NORM} phi gpt_neox cohere opt mamba rwkv albert squeezebert mbart pegasus m2m_100 t5 swin resnet"
+)
+_NOT_SHARED = "rwkv modernbert albert t5 swin"
+
+
+def blocks_of(name: str) -> dict[str, str]:
+    """Which techniques of blocks and heads a family refuses."""
+    found = {"DisableDropout": "has no dropout to disable"}
+    found["RepOptimizer"] = "found no 3 x 3 convolution|only under SGD do multiplied gradients"
+    stack = "found no stack of repeated blocks|returned dict|are equally long|could not check that the blocks"
+    if name not in _LONG_HEAD.split():
+        found["LinearHead"] = "found no nonlinear layers before an output layer|found no output layer"
+    if name not in _POST_NORM.split():
+        found["PreNorm"] = f"it is pre-norm already|residual sums and 0 norms|{stack}"
+    if name in _NO_BIASES.split():
+        found["RemoveBias"] = "found no such layer with a bias|no layer with a bias of|tests the layer's class"
+    if name in _NO_PREFIX.split():
+        found["PrefixTuning"] = "found no attention|has hooks|attends several times"
+    if name in _NOT_REVERSIBLE.split():
+        found["ReversibleLayers"] = f"computes (one|no) residual sum|more after two sums|do not follow from|{stack}"
+    if name in _NOT_SHARED.split():
+        found["ParameterSharing"] = f"differ in the shapes of their parameters|{stack}"
+    if name == "albert":
+        found["LISA"] = stack
     return found
 
 
@@ -296,10 +348,12 @@ _OTHER_BLOCKS = dict.fromkeys(
 _NO_STACK = "found no stack of repeated blocks"
 _NO_FFN = dict.fromkeys(("CompoundGrowth", "ApproximateRandomDropout"), "found no feed-forward network")
 _GROWN = ("ShallowToDeep", "CompoundGrowth", "DropIn", "AutoProg", "ResIST")  # techniques of one stack
+_CONNECTED = ("EmbeddingShortcuts", "UShapedSkips", *_OF_BLOCKS)  # techniques of one chain
 _ALBERT = dict.fromkeys(
     (
         *_ON_BLOCKS,
         *_GROWN,
+        *_CONNECTED,
         "ManifoldMixup",
         "ProxySelection",
         "StochasticDepth",
@@ -318,6 +372,10 @@ _SQUEEZEBERT |= {"ButterflyLinear": "found no linear layer in"}
 _SQUEEZEBERT |= {"LowRankLinear": "found no linear layer in", "LoRA": "to adapt"}
 _SQUEEZEBERT |= {"VeRA": "to adapt"}
 _SQUEEZEBERT |= {"HoulsbyAdapters": _NOT_BEHIND}
+_SQUEEZEBERT |= dict.fromkeys(
+    ("AutoProg", "DropIn", "ProgressiveLayerDropping", "ResIST", "StochasticDepth"), "without calling its blocks"
+)
+_SQUEEZEBERT |= dict.fromkeys(_CONNECTED, "could not check that the blocks")
 _NO_TOKENS = dict.fromkeys(
     ("RandomLTD", "MaskGuidedTokens", "PatchDropout", "TokenDropping", "TokenMerging"), _NOT_FEWER
 )
@@ -368,7 +426,9 @@ FAMILIES: dict[str, Family] = {
         | {"GatedPositionalAttention": _NO_PATCHES}
         | {"GatedPositionalAttention": _NO_PATCHES, "VisualPromptTuning": "layers="}
         | dict.fromkeys(("GhostNorm", "SeqNorm"), "has no BatchNorm to act on")
-        | attention_of("swin", "image"),
+        | attention_of("swin", "image")
+        | blocks_of("swin")
+        | dict.fromkeys(_CONNECTED, "layers="),
     ),
     **{name: _family(name, "speech", _NO_SEQUENCE) for name in ["wav2vec2", "hubert", "unispeech"]},
     "resnet": Family(
@@ -393,7 +453,8 @@ FAMILIES: dict[str, Family] = {
         | {"LowRankLinear": "found no linear layer in", "RMSNormalization": "has no LayerNorm"}
         | {"ButterflyLinear": "found no linear layer in", "FusedNorms": "has no LayerNorm or RMSNorm"}
         | {"QKNorm": _NOT_NORMED, "RemoveQKVBias": _NO_BIAS}
-        | attention_of("resnet", "own"),
+        | attention_of("resnet", "own")
+        | blocks_of("resnet"),
         by_batch=True,
     ),
 }

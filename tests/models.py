@@ -56,6 +56,7 @@ class TinyGPT(pl.LightningModule):
     Args:
         built: where the blocks are made: "init", "setup" or "configure_model".
         batch_norm: norm each feature over the tokens of all samples behind the blocks.
+        convolved: convolve the hidden states as images of tokens and features behind the blocks, and train by SGD.
     """
 
     def __init__(
@@ -66,12 +67,16 @@ class TinyGPT(pl.LightningModule):
         built: str = "init",
         lr: float = 1e-2,
         batch_norm: bool = False,
+        convolved: bool = False,
     ) -> None:
         super().__init__()
         self.num_layers, self.dim, self.dropout, self.built, self.lr = num_layers, dim, dropout, built, lr
         self.embed, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(LENGTH, dim)
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
         self.batch_norm = nn.BatchNorm1d(dim) if batch_norm else None
+        self.convolutions: nn.Sequential | None = None
+        if convolved:
+            self.convolutions = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 3, padding=1))
         self.blocks: nn.ModuleList | None = self._blocks() if built == "init" else None
 
     def _blocks(self) -> nn.ModuleList:
@@ -92,6 +97,8 @@ class TinyGPT(pl.LightningModule):
             x = block(x)
         if self.batch_norm is not None:
             x = self.batch_norm(x.flatten(0, 1)).view_as(x)
+        if self.convolutions is not None:
+            x = self.convolutions(x[:, None]).sum(1)
         return self.head(self.norm(x))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -103,6 +110,8 @@ class TinyGPT(pl.LightningModule):
         self.log("val_loss", F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.convolutions is not None:
+            return torch.optim.SGD(self.parameters(), lr=10 * self.lr, momentum=0.9, weight_decay=1e-3)
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
@@ -308,7 +317,7 @@ def make_batch(name: str, size: int = 4, length: int = LENGTH, seed: int = 0) ->
     start = torch.randint(0, VOCAB, (size, 1), generator=g)
     step = torch.randint(1, 4, (size, 1), generator=g)
     ids = (start + step * torch.arange(length + 1)) % VOCAB
-    if name in ("tiny_gpt", "short", "normed"):
+    if name in ("tiny_gpt", "short", "normed", "convolved"):
         return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
     if name == "padded":
         keep = torch.arange(length) < torch.randint(length // 8, length // 2, (size, 1), generator=g)
@@ -351,11 +360,13 @@ def loader(
 
 
 def module(name: str, **kwargs: Any) -> pl.LightningModule:
-    """``tiny_gpt``, ``short``, ``normed``, ``padded``, ``translator``, ``classifier``, or a Hugging Face name."""
+    """``tiny_gpt``, ``short``, ``normed``, ``convolved``, ``padded``, ``translator``, ``classifier`` or a Hugging Face name."""
     if name in ("tiny_gpt", "short", "padded"):
         return TinyGPT(**kwargs)
     if name == "normed":
         return TinyGPT(batch_norm=True, **kwargs)
+    if name == "convolved":
+        return TinyGPT(convolved=True, **kwargs)
     if name == "translator":
         return Translator(**kwargs)
     return TinyClassifier(**kwargs) if name == "classifier" else hugging_face(name, **kwargs)
@@ -371,10 +382,20 @@ def on_gpu() -> bool:
     return accelerator() == "gpu"
 
 
+#: Techniques that compare the micro-batches of a step, and refuse a single one: by name, as many as their trainers have.
+WINDOWS = {"AdaScale": 2}
+
+
+def _window(callbacks: tuple[pl.Callback, ...]) -> dict[str, int]:
+    found = [WINDOWS[n] for c in callbacks if (n := type(c).__name__) in WINDOWS and not getattr(c, "neutral", True)]
+    return {"accumulate_grad_batches": max(found)} if found else {}
+
+
 def trainer(*callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
     """A quiet trainer: no logger, no bar, no checkpoints, no validation unless asked for.
 
-    It computes on a CPU, or on what the environment variable LIGHTNING_EFF_TEST_ACCELERATOR names, such as "gpu".
+    It accumulates gradients for a technique of ``WINDOWS``, unless ``kwargs`` say otherwise. It computes on a CPU, or on what
+    the environment variable LIGHTNING_EFF_TEST_ACCELERATOR names, such as "gpu".
     """
     settings: dict[str, Any] = {
         "accelerator": accelerator(),
@@ -386,6 +407,7 @@ def trainer(*callbacks: pl.Callback, **kwargs: Any) -> pl.Trainer:
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
         "callbacks": list(callbacks),
+        **_window(callbacks),
     }
     return pl.Trainer(**{**settings, **kwargs})
 

@@ -1,7 +1,7 @@
 """Short runs, checkpointed at every step and resumed from each: what the contract is tested with, alone and under DDP."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,24 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+class _SaveSteps(ModelCheckpoint):
+    """Saves a checkpoint after each of these optimizer steps, or after every step if None: saving takes as long as training."""
+
+    def __init__(self, directory: Path, steps: Collection[int] | None) -> None:
+        super().__init__(directory, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.steps is None or trainer.global_step in self.steps:
+            super().on_train_batch_end(trainer, *args)
+
+
 def fit(
     model: str,
     build: Build,
     *,
     directory: Path | None = None,
+    steps: Collection[int] | None = None,
     resume: Path | None = None,
     callbacks: Sequence[pl.Callback] = (),
     samples: int = 20,
@@ -38,8 +51,8 @@ def fit(
 ) -> tuple[pl.LightningModule, pl.Trainer]:
     """Fit ``model`` with the techniques that ``build`` makes: 12 steps, 5 shuffled batches an epoch, dropout on.
 
-    With a ``directory``, every step is checkpointed there. A resumed run starts from another seed, and so must get all its
-    randomness from the checkpoint.
+    With a ``directory``, every step is checkpointed there, or each of ``steps``. A resumed run starts from another seed, and so
+    must get all its randomness from the checkpoint.
     """
     pl.seed_everything(1, verbose=False)
     net = module(model)
@@ -47,7 +60,7 @@ def fit(
         pl.seed_everything(99, verbose=False)
     extra: list[pl.Callback] = []
     if directory is not None:
-        extra.append(ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1, filename="{step}"))
+        extra.append(_SaveSteps(directory, steps))
     settings = {"max_steps": NUM_STEPS, "enable_checkpointing": directory is not None, **kwargs}
     t = trainer(*build(), *callbacks, *extra, **settings)
     validate = loader(model, 8, shuffle=False, seed=5) if settings.get("limit_val_batches") else None
@@ -168,7 +181,12 @@ def _one_by_one(
 
 def checkpoints(directory: Path) -> list[Path]:
     """The checkpoints of a run, by step."""
-    return sorted(directory.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1].split("-")[0]))
+    return sorted(directory.glob("step=*.ckpt"), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """After which step of a run it was saved."""
+    return int(checkpoint.stem.split("=")[1].split("-")[0])
 
 
 def final_state(net: pl.LightningModule, t: pl.Trainer) -> dict[str, torch.Tensor]:
@@ -217,29 +235,34 @@ def resume_from_every_step(
         directory: for checkpoints.
         each: resume from each of the undisturbed run's checkpoints and train to the end, whatever comes of it.
         third: 0, 1 or 2: resume from a third of the steps only, every third one from this one on.
-        whole: what an undisturbed run left behind whose checkpoints are in ``directory`` already; it is made, if None.
+        whole: what an undisturbed run left behind whose checkpoints are in ``directory`` already, those of the steps that are
+            resumed from and the last one; it is made, if None.
         kwargs: of the trainer.
     """
-    if whole is None:
-        whole = final_state(*fit(model, build, directory=directory, **kwargs))
-    saved = checkpoints(directory)
-    assert len(saved) == NUM_STEPS, [path.name for path in saved]
-    found: dict[str, list[str]] = {}
-    *before, last = saved
     every = NUM_STEPS // LIVES
-    for i in range(every) if third is None else [third]:
+    firsts = [i + 1 for i in (range(every) if third is None else [third])]
+    steps = range(1, NUM_STEPS + 1) if each else [*firsts, NUM_STEPS]
+    if whole is None:
+        whole = final_state(*fit(model, build, directory=directory, steps=steps, **kwargs))
+    saved = {step_of(path): path for path in checkpoints(directory)}
+    assert saved.keys() >= {*steps}, [*saved]
+    found: dict[str, list[str]] = {}
+    for first in [] if each else firsts:
         stops = [
-            Interrupt(directory / f"again-{step}.ckpt", step=step) for step in range(i + 1 + every, NUM_STEPS, every)
+            Interrupt(directory / f"again-{step}.ckpt", step=step) for step in range(first + every, NUM_STEPS, every)
         ]
-        names = [] if each else differences(whole, interrupted(model, build, before[i], stops, **kwargs))
+        names = differences(whole, interrupted(model, build, saved[first], stops, **kwargs))
         if names:
-            found[f"{before[i].stem}, then every {every} steps"] = names
-    if each or _anywhere(found):
-        found = _one_by_one(model, build, whole, before, **kwargs) or found
+            found[f"{saved[first].stem}, then every {every} steps"] = names
+    if each:
+        found = _one_by_one(model, build, whole, [saved[step] for step in range(1, NUM_STEPS)], **kwargs)
+    elif _anywhere(found):
+        fit(model, build, directory=directory / "each", **kwargs)
+        found = _one_by_one(model, build, whole, checkpoints(directory / "each")[:-1], **kwargs) or found
     # from the last one nothing is left to do: Lightning does not even start, but the weights must be there
-    names = differences(whole, final_state(*fit(model, build, resume=last, **kwargs)))
+    names = differences(whole, final_state(*fit(model, build, resume=saved[NUM_STEPS], **kwargs)))
     if left := [name for name in names if name not in ("rng", "steps")]:
-        found[last.stem] = left
+        found[saved[NUM_STEPS].stem] = left
     return found
 
 

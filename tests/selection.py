@@ -36,6 +36,16 @@ def one_of(n: int, *key: str) -> Any:
     return () if share_of(n, *key) == 0 else pytest.mark.slow
 
 
+def often(n: int, *key: str) -> Any:
+    """The marks of what `make test` tries for one of ``n`` keys, always the same ones, and `make test-full` for all."""
+    return () if share_of(n, *key) == 0 else pytest.mark.full
+
+
+def slow_ones_run(config: pytest.Config) -> bool:
+    """Whether slow tests are asked for: to make thousands of them takes seconds in each worker."""
+    return "not slow" not in config.option.markexpr
+
+
 def share_of(n: int, *key: str) -> int:
     """In which of ``n`` parts this key is, from 0 on."""
     return zlib.crc32("+".join(key).encode()) % n

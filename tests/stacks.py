@@ -262,7 +262,7 @@ class Stacks:
 
     def shows(self, name: str, names: Stack) -> str | None:
         """Whether a technique's figures say that it acted; of an exact one, the figure that its case names."""
-        if name not in names:
+        if name not in names or self.cases[name].yields:
             return None
         above, figure = self.whole(names).figures.get(name, set()), self.cases[name].figure
         said = figure in above if figure else bool(above)

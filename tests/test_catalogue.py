@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from docs.making import facts
+from docs.making import cards, facts
 from lightning_eff import cli
 from lightning_eff._catalogue import catalogue, collecting
 from lightning_eff._catalogue.facts import facts as read_facts
-from lightning_eff._catalogue.row import GROUPS, Row
+from lightning_eff._catalogue.groups import GROUPS
+from lightning_eff._core._surveys import items as surveys
 from lightning_eff._exports import public
 from lightning_eff._exports.techniques import technique_classes
-from tests.cases import CASES
 
 ROOT = Path(__file__).parent.parent
 ENTRIES = catalogue.entries()
@@ -24,18 +24,70 @@ SHOWN = {name for entry in ENTRIES for name in entry.by}
 
 def test_every_technique_stands_in_it_and_once_for_each_row() -> None:
     missing = {cls.__name__ for cls in technique_classes()} - SHOWN
-    assert not missing, "a class without a place: its survey, or a row of lightning_eff/_catalogue, gives it one"
+    assert not missing
     assert set(public.HOMES) >= SHOWN
     names = [(entry.group, entry.name) for entry in ENTRIES]
     assert len(set(names)) == len(names)
-    beside = {name for entry in ENTRIES if entry.group == "beside" for name in entry.by}
-    assert beside >= {name for name in CASES if CASES[name].outside_surveys}
+
+
+#: Techniques that neither survey names, and the sections of others, by hand from the surveys themselves.
+BESIDE = {
+    "LookSAM",
+    "Lookahead",
+    "RandomLTD",
+    "TokenDropping",
+    "QuantizedBase",
+    "StochasticRoundingBF16",
+    "LabelSmoothing",
+}
+SECTIONS = {
+    "Mixup": (None, "3.1"),
+    "ImportanceSampling": ("2.2", None),
+    "SampleSubset": (None, "3.2"),
+    "RHOLoss": (None, "5.3"),
+    "TokenMerging": (None, "4.2"),
+    "ProgressiveStacking": ("2.1", None),
+    "ShallowToDeep": (None, "4.4"),
+    "Fixup": ("2.1", None),
+    "MetaInit": (None, "4.3"),
+    "KFAC": (None, "5.1"),
+    "SharpnessAwareMinimization": ("2.1", "5.3"),
+    "ExponentialMovingAverage": (None, "5.4"),
+    "LoRA": ("3", None),
+    "JointSpar": (None, "4.2"),
+    "BlockSparsity": (None, "7.2"),
+    "DiffAugment": (None, "6"),
+    "HybridParallelStrategy": ("3", "7.2, 7.3, 7.4"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(cls.__name__ for cls in technique_classes()))
+def test_class_catalogue_and_card_name_the_same_sections(name: str) -> None:
+    survey = public.found(name).survey
+    entries = [entry for entry in ENTRIES if name in entry.by]
+    told = {part for entry in entries if entry.group != "beside" for part in entry.surveys.split("; ")}
+    card = cards.card(name)
+    assert (survey is None) == (not told) == ("In the [surveys]" not in card)
+    if survey is not None:
+        parts = {"Zhuang": survey.zhuang, "Shen": survey.shen}
+        assert told == {f"{who} {one}" for who, found in parts.items() for one in (found or "").split(", ") if one}
+        assert f"In the [surveys](../catalogue.md): {survey}." in card
+    assert name not in BESIDE or survey is None
+    assert name not in SECTIONS or (survey is not None and (survey.zhuang, survey.shen) == SECTIONS[name])
+
+
+def test_an_item_has_a_section_and_a_class_or_a_reason() -> None:
+    for item in (item for rows in surveys.items().values() for item in rows):
+        assert item.zhuang in ("", "2.1", "2.2", "3", "4", "5"), item
+        assert re.fullmatch(r"|[3-7](\.[1-5])?", item.shen), item
+        assert item.zhuang or item.shen, item
+        assert bool(item.by) + bool(item.absent) + bool(item.how and not item.by) == 1, item
 
 
 def test_groups_stand_in_the_surveys_order() -> None:
     order = [entry.group for entry in ENTRIES]
     assert list(dict.fromkeys(order)) == list(GROUPS)
-    assert [entry.name for entry in ENTRIES][:4] == ["Cutout", "Random Erasing", "Mixup", "CutMix"]
+    assert [entry.name for entry in ENTRIES][:4] == ["flips, crops, jitter", "Cutout", "Random Erasing", "Mixup"]
 
 
 def test_every_row_says_what_does_it_or_why_nothing_does() -> None:
@@ -44,8 +96,6 @@ def test_every_row_says_what_does_it_or_why_nothing_does() -> None:
         assert (entry.status == catalogue.ABSENT) == bool(entry.why)
         assert entry.source or entry.group == "beside", entry
         assert not entry.by or (entry.paper and entry.saves and entry.constraints), entry
-    for rows in collecting.ROWS.values():
-        assert all(not (row.by and row.absent) for row in rows)
 
 
 def test_the_tests_that_it_names_are_there() -> None:
@@ -63,20 +113,19 @@ def test_its_verdicts_are_those_of_the_committed_results() -> None:
 
 
 def test_a_setting_that_a_row_names_is_one_of_its_class() -> None:
-    shapes = [re.fullmatch(r"shape='(\w+)'", row.how) for row in collecting.ROWS["budget"]]
+    shapes = [re.fullmatch(r"shape='(\w+)'", item.how) for item in surveys.items()["budget"]]
     found = [match[1] for match in shapes if match is not None]
     assert len(found) >= 5
     for shape in found:
         public.found("LearningRateSchedule")(shape)
 
 
-def test_a_class_that_comes_later_is_found_by_its_name_or_by_its_survey(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that waits for a class, one whose class says so itself, and a class of which no row knows."""
-    monkeypatch.setitem(collecting.ROWS, "growth", (Row("DropIn", "–"), Row("mixture of depths", "–", ("Unheard",))))
-    found = {entry.name: entry for entry in collecting.collected() if entry.group == "growth"}
-    assert found["DropIn"].by == ("DropIn",), "by its survey"
+def test_an_item_waits_for_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {**surveys.items(), "growth": (surveys.Item("mixture of depths", "–", shen="4.4", by=("Unheard",)),)}
+    monkeypatch.setattr(collecting, "items", lambda: rows)
+    found = {entry.name: entry for entry in collecting.collected()}
     assert found["mixture of depths"].status == catalogue.NOT_YET
-    assert found["layer freezing"].by == ("LayerFreezing",), "no row names it: its folder's group has it"
+    assert found["DropIn"].group == "beside", "no item names it any longer"
 
 
 def test_the_file_has_what_the_classes_declare() -> None:
@@ -105,9 +154,9 @@ def test_techniques_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_techniques_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["techniques", "--json", "--search", "stochastic depth"])
+    cli.main(["techniques", "--json", "--search", "stochasticdepth"])
     found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
-    one = found["stochastic depth"]
+    one = found["StochasticDepth"]
     assert one["by"] == ["StochasticDepth"] and one["tests"] == "tests/model/growth/test_stochastic_depth.py"
     assert one["status"] == "built" and "1603.09382" in one["paper"]
 

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 
 import lightning_eff
 from lightning_eff import cli
+from lightning_eff._catalogue import catalogue
 from lightning_eff._cli.config import ConfigParser
 from lightning_eff.monitor.training_report import TrainingReport
 from tests.cases import CASES
@@ -180,7 +181,7 @@ def test_techniques_lists_every_one(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in out and cls.kind in out
         assert cls.paper.split()[0] in out
     for width in (130, 160):
-        assert max(map(len, cli.techniques_table(width).splitlines())) <= width
+        assert max(map(len, catalogue.table(catalogue.chosen(), width).splitlines())) <= width
     with pytest.raises(SystemExit):
         cli.main(["techniques", "--what"])
 

@@ -1,5 +1,6 @@
 """What the command line says of errors: one paragraph with the nearest name, and a traceback where it is the user's code."""
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -304,7 +305,7 @@ def test_a_config_that_cannot_be_used_is_said_in_one_paragraph(
 COMMANDS: dict[str, tuple[list[str], str]] = {
     "misspelt command": (
         ["fti"],
-        "got 'fti'; expected one of fit, .*bench, tune, select, plan, budget, techniques, .*recipe.* Did you mean 'fit'",
+        "got 'fti'; expected one of fit, .*bench, tune, select, merge, plan, budget, techniques, .*recipe.* Did you mean 'fit'",
     ),
     "misspelt bench": (["bnech"], "Did you mean 'bench'"),
     "option before a command": (["--what"], "got '--what'; expected one of fit"),
@@ -415,3 +416,33 @@ def test_a_run_that_fails_ends_with_status_1(
     stopped = run(FIT, callback("EarlyStopping", monitor="nothing"), tmp_path, monkeypatch)
     told = capsys.readouterr().err
     assert stopped.value.code == 1 and "nothing" in told and "Traceback" not in told
+
+
+INTERRUPTED = {
+    "lightning_eff._cli.merge": "_run",
+    "lightning_eff._cli.select": "_run",
+    "lightning_eff.advice.command": "_run",
+    "lightning_eff.bench.command": "_run",
+    "lightning_eff.planner.command": "read",
+    "lightning_eff.tune.command": "_run",
+}
+
+
+@pytest.mark.parametrize("module", INTERRUPTED)
+def test_an_interrupted_command_says_so_in_one_line(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(argv: Any) -> None:
+        raise KeyboardInterrupt
+
+    command = importlib.import_module(module)
+    monkeypatch.setattr(command, INTERRUPTED[module], interrupt)
+    with pytest.raises(SystemExit) as ended:
+        command.main([])
+    assert ended.value.code == 130
+    assert re.fullmatch(r"\nInterrupted.*\.\n", capsys.readouterr().err)
+
+
+def test_an_interruption_stays_one_where_a_command_says_nothing() -> None:
+    with pytest.raises(KeyboardInterrupt), errors.told("lightning-eff fit"):
+        raise KeyboardInterrupt

@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -44,7 +45,7 @@ from tests.runs import (
     resume_from_batches,
     resume_from_every_step,
 )
-from tests.selection import chosen, one_of, share_of
+from tests.selection import chosen, often, one_of, share_of
 from tests.stacks import cut_down, declared, model_of
 
 NAMES = sorted(CASES)
@@ -52,6 +53,13 @@ NAMES = sorted(CASES)
 every = pytest.mark.parametrize("name", NAMES, scope="module")
 every_and_examples = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS), *sorted(EXAMPLES)], scope="module")
 every_and_stand_ins = pytest.mark.parametrize("name", [*NAMES, *sorted(STAND_INS)], scope="module")
+
+
+def half_often(names: Sequence[str], key: str) -> Any:
+    """Half of the names are tried by `make test`, by ``key``, and all by `make test-full`."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=often(2, name, key)) for name in names], scope="module"
+    )
 
 
 def a_third(names: Sequence[str], key: str) -> Any:
@@ -84,11 +92,11 @@ class _Memory(Logger):
 
 @dataclass
 class Undisturbed:
-    """A run of one technique alone, checkpointed and logged at every step.
+    """A run of one technique alone, logged at every step.
 
     Attributes:
         technique: has fitted once, or more often where a test lets it fit again.
-        directory: of the checkpoints.
+        directory: of the checkpoints, of every step if a test of this session looks at each of them.
         final: what the run left behind.
         reported: by its technique as it ended.
         summary: of it.
@@ -104,14 +112,25 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(name: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Undisturbed]:
+def looks_at_each_step(request: pytest.FixtureRequest) -> bool:
+    """Whether this session looks at a checkpoint of every step, and not only at those that are resumed from."""
+    looking = test_checkpoints_are_the_plain_modules.__name__
+    return any(getattr(item, "originalname", None) == looking for item in request.session.items)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    name: str, tmp_path_factory: pytest.TempPathFactory, looks_at_each_step: bool
+) -> Callable[[], Undisturbed]:
     """The run that several tests of a technique look at, made within the first of them."""
 
     @cache
     def run() -> Undisturbed:
         case, logger, directory = case_of(name), _Memory(), tmp_path_factory.mktemp("undisturbed")
         technique = case.active()
-        net, t = fit(case.model, lambda: [technique], directory=directory, logger=logger, log_every_n_steps=1)
+        settings: dict[str, Any] = {"directory": directory, "logger": logger, "log_every_n_steps": 1}
+        steps = None if looks_at_each_step else (third_of(name) + 1, NUM_STEPS)
+        net, t = fit(case.model, lambda: [technique], steps=steps, **settings)
         report = dict(technique.report())
         return Undisturbed(technique, directory, final_state(net, t), report, technique.summary(), logger.metrics)
 
@@ -145,10 +164,11 @@ def test_every_stand_in_has_a_case() -> None:
 
 
 def _families(name: str) -> list[Any]:
-    """A decoder and another network by the technique's name, so that each family has its half; all four when asked for."""
-    tried = {("gpt2", "llama")[share_of(2, name)], ("bert", "vit")[share_of(2, name, "another")]}
-    models = ("gpt2", "llama", "bert", "vit")
-    return [pytest.param(name, model, marks=() if model in tried else pytest.mark.slow) for model in models]
+    """A decoder and another network by the technique's name, of which `make test` tries one; all four when asked for."""
+    tried = [("gpt2", "llama")[share_of(2, name)], ("bert", "vit")[share_of(2, name, "another")]]
+    marks = dict.fromkeys(("gpt2", "llama", "bert", "vit"), pytest.mark.slow)
+    marks |= {tried[share_of(2, name, "family")]: (), tried[1 - share_of(2, name, "family")]: pytest.mark.full}
+    return [pytest.param(name, model, marks=some) for model, some in marks.items()]
 
 
 @pytest.mark.parametrize(("name", "model"), [one for name in NAMES for one in _families(name)], scope="module")
@@ -190,13 +210,36 @@ def test_raises_where_it_finds_nothing(name: str) -> None:
     assert all(torch.equal(after[key], value) for key, value in before.items()), "weights changed before the error"
 
 
-@every
-@pytest.mark.parametrize("model", ["tiny_gpt", "classifier"])
+NEUTRAL_ON = ("tiny_gpt", "classifier")
+
+
+def _neutral(name: str, model: str) -> Technique:
+    case = CASES[name]
+    return ((case.neutral_on_classifier if model == "classifier" else None) or case.neutral)()
+
+
+@pytest.mark.parametrize("model", NEUTRAL_ON)
+def test_neutral_settings_together_are_plain_training(model: str, request: pytest.FixtureRequest) -> None:
+    """All techniques in one run, or the chosen one; some are alone below, and each is behind the ``slow`` marker."""
+    name = chosen(request.config)
+
+    def wrong(names: Stack) -> str | None:
+        whole = final_state(*fit(model, lambda: [_neutral(name, model) for name in names]))
+        found = differences(whole, plain(model)[1])
+        return f"ends otherwise than plain training: {found}" if found else None
+
+    # what has no neutral settings acts here, and cannot be with all others
+    every = tuple(one for one in NAMES if not CASES[one].neutral_by_machine)
+    cut_down(every if name is None else (name,) * (name in CASES), wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [pytest.param(name, model, marks=one_of(4, name, model, "neutral")) for name in NAMES for model in NEUTRAL_ON],
+    scope="module",
+)
 def test_neutral_settings_are_plain_training(name: str, model: str) -> None:
-    settings = CASES[name].neutral
-    if model == "classifier":
-        settings = CASES[name].neutral_on_classifier or settings
-    whole = final_state(*fit(model, lambda: [settings()]))
+    whole = final_state(*fit(model, lambda: [_neutral(name, model)]))
     assert differences(whole, plain(model)[1]) == []
 
 
@@ -268,7 +311,7 @@ def test_can_be_pickled_and_copied_before_and_after_a_fit(name: str, undisturbed
 BY_THE_CLOCK = ("LoaderTuning",)  # all that it reports follows from measured seconds
 
 
-@every_and_stand_ins
+@half_often([*NAMES, *sorted(STAND_INS)], "other package")
 def test_runs_alike_and_resumes_under_pytorch_lightning(
     name: str, tmp_path: Path, undisturbed: Callable[[], Undisturbed]
 ) -> None:
@@ -330,9 +373,8 @@ def test_resume_without_dropout_layers_but_with_batch_norm(name: str, tmp_path: 
     if (
         CASES[name].too_small or "classifier" in CASES[name].refuses
     ):  # it needs large tensors, sequences, or residual blocks
-        model = next(
-            model for model in ("gpt2", "vit", "bert", "translator", "llama") if model not in CASES[name].refuses
-        )
+        families = ("gpt2", "vit", "bert", "translator", "llama")
+        model = next((model for model in families if model not in CASES[name].refuses), CASES[name].model)
         assert resume_from_every_step(model, lambda: [CASES[name].active()], tmp_path, third=some) == {}
         return
     build = CASES[name].on_classifier or CASES[name].active
@@ -470,12 +512,8 @@ def test_checkpoints_are_the_plain_modules(name: str, undisturbed: Callable[[], 
             _loads_into_what_apply_makes(case, checkpoint)
         else:
             module(case.model).load_state_dict(checkpoint["state_dict"], strict=True)
-    if case.architecture:
-        with pytest.raises(RuntimeError, match="state_dict"):
-            fit(case.model, list, resume=saved[4])
-        return
-    if case.own_optimizer:
-        with pytest.raises(ValueError, match="parameter group"):
+    if case.architecture or case.own_optimizer:  # the weights do not fit, or only the optimizer's state does not
+        with pytest.raises((RuntimeError, ValueError), match=r"loading state_dict|parameter group"):
             fit(case.model, list, resume=saved[4])
         return
     net, t = fit(case.model, list, resume=saved[4])  # a plain trainer goes on from it
@@ -562,7 +600,7 @@ def test_manual_optimization_works_or_is_refused(name: str) -> None:
         optimizer.step()
 
     net.training_step = manual_step
-    t = trainer(technique, max_steps=6)
+    t = trainer(technique, max_steps=6, accumulate_grad_batches=1)  # Lightning refuses others before techniques do
     refused = ALL[name].refuses_manual
     if technique.needs_automatic_optimization if refused is None else refused:
         with pytest.raises(ValueError, match=rf"{name}.*: .* has automatic_optimization=False(; expected True|, so )"):
@@ -611,9 +649,9 @@ class _Fails(nn.Module):
 
 
 def _failures(name: str) -> list[Any]:
-    """None, at once, and later: of the two failures one each time."""
+    """At once and later: of the two failures one each time."""
     tried = (0, 7)[share_of(2, name, "failure")]
-    return [pytest.param(name, at, marks=() if at in (None, tried) else pytest.mark.slow) for at in (None, 0, 7)]
+    return [pytest.param(name, at, marks=() if at == tried else pytest.mark.slow) for at in (0, 7)]
 
 
 @pytest.mark.parametrize(
@@ -621,36 +659,35 @@ def _failures(name: str) -> list[Any]:
     [one for name in (*NAMES, *sorted(STAND_INS), *sorted(EXAMPLES)) for one in _failures(name)],
     scope="module",
 )
-def test_leaves_no_trace(name: str, fails_after: int | None) -> None:
+def test_leaves_no_trace(name: str, fails_after: int) -> None:
+    """Neither a fit that fails nor one that ends, the one after the other, and a plain fit follows."""
     net, data = module(case_of(name).model), loader(case_of(name).model)
     if case_of(name).architecture:  # it stays changed, as it must be for what was trained
         lightning_eff.apply(net, case_of(name).active())  # pyright: ignore[reportArgumentType]
     called: Any = getattr(net, "model", net)  # what a step calls
-    handle = called.register_forward_pre_hook(_Fails(10**9 if fails_after is None else fails_after), with_kwargs=True)
+    handle = called.register_forward_pre_hook(_Fails(10**9), with_kwargs=True)
     plain = trainer(max_steps=1)
     handle.remove()
     plain.fit(net, data)  # Lightning itself leaves attributes on the module and the strategy in its first fit
-    t = trainer(case_of(name).active(), max_steps=NUM_STEPS)
-    handle = called.register_forward_pre_hook(_Fails(10**9 if fails_after is None else fails_after), with_kwargs=True)
-    before = _traces(net, plain, data)
-    if fails_after is None:
-        t.fit(net, data)
-    else:
-        with pytest.raises(RuntimeError, match="planted"):
+    for after in (fails_after, None):
+        t = trainer(case_of(name).active(), max_steps=NUM_STEPS)
+        handle = called.register_forward_pre_hook(_Fails(10**9 if after is None else after), with_kwargs=True)
+        before = _traces(net, plain, data)
+        with nullcontext() if after is None else pytest.raises(RuntimeError, match="planted"):
             t.fit(net, data)
-    after = _traces(net, t, data)
-    changed = {
-        key: (before[key], after.get(key)) for key in before if key != "trainer" and before[key] != after.get(key)
-    }
-    assert changed == {}
-    assert set(after["trainer"]) == set(before["trainer"])
-    handle.remove()
+        left = _traces(net, t, data)
+        changed = {
+            key: (was, left.get(key)) for key, was in before.items() if key != "trainer" and was != left.get(key)
+        }
+        assert changed == {}, f"fails after {after}"
+        assert set(left["trainer"]) == set(before["trainer"])
+        handle.remove()
     t = trainer(max_steps=2)
     t.fit(net, data)
     assert t.global_step == 2
 
 
-@every_and_examples
+@half_often([*NAMES, *sorted(STAND_INS), *sorted(EXAMPLES)], "again")
 def test_the_same_callback_fits_again(name: str, undisturbed: Callable[[], Undisturbed]) -> None:
     run = undisturbed()
     again = fit(case_of(name).model, lambda: [run.technique])

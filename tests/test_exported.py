@@ -2,12 +2,14 @@
 
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from lightning.pytorch import Callback, callbacks
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 import lightning_eff
 from lightning_eff._cli.config import ConfigCLI
 from lightning_eff._cli.errors import ConfigError
+from lightning_eff._core._arguments.declared import arguments_of
 from tests import selection
 from tests.cases import CASES
 from tests.plugins import PLUGINS
@@ -63,6 +66,70 @@ def test_the_main_argument_can_be_given_by_position() -> None:
         ("PatchDropout", 0.25, "ratio"),
     ):
         assert repr(CLASSES[name](value)) == f"{name}({argument}={value})"
+
+
+#: arguments that other code checks: by torch, by Lightning, or by a parser whose messages say more
+UNDECLARED = {
+    *((name, "params") for name in ("ACClip", "Adan", "LAMB", "LARS", "Lion", "Muon", "SOAP", "Shampoo")),
+    *((name, argument) for name in ("APOLLO", "GaLore") for argument in ("params", "split")),
+    *((name, "split") for name in ("Muon", "SOAP", "Shampoo")),
+    *((name, "base") for name in ("FP8Precision", "INT8Precision", "S2FP8Precision", "Wang2018FP8Precision")),
+    *(("CompressedDDPStrategy", name) for name in ("accelerator", "parallel_devices", "cluster_environment")),
+    *(("CompressedDDPStrategy", name) for name in ("checkpoint_io", "precision_plugin")),
+    *(("Tuner", name) for name in ("baseline", "target", "budget", "search", "memory", "space", "include", "exclude")),
+    *(("Tuner", name) for name in ("out", "seed")),
+    ("ACTPrecision", "inner"),
+    ("Benchmark", "budget"),
+    ("HybridParallelStrategy", "schedule"),
+    ("Muon", "adam"),
+    ("Rematerialization", "memory_budget"),
+    ("ReplaceOptimizer", "optimizer"),
+}
+
+
+def _arguments(cls: type) -> Iterator[inspect.Parameter]:
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+    yield from (p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_its_arguments_are_declared(name: str) -> None:
+    declared = {argument for argument, how in arguments_of(CLASSES[name]).items() if how.kind is not None}
+    assert {(name, p.name) for p in _arguments(CLASSES[name]) if p.name not in declared} <= UNDECLARED
+
+
+class Strange:
+    """A value that no argument accepts."""
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_its_arguments_refuse_other_values(name: str) -> None:
+    """No argument takes a foreign object, NaN, a bool for a number, or a number written as text."""
+    cls = CLASSES[name]
+    kinds = {argument: how.kind for argument, how in arguments_of(cls).items() if how.kind is not None}
+    for argument, kind in kinds.items():
+        wrong: list[Any] = [Strange(), math.nan, np.float32("nan"), [math.nan], {"a": math.nan}]
+        if "number" in kind.expected or "integer" in kind.expected:
+            texts = not any(word in kind.expected for word in ("path", "a string", "a name", "True or"))
+            wrong += [True, np.bool_(True)] * ("True or" not in kind.expected) + ["0.5", "1"] * texts
+        for value in wrong:
+            with pytest.raises((ValueError, TypeError)):
+                print(name, argument, kind(value), "of", repr(value))
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_its_defaults_are_accepted_as_they_are(name: str) -> None:
+    """A default equals what its kind makes of it, and numpy's numbers become Python's."""
+    kinds = arguments_of(CLASSES[name])
+    for p in _arguments(CLASSES[name]):
+        how, default = kinds.get(p.name), p.default
+        if how is None or how.kind is None or default is p.empty or (default is None and how.optional):
+            continue
+        found = how.kind(default)
+        assert [*found] == [*default] if isinstance(found, tuple | list) else found == default
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            found = how.kind(np.float64(default) if isinstance(default, float) else np.int64(default))
+            assert found == default and type(found) is type(default)
 
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
@@ -157,26 +224,56 @@ def read(cli: type[Unrun], trainer: dict[str, Any], folder: Path) -> Unrun:
     return cli(["fit", "--config", str(folder / "recipe.yaml")], save_config_callback=None)
 
 
+TOGETHER = 12  # callbacks that one config names: to make a parser takes longer than to read a few of them
+
+
+@pytest.fixture(scope="module")
+def callback_of(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], Callback]:
+    """The callback of this name, as a config makes it that names some more, or it alone if the others cannot be read."""
+    names = sorted(name for name, cls in IN_YAML.items() if issubclass(cls, Callback))
+    made: dict[str, Callback] = {}
+
+    def found(*some: str) -> dict[str, Callback]:
+        folder = tmp_path_factory.mktemp("together")
+        cli = read(Unrun, {"callbacks": [one for name in some for one in recipe(name)["callbacks"]]}, folder)
+        return {type(one).__name__: one for one in cli.trainer.callbacks}  # pyright: ignore[reportAttributeAccessIssue]
+
+    def callback(name: str) -> Callback:
+        if name not in made:
+            first = names.index(name) // TOGETHER * TOGETHER
+            some = (name,) if selection.chosen(request.config) else names[first : first + TOGETHER]
+            try:
+                made.update(found(*some))
+            except Exception:
+                made.update(found(name))
+        return made[name]
+
+    return callback
+
+
 @pytest.mark.parametrize("name", sorted(IN_YAML))
-def test_a_yaml_names_it(name: str, tmp_path: Path) -> None:
+def test_a_yaml_names_it(name: str, tmp_path: Path, callback_of: Callable[[str], Callback]) -> None:
     """It is made from the YAML as its case makes it; strategies, which look at the machine as they are made, are read."""
-    if issubclass(CLASSES[name], Strategy):
-        found = read(Unmade, recipe(name), tmp_path).config["fit"]["trainer"]["strategy"]
+    cls, wanted = CLASSES[name], recipe(name)
+    if issubclass(cls, Strategy):
+        found = read(Unmade, wanted, tmp_path).config["fit"]["trainer"]["strategy"]
         assert found["class_path"].rpartition(".")[2] == name
         return
-    wanted = recipe(name)
-    cli = read(Unrun, wanted, tmp_path)
-    made = [*cli.trainer.callbacks, cli.trainer.precision_plugin]  # pyright: ignore[reportAttributeAccessIssue]
-    by_name = {type(one).__name__: one for one in made}
-    if issubclass(CLASSES[name], Optimizer):
-        assert f".{name}" in str(cli.config["fit"]["trainer"]["callbacks"]) and "ReplaceOptimizer" in by_name
+    if issubclass(cls, Optimizer):
+        cli = read(Unrun, wanted, tmp_path)
+        assert f".{name}" in str(cli.config["fit"]["trainer"]["callbacks"])
+        made = [type(one).__name__ for one in cli.trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
+        assert "ReplaceOptimizer" in made
         return
-    ((one,),) = wanted.values()
-    for key, value in one.get("init_args", {}).items():
-        kept = getattr(by_name[name], key, value)
+    one: Any = (
+        callback_of(name) if issubclass(cls, Callback) else read(Unrun, wanted, tmp_path).trainer.precision_plugin
+    )
+    assert type(one).__name__ == name
+    ((entry,),) = wanted.values()
+    for key, value in entry.get("init_args", {}).items():
+        kept = getattr(one, key, value)
         if isinstance(value, int | float | str) and isinstance(kept, int | float | str):
             assert kept == value, f"{key}: the YAML says {value}"
-    assert name in by_name
 
 
 @pytest.mark.parametrize(

@@ -91,13 +91,18 @@ ROOMS = ("lightning_eff.optim.", "lightning_eff.budget.", "lightning_eff.memory.
 GROUPED = ("gpt2", "qwen3", "modernbert", "vit", "qwen3_moe", "resnet")
 
 
+def _replaced(optimizer: type[Optimizer]) -> ReplaceOptimizer:
+    low = {"rank": 4} if "rank" in inspect.signature(optimizer).parameters else {}  # the models' matrices are small
+    return ReplaceOptimizer(f"lightning_eff.{optimizer.__name__}", lr=1e-3, **low)
+
+
 def moving() -> dict[str, Callable[[], pl.Callback]]:
     """Every technique that moves weights or sets rates, and every optimizer in the place of the module's own."""
     exported = {name: getattr(lightning_eff, name) for name in lightning_eff.__all__}
     optimizers = [name for name, one in exported.items() if inspect.isclass(one) and issubclass(one, Optimizer)]
     return {
         **{name: case.active for name, case in CASES.items() if exported[name].__module__.startswith(ROOMS)},
-        **{name: lambda name=name: ReplaceOptimizer(f"lightning_eff.{name}", lr=1e-3) for name in optimizers},
+        **{name: lambda name=name: _replaced(exported[name]) for name in optimizers},
     }
 
 

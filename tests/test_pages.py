@@ -23,7 +23,7 @@ from torch.distributed.run import get_args_parser
 import lightning_eff
 from docs.making import cards, notebook, pages
 from lightning_eff import cli
-from lightning_eff._cli import select
+from lightning_eff._cli import merge, select
 from lightning_eff._core._stack.finding import find_stack
 from lightning_eff._core.steps import Stage
 from lightning_eff._core.technique import Technique
@@ -379,6 +379,15 @@ def commands(text: str, language: str = "bash") -> Iterator[str]:
     yield from INLINE.findall(BLOCK.sub("", text))
 
 
+PARSERS = {
+    "advise": advise.parser,
+    "bench": bench.parser,
+    "merge": merge.parser,
+    "plan": plan.parser,
+    "tune": tune.parser,
+}
+
+
 def check(command: str) -> None:
     """That a command's program takes these words; only ``techniques``, which trains nothing, is run."""
     if "..." in command:
@@ -401,12 +410,9 @@ def check(command: str) -> None:
         check(shlex.join([asked.training_script, *asked.training_script_args]))
     elif words[1:] == []:
         assert words[0] in cli.COMMANDS, command
-    elif words[0] in ("advise", "bench", "tune", "plan"):
+    elif words[0] in PARSERS:
         if words[:2] not in (["bench", "report"], ["bench", "compare"]):
-            parser = {"advise": advise.parser, "bench": bench.parser, "tune": tune.parser, "plan": plan.parser}[
-                words[0]
-            ]()
-            parser.parse_args(words[1:])
+            PARSERS[words[0]]().parse_args(words[1:])
     elif words[0] == "select":
         select.parser(words[1]).parse_args(words[2:])
     elif words[0] in ("fit", "validate", "test", "predict"):

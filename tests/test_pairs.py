@@ -16,8 +16,8 @@ import pytest
 from tests.cases import ALL, CASES
 from tests.covering import Stack, watched
 from tests.plugins import PLUGINS
-from tests.runs import differences, final_state, fit
-from tests.selection import chosen
+from tests.runs import fit
+from tests.selection import chosen, slow_ones_run
 from tests.stacks import MODEL, Stacked, Stacks, declared, model_of, stacked, verify
 
 NAMES = sorted([*CASES, *PLUGINS])
@@ -39,6 +39,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for i, stack in enumerate(stacks)
         ]
         metafunc.parametrize("stack", marked)
+    if metafunc.definition.name == test_pair_trains_and_resumes.__name__:
+        every = combinations(NAMES, 2) if slow_ones_run(metafunc.config) else ()
+        metafunc.parametrize(("a", "b"), [two for two in every if _together(*two)])
 
 
 def _slow(stacks: list[Stacked], i: int, name: str | None) -> Any:
@@ -72,7 +75,6 @@ def _together(a: str, b: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("a", "b"), [two for two in combinations(NAMES, 2) if _together(*two)])
 def test_pair_trains_and_resumes(a: str, b: str, tmp_path: Path) -> None:
     verify(Stacks(CASES, PLUGINS, tmp_path, model=model_of((a, b), CASES)), (a, b), watched([(a, b)], SEEN)[0])
 
@@ -114,8 +116,3 @@ def test_the_same_technique_twice_is_refused(name: str) -> None:
         (ValueError, RuntimeError), match=f"more than one stateful callback of type `{name}`|{name} and"
     ):
         fit("tiny_gpt", lambda: [CASES[name].active(), CASES[name].active()])
-
-
-def test_all_in_neutral_settings_are_plain_training() -> None:
-    whole = final_state(*fit("tiny_gpt", lambda: [case.neutral() for case in CASES.values()]))
-    assert differences(whole, final_state(*fit("tiny_gpt", list))) == []

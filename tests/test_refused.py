@@ -77,8 +77,8 @@ def replaced() -> pl.Callback:
 
 def without_extra() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "schedulefree", None)
-        fit(TinyClassifier(), le.ScheduleFree())
+        patch.setitem(sys.modules, "kornia", None)
+        fit(TinyClassifier(), le.RandAugment())
 
 
 def stacking(last: int) -> pl.Callback:

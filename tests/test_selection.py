@@ -73,11 +73,22 @@ def test_reports_are_counted_by_kind_and_grown(tmp_path: Path) -> None:
 def test_what_takes_longest_is_left_to_the_full_suite() -> None:
     seconds = {"a.py::quick": 1.0, "a.py::mean[x]": 1.0, "a.py::mean[y]": 5.0, "b.py::long": 9.0}
     seconds |= {full.STAYS[1]: 20.0, **{f"{full.PAIRS}[{i}]": 4.0 for i in range(5)}}
+    seconds |= {f"d.py::test_ranks_train{full.RULE}": 0.5}
     assert full.longest(seconds, budget=40.0) == ["b.py::long"], "all but two stacks are left out as it is"
     assert full.longest(seconds, budget=30.0) == ["a.py::mean", "b.py::long"]
     assert full.longest(seconds, budget=0.0) == ["a.py::mean", "a.py::quick", "b.py::long"], (
         "what stays is never left out"
     )
+
+
+def test_a_report_is_read_without_what_its_own_file_leaves_out(tmp_path: Path) -> None:
+    def case(name: str, properties: dict[str, object]) -> str:
+        some = "".join(f'<property name="{key}" value="{value}"/>' for key, value in properties.items())
+        return f'<testcase classname="tests.a" name="{name}" time="9"><properties>{some}</properties></testcase>'
+
+    cases = case("test_b[x]", {"processor_seconds": 2.5}), case("test_b[y]", {full.APART: True}), case("test_c", {})
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    assert full.read(tmp_path / "report.xml") == {"tests/a.py::test_b[x]": 2.5, "tests/a.py::test_c": 9.0}
 
 
 def test_every_test_that_is_left_out_exists() -> None:

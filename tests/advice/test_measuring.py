@@ -15,9 +15,9 @@ from lightning_eff.advice._running import measuring
 from lightning_eff.advice._running.measuring import Referee
 from lightning_eff.advice._running.subject import Change
 from lightning_eff.advice.applied import FusedOptimizer, LargerBatch, LoaderWorkers, rebuilt
-from lightning_eff.advice.engine import conflict, largest
 from lightning_eff.advice.fused_attention import ByHand, FusedAttention
 from lightning_eff.advice.intervals import LEAST, Numbers, Turn, keeps_numbers, narrow, speed_up
+from lightning_eff.advice.limits import conflict, largest
 from lightning_eff.advice.trials import Trial
 from tests.advice.tasks import Plain, Rows, Table, token_loader
 

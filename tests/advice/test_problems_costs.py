@@ -58,6 +58,27 @@ def test_a_synchronisation_in_the_users_step(name: str) -> None:
     assert "waits for it 1 times" in what and "test_problems_costs.py:" in what
 
 
+class ReadsInHooks(Well):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.last = outputs["loss"].item()  # after
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norm = float(self.head.weight.grad.norm())  # before  # pyright: ignore[reportOptionalMemberAccess]
+
+
+class ReadsElsewhere(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        outputs["loss"].item()  # in a callback
+
+
+def test_a_synchronisation_in_a_hook_of_the_users() -> None:
+    module, callback = ReadsInHooks(), ReadsElsewhere()
+    what = watch(module, callback)["host-synchronisation"].what
+    assert "waits for it 3 times" in what
+    assert all(f"# {words}" in what for words in ("after", "before", "in a callback"))
+    assert "on_train_batch_end" not in {**vars(module), **vars(callback)}
+
+
 def test_the_line_is_the_one_that_reads() -> None:
     class Here(Well):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -184,6 +205,35 @@ class DropsForMetrics(ForMetrics):
         self.encoder = nn.Sequential(nn.Dropout(0.1), *self.encoder)
 
 
+class NormsForMetrics(ForMetrics):
+    """The first pass has the gradient, and a BatchNorm and a dropout lie in the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, *others = self.encoder
+        self.encoder = nn.Sequential(first, nn.Dropout(0.1), nn.BatchNorm1d(32), *others)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        with torch.no_grad():
+            self.log("accuracy", (self(batch[0]).argmax(-1) == batch[1]).float().mean())
+        return loss
+
+
+class WithGradient(NormsForMetrics):
+    """The metrics' pass has a gradient that nobody asks for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("accuracy", (self(batch[0]).argmax(-1) == batch[1]).float().mean())
+        return loss
+
+
+def test_a_second_pass_for_metrics_that_draws_other_dropout() -> None:
+    assert watch(NormsForMetrics())["duplicate-work"].share == pytest.approx(0.25, rel=0.1)
+    assert watch(WithGradient())["duplicate-work"].share == pytest.approx(0.5, rel=0.1)
+
+
 @pytest.mark.parametrize("cls", [ForMetrics, Encodes, DropsForMetrics])
 def test_a_forward_pass_that_is_done_twice(cls: type[Well]) -> None:
     problem = watch(cls())["duplicate-work"]
@@ -280,6 +330,7 @@ class Ticks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(clock, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(clock, "queued_seconds", lambda: 0.0)
 
     def pass_by(self, seconds: float, sample: Any = None) -> Any:
         self.now += seconds

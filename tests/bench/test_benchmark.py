@@ -304,10 +304,10 @@ def test_a_text_without_a_unit_is_no_budget() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"seeds": [1, 1]}, "different seeds"),
+        ({"seeds": [1, 1]}, "an integer and given once"),
         ({"evaluations": 1}, "evaluations=1.: expected an integer >= 2"),
         ({"schedule": "step"}, "own"),
-        ({"ladder": [1.0]}, "other than 1"),
+        ({"ladder": [1.0]}, "a factor of 1 is the baseline itself"),
         ({"jobs": 2}, "functions run in this process"),
     ],
 )

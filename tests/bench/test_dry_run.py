@@ -1,6 +1,7 @@
 """A dry run: it checks every arm with a few steps, writes nothing, and no arm holds it up."""
 
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,15 @@ def test_the_progress_bar_has_one_comma_before_the_arm(capsys: pytest.CaptureFix
     bar.close()
     shown = capsys.readouterr().err
     assert ", baseline, seed 1" in shown and ", ," not in shown
+
+
+def test_rounding_does_not_fill_the_bar_beyond_its_end() -> None:
+    bar = PlanBar(3 * 0.1, 0.1, 0, enabled=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(4):  # the fourth is more than was counted on
+            for share in (0.1, 0.3, 0.7, 1.0):
+                bar.update(Job(Arm("baseline", "baseline", ()), seed, reference(0.1), f"run {seed}"), share)
+                bar._bar.refresh()
+        bar.close()
+    assert bar._bar.n == pytest.approx(bar._bar.total)

@@ -8,10 +8,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff import BatchSizeWarmup, GradientNoiseScale, SharpnessAwareMinimization
-from lightning_eff.budget.gradient_noise_scale import signal_and_noise
+from lightning_eff.budget.gradient_noise_scale import _Copies, signal_and_noise
 from tests.budget.budget_jobs import Known, known_samples, two_processes
 from tests.cases import Case
 from tests.conftest import Once
@@ -100,6 +101,39 @@ def test_consecutive_steps_of_other_sizes() -> None:
     )
 
 
+def of_unequal(samples: Tensor, sizes: list[int]) -> list[tuple[float, float]]:
+    """The two estimates of each step whose micro-batches have ``sizes``, from moments of a mean of means.
+
+    The mean of ``|g_i|^2`` has the expectation ``|G|^2 + S a`` with ``a = mean(1 / b_i)``, and ``|mean(g_i)|^2`` has
+    ``|G|^2 + S a / n``. Both are solved for ``|G|^2`` and ``S``.
+    """
+    steps = samples.double().view(-1, sum(sizes), samples.shape[-1])
+    parts = torch.stack([part.mean(1) for part in steps.split(sizes, 1)], 1)
+    small, large = parts.square().sum(-1).mean(1), parts.mean(1).square().sum(-1)
+    n, a = len(sizes), sum(1 / b for b in sizes) / len(sizes)
+    equations = torch.tensor([[1.0, a], [1.0, a / n]], dtype=torch.float64)
+    found = torch.linalg.solve(equations, torch.stack([small, large]))
+    return list(zip(*found.tolist(), strict=True))
+
+
+def mean_of(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    signal, noise = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+    return signal, noise
+
+
+def test_micro_batches_of_unequal_sizes() -> None:
+    signal, noise = mean_of(of_unequal(known_samples(300_000), [1, 2, 3, 6]))
+    assert signal == pytest.approx(float(Known.mean.square().sum()), rel=0.02), "unbiased"
+    assert noise == pytest.approx(float(Known.std.square().sum()), rel=0.02), "unbiased"
+    technique, samples = GradientNoiseScale(half_life=1e9), known_samples(12 * 40)
+    batches: Any = [[part] for part in samples.split([1, 2, 3, 6] * 40)]
+    trainer(technique, max_steps=40, accumulate_grad_batches=4).fit(Known(), DataLoader(batches, batch_size=None))
+    told = technique.report()
+    signal, noise = mean_of(of_unequal(samples, [1, 2, 3, 6]))
+    assert (told["steps"], told["batch"]) == (40, 12)
+    assert (told["signal"], told["noise"]) == (pytest.approx(signal, rel=1e-4), pytest.approx(noise, rel=1e-4))
+
+
 class Halves(pl.LightningModule):
     """Two weights; ``used`` says of a step which have a gradient."""
 
@@ -140,7 +174,7 @@ def test_it_is_a_ratio_of_means_of_a_half_life() -> None:
 
 def test_while_noise_hides_the_gradient_no_batch_is_told() -> None:
     technique = GradientNoiseScale()
-    technique._take(3.0, 1.0, 4, 8, trainer())  # |G|^2 = (8 - 12) / 4 < 0
+    technique._take(torch.tensor(3.0), torch.tensor(1.0), 4, 8, 8, trainer())  # |G|^2 = (8 - 12) / 4 < 0
     assert technique.critical_batch is None and math.isnan(float(technique.report()["critical_batch"]))
     assert "the critical batch size is unknown" in technique.summary()
 
@@ -182,6 +216,48 @@ def test_beside_a_batch_that_grows(by: Any) -> None:
     assert technique.report()["noise"] == pytest.approx((first[1] + then[1]) / 2, rel=1e-3)
 
 
+class Waits(TorchDispatchMode):
+    """Counts operations whose result a program on the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_no_step_waits_for_the_device(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is reported, saved or read does."""
+    counts = []
+    for techniques in ([], [GradientNoiseScale()]):
+        with Waits() as waits:
+            fit("classifier", lambda techniques=techniques: techniques, accumulate_grad_batches=window)
+        counts.append(waits.count)
+    assert counts[0] == counts[1]
+    technique = GradientNoiseScale()
+    calls = dict.fromkeys(("_numbers", "report"), 0)
+    for name in calls:
+        own = getattr(technique, name)
+
+        def counted(name: str = name, own: Any = own) -> Any:
+            calls[name] += 1
+            return own()
+
+        monkeypatch.setattr(technique, name, counted)
+    seen: list[dict[str, int]] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(dict(calls))
+
+    measured(technique, Look(), steps=6, accumulate_grad_batches=window)
+    assert len(seen) == 6 * window and seen[1] == seen[-1], "reported once, after the first step"
+    assert all(found["_numbers"] == found["report"] for found in seen)
+
+
 def test_weights_and_traces_are_as_without_it() -> None:
     ends = []
     for techniques in ([], [GradientNoiseScale()]):
@@ -218,6 +294,12 @@ def test_two_processes(once: Once) -> None:
         for told in found[f"{window}"]:
             assert (told["steps"], told["batch"]) == (40 // window, 8 * window)
             assert (told["signal"], told["noise"]) == (pytest.approx(signal, rel=1e-4), pytest.approx(noise, rel=1e-4))
+    x = known_samples(80)
+    # rank 0 has 1 and 3 samples in each window, and rank 1 has 4 and 2
+    signal, noise = mean_of(of_unequal(x, [1, 3, 4, 2]))
+    for told in found["unequal"]:
+        assert (told["steps"], told["batch"]) == (8, 10)
+        assert (told["signal"], told["noise"]) == (pytest.approx(signal, rel=1e-4), pytest.approx(noise, rel=1e-4))
 
 
 def test_a_yaml_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,3 +328,47 @@ def test_sparse_gradients_count() -> None:
     technique = GradientNoiseScale()
     trainer(technique, max_steps=2, accumulate_grad_batches=2).fit(Sparse(), loader("classifier"))
     assert technique.report()["steps"] == 2
+
+
+@pytest.mark.parametrize("kind", ["one", "dtypes", "sparse", "complex"])
+def test_copies_are_exact_and_use_their_memory_again(kind: str) -> None:
+    def made(seed: int) -> list[Tensor | None]:
+        g = torch.Generator().manual_seed(seed)
+        found = [torch.randn(3, 5, generator=g), None, torch.randn(7, generator=g)]
+        other = torch.randn(4, 2, generator=g)
+        others = {"one": other.t(), "dtypes": other.bfloat16(), "complex": other + 1j, "sparse": other.to_sparse()}
+        return [*found, others[kind]]
+
+    copies = _Copies()
+    first, gradients = copies.take(made(0)), made(1)
+    held = [None if t is None or t.is_sparse else t.data_ptr() for t in first]
+    second = copies.take(gradients)
+    for copy, gradient in zip(second, gradients, strict=True):
+        assert (copy is None) == (gradient is None)
+        if copy is not None and gradient is not None:
+            assert torch.equal(copy.to_dense(), gradient.to_dense()) and copy.dtype == gradient.dtype
+    again = [None if t is None or t.is_sparse else t.data_ptr() for t in second]
+    assert (copies.whole is not None) == (again == held) == (kind == "one")
+    if copies.whole is not None:
+        assert all(place % 64 == 0 for place in held if place is not None), "as a tensor of its own is"
+        exact = sum(float(t.double().square().sum()) for t in gradients if t is not None)
+        assert float(copies.whole.double().square().sum()) == pytest.approx(exact, rel=1e-12)
+    gradients[2] = None  # one that is not trained any more
+    fewer = copies.take(gradients)
+    assert [t is None for t in fewer] == [False, True, True, False]
+    if copies.whole is not None:  # in the same memory, without what was there
+        assert [t.data_ptr() for t in (fewer[0], copies.take(made(2))[0]) if t is not None] == [held[0], held[0]]
+        copies.take(gradients)
+        exact = sum(float(t.double().square().sum()) for t in gradients if t is not None)
+        assert float(copies.whole.double().square().sum()) == pytest.approx(exact, rel=1e-12)
+
+
+def test_a_pair_that_a_checkpoint_divides_is_measured_alike(tmp_path: Path) -> None:
+    def run(**kwargs: Any) -> str:
+        technique = GradientNoiseScale()
+        fit("classifier", lambda: [technique], max_steps=6, directory=tmp_path, steps=[3], **kwargs)
+        return str(technique.report())
+
+    whole = run()
+    (saved,) = tmp_path.rglob("*3.ckpt")
+    assert "'steps': 3" in whole and whole == run(resume=saved)

@@ -303,6 +303,19 @@ def test_parts_of_the_same_layers_do_not_grow_alone() -> None:
     fit(net(), StochasticDepth(layers="mix_*"))
 
 
+@pytest.mark.parametrize("layers", ["mix_*", "ffn_*"])
+def test_stacks_that_run_in_turn_grow_alone_however_often_they_run(layers: str) -> None:
+    run = through(*(f"{part}_{i}" for part in ("mix", "ffn") for i in range(3)))
+
+    def twice(net: Any, x: Any) -> Any:
+        return run(net, run(net, x))
+
+    net = By(twice, **branches("mix_"), **branches("ffn_"))
+    technique = ProgressiveStacking(stages=[(0.0, 1), (0.5, 3)], layers=layers)
+    fit(net, technique)
+    assert technique.report()["layers_active"] == 3
+
+
 def test_one_part_of_a_stack_is_not_given_to_two_techniques() -> None:
     import lightning.pytorch as pl
 

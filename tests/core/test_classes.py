@@ -174,7 +174,9 @@ def test_a_penalty_on_the_weights_of_linear_layers_is_no_branch() -> None:
             exact = [m.weight for m in self.modules() if type(m) is nn.Linear]
             return super().training_step(batch, batch_idx) + sum(w.square().sum() for w in exact)
 
-    trainer(eff.LoRA(2, names=["layers.*"]), max_steps=2).fit(Decayed(lambda m: False), DataLoader(data(), 4))
+    run = trainer(eff.LoRA(2, names=["layers.*"]), max_steps=2)
+    run.fit(Decayed(lambda m: False), DataLoader(data(), 4))
+    assert run.global_step == 2
 
 
 class Manual(Asking):

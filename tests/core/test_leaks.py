@@ -34,7 +34,8 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def train(module: pl.LightningModule, *callbacks: Any) -> None:
+def train(module: pl.LightningModule, *callbacks: Any) -> int:
+    """The steps that were trained."""
     torch.manual_seed(1)
     data = TensorDataset(torch.rand(16, 6), torch.arange(16) % 4)
     trainer = pl.Trainer(
@@ -47,6 +48,7 @@ def train(module: pl.LightningModule, *callbacks: Any) -> None:
         callbacks=[*callbacks],
     )
     trainer.fit(module, DataLoader(data, 8))
+    return trainer.global_step
 
 
 def _pairs(m: Any, h: Tensor, z: Tensor, y: Tensor) -> Tensor:
@@ -91,4 +93,4 @@ def test_labels_are_found_where_all_values_are_alike() -> None:
 @pytest.mark.filterwarnings("ignore:Mixup. training_step compares")
 @pytest.mark.parametrize("name", ALLOWED)
 def test_labels_that_do_not_reach_the_loss_are_allowed(name: str) -> None:
-    train(Net(ALLOWED[name]), eff.Mixup(alpha=1.0))
+    assert train(Net(ALLOWED[name]), eff.Mixup(alpha=1.0)) == 3

@@ -13,8 +13,11 @@ from lightning_eff._core._run import replicas
 from lightning_eff._core._run.replicas import Replicas
 
 
-def hybrid(*, data: int = 1, tensor: int = 1, pipeline: int = 1, shard: bool = True) -> HybridParallelStrategy:
-    return HybridParallelStrategy(data, shard=shard, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+def hybrid(
+    *, data: int = 1, tensor: int = 1, pipeline: int = 1, context: int = 1, shard: bool = True
+) -> HybridParallelStrategy:
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "context_parallel_size": context}
+    return HybridParallelStrategy(data, shard=shard, **sizes)
 
 
 def test_strategies_say_how_they_divide_a_run() -> None:
@@ -26,6 +29,10 @@ def test_strategies_say_how_they_divide_a_run() -> None:
     assert parts_of(hybrid()) == ()
     assert parts_of(hybrid(data=2, shard=False)) == (Part.COPIES,)
     assert parts_of(hybrid(data=2, tensor=2, pipeline=2)) == (Part.SHARD, Part.TENSOR, Part.PIPELINE)
+    assert parts_of(hybrid(context=2)) == (Part.SHARD, Part.CONTEXT)
+    assert parts_of(hybrid(context=2, shard=False)) == (Part.CONTEXT,)
+    assert refused(Need.STEP | Need.BLOCKS, {}, [Part.CONTEXT]) == {Part.CONTEXT: UNTRIED}
+    assert not refused(Need.STEP | Need.BATCH | Need.PIECES, {}, [Part.CONTEXT])
 
     class Another(pl.strategies.Strategy):
         """Of somebody else."""

@@ -12,6 +12,7 @@ from lightning_eff._core._resume.fit import restarts_exactly
 from lightning_eff._core._resume.flags import Flags
 from lightning_eff._core._resume.groups import AddedGroups
 from lightning_eff._core._resume.position import calling_only, reads, with_state_keys
+from lightning_eff._core.blocks import BlockStack, find_stack
 
 
 class Net(pl.LightningModule):
@@ -127,3 +128,25 @@ def test_added_groups_are_added_again_if_all_their_parameters_are_there() -> Non
 def test_a_fit_begins_within_a_hook_only_where_its_rest_is_known() -> None:
     assert restarts_exactly({"hook": "on_train_batch_end"}) and restarts_exactly({"hook": "validation"})
     assert not restarts_exactly({"hook": "on_train_batch_start"}) and not restarts_exactly(None)
+
+
+def test_what_techniques_freeze_is_left_to_them_and_what_the_user_froze_is_restored() -> None:
+    def started() -> tuple[Flags, BlockStack, Any]:
+        net: Any = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+        stack = BlockStack(find_stack(net, None, who="Test"))
+        trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        return Flags(trainer, net, [stack]), stack, net
+
+    flags, stack, net = started()
+    net["blocks"][1].bias.requires_grad_(False)  # the user
+    stack.held = [*net["blocks"].parameters()]
+    stack.freeze_inactive()
+    state = flags.state_dict()
+    assert state["requires_grad"] == {"blocks.1.bias": False}
+
+    fresh, stack, net = started()
+    stack.held = [*net["blocks"][1].parameters()]
+    stack.freeze_inactive()
+    assert not fresh.load_state_dict(state)
+    stack.thaw()
+    assert [p.requires_grad for p in net.parameters()] == [True, True, True, False]

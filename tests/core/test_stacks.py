@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff import (
+    AutoProg,
+    DropIn,
     HoulsbyAdapters,
     LayerFreezing,
     LayerScale,
@@ -268,16 +270,51 @@ def one_by_one(blocks: Any, x: Tensor) -> Tensor:
     return x
 
 
+class InDict(Adds):
+    """A block of SqueezeBERT: its hidden state is in a dict."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"feature_map": super().forward(x)}
+
+
+def keyed(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)["feature_map"]
+    return x
+
+
+def keyed_by_forward(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block.forward(x)["feature_map"]
+    return x
+
+
+def by_forward(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block.forward(x)
+    return x
+
+
+def by_parts(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = x + torch.tanh(block.f(x))
+    return x
+
+
+UNCALLED = [(InDict, keyed_by_forward), (Adds, by_forward), (Adds, by_parts)]
 REFUSED = [
     (Gives, subtracted, "does not return its input plus something"),
     (functools.partial(Gives, residual=True), subtracted, "subtracts what a block"),
     (functools.partial(Gives, residual=True), summed, "the loss uses more outputs of block 0"),
     (Remembers, read_after, r"reads blocks\.0\.seen"),
+    (InDict, keyed, "block 0 of 'blocks' .* returns dict, so .*; expected a tensor, or a tuple"),
+    *((block, run, "runs 'blocks' .* without calling its blocks") for block, run in UNCALLED),
 ]
+SKIPPING = [*USERS[:2], functools.partial(AutoProg, resolution=1.0)]
 
 
 @pytest.mark.parametrize(("block", "run", "why"), REFUSED)
-@pytest.mark.parametrize("technique", USERS[:2])
+@pytest.mark.parametrize("technique", SKIPPING)
 def test_blocks_that_cannot_be_skipped_are_refused_before_an_update(
     block: Any, run: Any, why: str, technique: Any
 ) -> None:
@@ -288,6 +325,20 @@ def test_blocks_that_cannot_be_skipped_are_refused_before_an_update(
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
     assert all(type(m).__module__ == __name__ for m in module.blocks), "no trace"
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+@pytest.mark.parametrize(("block", "run"), UNCALLED)
+def test_outputs_of_blocks_that_run_without_a_call_cannot_be_mixed(block: Any, run: Any) -> None:
+    with pytest.raises(ValueError, match=r"DropIn: the module runs 'blocks' .* without calling its blocks"):
+        fit(Stack(block, run), DropIn(first=1))
+
+
+@pytest.mark.parametrize(("block", "run"), UNCALLED)
+def test_blocks_that_run_without_a_call_can_be_hidden_from_the_module(block: Any, run: Any) -> None:
+    """What a block returns matters only to techniques that skip it, so growth behind the last block works."""
+    module = Stack(block, run)
+    for technique in (ProgressiveStacking(stages=[(0.0, 1), (0.5, 2)]), LayerFreezing()):
+        assert fit(module, technique).global_step == 4
 
 
 class Manual(Heads):

@@ -1,6 +1,7 @@
 """Lightning's BatchSizeFinder and LearningRateFinder beside techniques: their trials are plain, and leave the run as it was."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
+from lightning_eff import ScheduleFree
 from tests.cases import CASES, MISSING
 from tests.core.nop import Nop
 from tests.models import loader, module, trainer
@@ -18,6 +20,7 @@ from tests.runs import differences, final_state
 
 # what takes the loader, the optimizer's step or its gradients, and what takes up state as optimizers are made
 NAMES = [
+    "AdaScale",
     "BatchSizeWarmup",
     "ExponentialMovingAverage",
     "GradientNoiseScale",
@@ -135,7 +138,6 @@ def test_several_loaders_are_asked_for_anew(tmp_path: Path) -> None:
     assert net.seen == [(2, 2), (4, 4), (4, 4), (4, 4)]
 
 
-@pytest.mark.skipif("ScheduleFree" in MISSING, reason="needs schedulefree")
 def test_a_rate_that_was_found_counts_in_the_warm_up_of_schedule_free(tmp_path: Path) -> None:
     """Its peak is what the finder set, also in a run that is resumed without the finder."""
 
@@ -157,7 +159,7 @@ def test_a_rate_that_was_found_counts_in_the_warm_up_of_schedule_free(tmp_path: 
         t.fit(module("tiny_gpt"), Data("tiny_gpt"), **resume)
         return float(t.callback_metrics["eff/schedule_free/rate"])
 
-    active = CASES["ScheduleFree"].active
+    active = partial(ScheduleFree, momentum=0.8, warmup_steps=3)
     sets = Sets(num_training_steps=3, early_stop_threshold=None, update_attr=False)
     assert rate_of(active(), sets, Saves()) == 0.25
     assert rate_of(active(), ckpt_path=tmp_path / "third.ckpt") == 0.25

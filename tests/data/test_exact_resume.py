@@ -27,7 +27,6 @@ CASES = {
         neutral=lambda: ExactResume(),
         exact=True,
         figure="batches",
-        outside_surveys=True,
         anywhere=True,
     )
 }

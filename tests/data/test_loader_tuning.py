@@ -33,7 +33,6 @@ CASES = {
         neutral=lambda: LoaderTuning(num_batches=None),
         exact=True,
         figure="waiting_seconds",  # beside a technique that chooses samples it measures, and changes nothing
-        outside_surveys=True,
         anywhere=True,
     )
 }

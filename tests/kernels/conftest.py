@@ -24,6 +24,7 @@ KERNELS = (
     "fp8_matmul",
     "linear_cross_entropy",
     "norm",
+    "int8_quantization",
 )
 
 
@@ -31,10 +32,10 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
+    for name in KERNELS:  # before the variable is set: a kernel made under it stays interpreted in all later tests
+        importlib.import_module(f"lightning_eff.kernels._{name}_triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(_launch, "uses_triton", lambda x: True)
-    for name in KERNELS:
-        importlib.import_module(f"lightning_eff.kernels._{name}_triton")
     ours = [f"lightning_eff.kernels._{name}_triton" for name in KERNELS]
     theirs = [name for name in sys.modules if name == "triton.language" or name.startswith("triton.language.")]
     interpreted: dict[object, InterpretedFunction] = {}

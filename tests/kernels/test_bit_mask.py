@@ -28,17 +28,51 @@ def test_masks_come_back_from_the_references_bytes(way: str, request: pytest.Fix
     assert back.dtype == torch.bool and back.is_contiguous() and torch.equal(back, mask)
 
 
-def test_triton_bytes_do_not_depend_on_geometry(device: torch.device) -> None:
+@pytest.mark.parametrize("num", [1003, 1024, 1280])
+def test_triton_bytes_do_not_depend_on_geometry(num: int, device: torch.device) -> None:
+    """The last two sizes are packed as words of four bytes, in whole tiles and with a rest."""
     from lightning_eff.kernels import _bit_mask_triton
 
-    mask = (torch.rand(1003, device=device) < 0.5).view(torch.uint8)
-    outs = [torch.empty(126, dtype=torch.uint8, device=device) for _ in range(2)]
-    backs = [torch.empty_like(mask) for _ in range(2)]
-    for out, back, block in zip(outs, backs, (16, 128), strict=True):
+    mask = (torch.rand(num, device=device) < 0.5).view(torch.uint8)
+    wanted = reference_pack_mask(mask)
+    for block in (16, 128):
+        out, back = torch.empty_like(wanted), torch.empty_like(mask)
         _bit_mask_triton.pack(mask, out, block=block)
         _bit_mask_triton.unpack(out, back, block=block)
-        assert torch.equal(back, mask)
-    assert torch.equal(*outs)
+        assert torch.equal(back, mask) and torch.equal(out, wanted)
+    # from an odd address there are no words
+    apart = torch.empty(num + 1, dtype=torch.uint8, device=device)[1:].copy_(mask)
+    _bit_mask_triton.pack(apart, out)
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("num", [1003, 1024])
+def test_triton_pairs_do_not_depend_on_geometry(num: int, device: torch.device) -> None:
+    from lightning_eff.kernels import _bit_mask_triton
+
+    x = (torch.rand(num, device=device) < 0.5).float() * 1.25
+    low, high = x.amin(), x.amax()
+    wanted = reference_pack_mask(x == high)
+    for block in (16, 128):
+        out, back = torch.empty_like(wanted), torch.empty_like(x)
+        assert not _bit_mask_triton.pack_pair(x, low, high, out, block=block)
+        _bit_mask_triton.unpack_pair(out, low, high, back, block=block)
+        assert torch.equal(back, x) and torch.equal(out, wanted)
+        for at in (0, 700, num - 1):
+            third = x.clone()
+            third[at] = 0.5
+            assert _bit_mask_triton.pack_pair(third, low, high, out, block=block)
+
+
+def test_triton_finds_a_second_value_after_the_sample(device: torch.device) -> None:
+    x = torch.ones(3000, device=device)
+    for second in (0.0, 2.0):
+        x[2000] = second
+        packed = pack_pair(x)
+        assert packed is not None and torch.equal(unpack_pair(packed), x)
+        x[2500] = 3.0
+        assert pack_pair(x) is None
+        x[2500] = 1.0
 
 
 @pytest.mark.parametrize("way", ["torch", "triton"])

@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_eff.kernels.linear_cross_entropy import linear_cross_entropy, reference_linear_cross_entropy
+from lightning_eff.kernels.linear_cross_entropy import (
+    linear_cross_entropy,
+    reference_linear_cross_entropy,
+    rows_per_chunk,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -194,6 +199,70 @@ def test_memory(reduction: str) -> None:
     x.grad = w.grad = None
     most = peak_bytes(ours)
     assert gradients + chunk < most < gradients + 2.2 * chunk + 4 * 4 * 1024 < logits / 10
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "width", "itemsize", "expected"),
+    [
+        (16384, 50257, 768, 2, 2432),  # 256 MiB of logits: 2670 rows at most, in seven chunks
+        (16384, 32000, 4096, 2, 4096),  # as large as dW: more than is useful
+        (16384, 128256, 4096, 2, 4096),  # 1 GiB
+        (16384, 256000, 2304, 2, 2048),  # 1 GiB
+        (16384, 256000, 2304, 4, 1024),
+        (5000, 1000, 64, 2, 2560),  # two chunks of about equal size
+        (100, 50257, 768, 2, 128),
+        (0, 50257, 768, 2, 128),
+        (16384, 4_000_000, 64, 4, 512),  # no fewer than these
+    ],
+)
+def test_rows_per_chunk_on_a_gpu(rows: int, classes: int, width: int, itemsize: int, expected: int) -> None:
+    found = rows_per_chunk(rows, classes, width, itemsize)
+    assert found == expected and found % 128 == 0
+    assert found <= 512 + 127 or found * classes * itemsize <= 2**30 * 1.05
+
+
+def test_the_weights_gradient_is_written_once_and_then_added_to() -> None:
+    """No zeros are written first, and no pass over it multiplies and another one converts."""
+    (x, w, _), target = inputs(24, 16, 40, torch.float32, torch.device("cpu"), ignored=0.0)
+    found: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if torch.is_tensor(result) and result.shape == w.shape:
+                found.append(func.overloadpacket.__name__)
+            return result
+
+    with Names():
+        loss = linear_cross_entropy(x, w, target, chunk=8)
+    assert [name for name in found if name in ("mm", "addmm", "zeros_like", "add_")] == ["mm", "addmm", "addmm"]
+    found.clear()
+    with Names():
+        loss.backward()
+    assert [name for name in found if name not in ("detach", "split", "view", "new_empty_strided")] == ["mul"]
+
+
+@pytest.mark.parametrize("gap", [0, 3, 7])
+def test_memory_between_rows_is_kept(gap: int, device: torch.device) -> None:
+    """Whether the kernel reads up to the next multiple of 16 or not: 50 logits in rows of 64, 53 or 57."""
+    from lightning_eff.kernels import _linear_cross_entropy_triton as kernels
+
+    stride = 64 if gap == 0 else 50 + gap
+    for rows, last in ((4, 64), (4, 50)):
+        memory = torch.full((3 * stride + last,), 7.5, device=device)
+        z = memory.as_strided((rows, 50), (stride, 1))
+        z.normal_()
+        assert kernels.width_of(z) == (64 if stride == last == 64 else 50)
+        target = torch.tensor([0, 49, 7, 3], device=device)
+        logits = z.double().clone()
+        loss = kernels.loss_and_gradient(z, target, smoothing=0.1, gradient=True, row_grad=None)
+        wanted = F.cross_entropy(logits, target, reduction="none", label_smoothing=0.1)
+        torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=1e-6)
+        exact = logits.softmax(1) - 0.9 * F.one_hot(target, 50) - 0.1 / 50
+        torch.testing.assert_close(z.double(), exact, rtol=1e-5, atol=1e-6)
+        between = torch.ones_like(memory, dtype=torch.bool)
+        between.as_strided((rows, 50), (stride, 1)).fill_(False)
+        assert (memory[between] == 7.5).all()
 
 
 def test_small_gradients_survive_float16() -> None:

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_eff.kernels._seeds import spread
-from lightning_eff.kernels.stochastic_rounding import reference_stochastic_round, stochastic_round
+from lightning_eff.kernels.stochastic_rounding import draw, generator, reference_stochastic_round, stochastic_round
 
 ways = pytest.mark.parametrize("way", ["torch", "triton"])
 HARD = [0.0, -0.0, 1.0, -1.5, 2**-126, 2**-133, 1e-40, -3e-45, 255.9999, -0.9999999, 3.38e38, 65535.0, 1 / 3]
@@ -26,8 +25,8 @@ def neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_bits_are_those_of_the_definition() -> None:
     x = torch.cat([torch.randn(5000) * torch.logspace(-40, 38, 5000), torch.tensor(HARD)])
-    generator = torch.Generator().manual_seed(spread(7) >> 1)
-    noise = torch.empty(x.shape, dtype=torch.int32).random_(0, 1 << 16, generator=generator)
+    noise = draw(len(x), generator(7, x.device)).int() + (1 << 15)
+    assert 0 <= int(noise.min()) < 100 and 2**16 - 100 < int(noise.max()) < 2**16
     expected = reference_stochastic_round(x, noise)
     found = stochastic_round(x, seed=7)
     assert torch.equal(found, expected)

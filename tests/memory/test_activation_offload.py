@@ -215,7 +215,7 @@ def test_nothing_waits_after_a_step() -> None:
     class Watch(pl.Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             store = technique._offloading.store
-            held.append((store.bytes_on_host, store.bytes_on_device, store.pool_bytes))
+            held.append((store.bytes_on_host, store.bytes_on_device, store._pool.num_bytes))
 
     technique = offload()
     fit("gpt2", lambda: [technique], callbacks=[Watch()], max_steps=4)
@@ -509,7 +509,7 @@ def test_leaves_no_trace(layers: str | None, fails: bool) -> None:
         t.fit(net, loader("tiny_gpt"))
     assert not any(name.endswith("_call_impl") for block in net.blocks for name in vars(block))
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert (stores[0].pool_bytes, stores[0].bytes_on_host) == (0, 0)
+    assert (stores[0]._pool.num_bytes, stores[0].bytes_on_host) == (0, 0)
     assert technique._offloading is None
 
 

@@ -142,11 +142,11 @@ def test_host_memory_is_used_again_by_later_steps() -> None:
         tickets.clear()
         del ticket
         assert store.bytes_on_host == 0
-        taken.append(store.pool_bytes)
+        taken.append(store._pool.num_bytes)
     assert taken == [2 * 4096 + 2048] * 5  # powers of two
     assert store.peak_bytes_on_host == 4 * 2312
     store.release()
-    assert store.pool_bytes == 0
+    assert store._pool.num_bytes == 0
 
 
 def test_what_was_brought_back_for_nobody_is_let_go() -> None:
@@ -305,7 +305,7 @@ def test_cuda_memory_is_free_between() -> None:
         assert torch.cuda.memory_allocated() - before <= 3 * size
     assert torch.cuda.memory_allocated() == before
     assert isinstance(store._copiers[torch.device("cuda", 0)], CUDACopier)
-    assert store.pool_bytes == 12 * size
+    assert store._pool.num_bytes == 12 * size
 
 
 @cuda

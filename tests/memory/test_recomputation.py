@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_eff.memory._planning.chain import Item, Keep, Segment, Stage
 from lightning_eff.memory._planning.plan import Plan, full, keep_all, sqrt
 from lightning_eff.memory._recompute.calls import hand_over, without_caches
 from lightning_eff.memory._recompute.recomputation import Recomputation
-from lightning_eff.memory._recompute.selective import Selective
+from lightning_eff.memory._recompute.selective import Selective, warn_on_cpu
 from tests.models import hugging_face, make_batch, module
 
 
@@ -748,3 +749,11 @@ def test_a_copy_of_the_module_is_plain() -> None:
         other(x).mean().backward()
         assert engine.reruns == 0
         assert all(p.grad is None for p in net.parameters())
+
+
+def test_selective_recomputation_warns_on_a_cpu_alone() -> None:
+    with pytest.warns(UserWarning, match=r"policy='selective'\): on a CPU it saves little memory for much time"):
+        warn_on_cpu(torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_on_cpu(torch.device("cuda"))

@@ -27,7 +27,7 @@ def two_processes(once: Callable[[str, Callable[[], Any]], Any], make: Callable[
 def every(root: str) -> dict[str, Any]:
     from tests import ddp_jobs
     from tests.optim.averaging import averaging_jobs
-    from tests.optim.optimizers import muon_jobs
+    from tests.optim.optimizers import first_order_jobs, muon_jobs
     from tests.optim.preconditioning import kfac_jobs
 
     warnings.filterwarnings("ignore")
@@ -39,4 +39,5 @@ def every(root: str) -> dict[str, Any]:
         "sharpness": {what: ddp_jobs.sharpness(what, Path(root)) for what in ("1", "2", "look")},
         "trajectory": ddp_jobs.trajectory("SAF", Path(root)),
         "muon": muon_jobs.all_of_them(),
+        "first_order": first_order_jobs.sharded(),
     }

@@ -97,8 +97,8 @@ def test_what_a_format_says_of_itself(name: str) -> None:
     e_bits, m_bits, finite = WIDTHS[name]
     assert (found.exponent_bits, found.mantissa_bits, found.finite) == (e_bits, m_bits, finite)
     assert found.max_value == values[-2]
-    assert found.smallest_subnormal == values[1]
-    assert found.smallest_normal == values[2**m_bits]
+    assert 2.0 ** (1 - found.bias - found.mantissa_bits) == values[1], "the smallest subnormal number"
+    assert 2.0 ** (1 - found.bias) == values[2**m_bits], "the smallest normal number"
     assert 1 + Fraction(found.epsilon) == values[values.index(Fraction(1)) + 1]
 
 

@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_eff import ACTPrecision
 from lightning_eff.memory.rematerialization import Rematerialization
 from lightning_eff.precision import fp8
+from lightning_eff.precision._scaling.linear import Float8Linear
 from lightning_eff.precision._scaling.products import emulated
 from lightning_eff.precision.fp8 import FP8Precision, device_of, too_small
 from tests.cases import CASES
@@ -299,8 +301,17 @@ def test_the_device_is_the_strategys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_of(nn.Linear(2, 2, device="meta")) == torch.device("meta")
 
 
-@pytest.mark.parametrize("accumulate", ["fast", "exact"])
-def test_only_the_forward_product_may_accumulate_fast(monkeypatch: pytest.MonkeyPatch, accumulate: Any) -> None:
+@pytest.mark.parametrize(
+    ("accumulate", "expected", "words"),
+    [
+        ("fast", (True, False), "fast accumulation in the forward product"),
+        ("exact", (False, False), "exact accumulation"),
+        ("fastest", (True, True), "fast accumulation in all products"),
+    ],
+)
+def test_which_products_accumulate_fast(
+    monkeypatch: pytest.MonkeyPatch, accumulate: Any, expected: tuple[bool, bool], words: str
+) -> None:
     calls: list[tuple[tuple[int, ...], bool]] = []
 
     def product(a: Any, b: Any, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -312,8 +323,29 @@ def test_only_the_forward_product_may_accumulate_fast(monkeypatch: pytest.Monkey
     p = plugin(backend="scaled_mm", accumulate=accumulate, skip=())
     p.convert_module(net)
     net(torch.randn(5, 32, requires_grad=True)).sum().backward()
-    assert calls == [((5, 48), accumulate == "fast"), ((5, 32), False), ((48, 32), False)]
-    assert f"{accumulate} accumulation in the forward product" in p.describe()
+    forward, backward = expected
+    assert calls == [((5, 48), forward), ((5, 32), backward), ((48, 32), backward)]
+    assert words in p.describe()
+
+
+@pytest.mark.parametrize("keep_weight", [None, True, False])
+def test_a_weight_is_kept_unless_the_strategy_frees_it(
+    monkeypatch: pytest.MonkeyPatch, keep_weight: bool | None
+) -> None:
+    monkeypatch.setattr(fp8, "device_of", lambda module: torch.device("cpu"))
+    for cls in (SingleDeviceStrategy, ModelParallelStrategy):
+
+        class Holder:
+            strategy = cls.__new__(cls)
+
+        net = TinyGPT(num_layers=1)
+        net.__dict__["_trainer"] = Holder()
+        p = plugin(keep_weight=keep_weight)
+        p.convert_module(net)
+        linear = p.arithmetic(p._maps[0])
+        assert isinstance(linear, Float8Linear)
+        assert linear.keep_weight == (cls is SingleDeviceStrategy if keep_weight is None else keep_weight)
+        p.teardown()
 
 
 @pytest.mark.parametrize("amax", ["dynamic", "delayed"])
@@ -365,7 +397,7 @@ def test_torchaos_thresholds() -> None:
     [
         ({"scaling": "columnwise"}, r"scaling='columnwise'\): expected 'tensorwise', 'rowwise' or 'blockwise'"),
         ({"amax": "late"}, r"amax='late'\): expected 'dynamic' or 'delayed'"),
-        ({"accumulate": "slow"}, r"accumulate='slow'\): expected 'fast' or 'exact'"),
+        ({"accumulate": "slow"}, r"accumulate='slow'\): expected 'fast', 'exact' or 'fastest'"),
         ({"backend": "cutlass"}, r"backend='cutlass'\): expected 'auto', 'torchao', 'scaled_mm' or 'emulated'"),
         ({"history": 0}, r"history=0\): expected an integer >= 1: the number of optimizer steps"),
         ({"history": 2.5}, r"history=2.5\): expected an integer >= 1"),

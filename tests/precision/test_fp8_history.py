@@ -56,7 +56,7 @@ def test_micro_batches_reruns_and_what_did_not_run() -> None:
     row = history.row("a", "x")
     for value in (1.0, 5.0, 5.0, 2.0):
         history.record(row, torch.tensor(value))
-        assert history.reference(row, torch.tensor(9.0)) == 9.0, "nothing is known before the step has ended"
+        assert history.peak("a", "x").value == -1.0, "nothing is known before the step has ended"
     history.advance()
     assert history.amax[row].tolist() == [5.0, -1.0]
     history.advance()
@@ -85,6 +85,18 @@ def test_an_overflow_stays_visible_under_a_known_scale() -> None:
     assert x.grad is not None and x.grad.isnan().any() and w.grad is not None and w.grad.isnan().any()
 
 
+def test_only_backward_passes_that_are_recorded_count() -> None:
+    """The forward pass finds the amax of x and W, but a backward pass of the Trainer decides whether they count."""
+    history, recording = AmaxHistory(["a"], 2), [False]
+    f = Float8Linear("a", "tensorwise", emulated, fast=True, history=history, recording=lambda: recording[0])
+    x, w = torch.full((2, 4), 3.0, requires_grad=True), torch.full((3, 4), 2.0, requires_grad=True)
+    for recording[0] in (False, True):
+        f(x, w, None).sum().backward()
+        history.advance()
+        expected = [[3.0, -1.0], [2.0, -1.0], [1.0, -1.0]] if recording[0] else [[-1.0, -1.0]] * 3
+        assert history.amax.tolist() == expected
+
+
 def test_state_by_name_and_length() -> None:
     old = AmaxHistory(["a", "b"], 3)
     old.amax = torch.arange(18.0).view(6, 3)
@@ -92,8 +104,8 @@ def test_state_by_name_and_length() -> None:
     new.load_state_dict(old.state_dict())
     assert torch.equal(new.amax[:3], old.amax[3:, :2])
     assert (new.amax[3:] == -1).all()
-    assert new.reference(new.row("b", "x"), torch.tensor(0.5)) == old.amax[3, :2].max()
-    assert new.reference(new.row("c", "x"), torch.tensor(0.5)) == 0.5
+    assert new.peak("b", "x").value == old.amax[3, :2].max() and new.peak("b", "x").known
+    assert new.peak("c", "x").value == -1.0 and not new.peak("c", "x").known
 
 
 # -- in a Trainer

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_eff.precision._scaling import linear as scaled_linear
 from lightning_eff.precision._scaling.casts import Codes, cast_pair
 from lightning_eff.precision._scaling.linear import Float8Linear
 from lightning_eff.precision._scaling.products import (
@@ -70,8 +71,8 @@ def reference(x: Tensor, w: Tensor, g: Tensor, scaling: str) -> tuple[np.ndarray
     return y, dx, dw
 
 
-def linear(scaling: Any, product: Any = emulated) -> Float8Linear:
-    return Float8Linear("map", scaling, product, fast=True, history=None, recording=lambda: False)
+def linear(scaling: Any, product: Any = emulated, **settings: Any) -> Float8Linear:
+    return Float8Linear("map", scaling, product, fast=True, history=None, recording=lambda: False, **settings)
 
 
 class Results(NamedTuple):
@@ -159,15 +160,52 @@ def test_shapes_dtypes_and_what_is_not_asked_for() -> None:
     assert w.grad is not None and w.grad.dtype == torch.float32
 
 
-def test_what_is_saved_between_forward_and_backward() -> None:
-    """x in one byte an element, the scales, and the weight itself."""
+@pytest.mark.parametrize("keep_weight", [True, False])
+def test_what_is_saved_between_forward_and_backward(keep_weight: bool) -> None:
+    """x in one byte an element, and the scales; the weight likewise, or itself."""
     x, w, _ = operands(128, 256, 128)
     x, w = x.requires_grad_(), w.requires_grad_()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        linear("rowwise")(x, w, None)
+        linear("rowwise", keep_weight=keep_weight)(x, w, None)
     others = [t for t in saved if t.data_ptr() != w.data_ptr()]
-    assert [(t.dtype, tuple(t.shape)) for t in others] == [(E4M3, (256, 128)), (torch.float32, (256, 1))]
+    assert (len(saved) == len(others)) == keep_weight
+    one = [(E4M3, (256, 128)), (torch.float32, (256, 1))]
+    assert [(t.dtype, tuple(t.shape)) for t in others] == (2 * one if keep_weight else one)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_kept_weight_changes_no_bit_and_saves_a_cast(scaling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, g = operands()
+    casts: list[tuple[int, ...]] = []
+    real = scaled_linear.cast_pair
+
+    def counted(t: Tensor, *args: Any, **kwargs: Any) -> Any:
+        casts.append(tuple(t.shape))
+        return real(t, *args, **kwargs)
+
+    monkeypatch.setattr(scaled_linear, "cast_pair", counted)
+    found = []
+    for keep_weight, expected in ((True, 1), (False, 2)):
+        casts.clear()
+        found.append(run(linear(scaling, keep_weight=keep_weight), x, w, g))
+        assert casts.count(tuple(w.shape)) == expected and len(casts) == 2 + expected
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_an_evaluation_casts_nothing_for_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, _ = operands()
+    asked: list[bool] = []
+    real = scaled_linear.cast_pair
+
+    def noted(t: Tensor, *args: Any, columns: bool, **kwargs: Any) -> Any:
+        asked.append(columns)
+        return real(t, *args, columns=columns, **kwargs)
+
+    monkeypatch.setattr(scaled_linear, "cast_pair", noted)
+    with torch.no_grad():
+        linear("tensorwise")(x.requires_grad_(), w.requires_grad_(), None)
+    assert asked == [False, False]
 
 
 # -- scales

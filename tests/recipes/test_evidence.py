@@ -66,6 +66,8 @@ def test_the_measured_config_is_what_the_recipe_chooses(name: str, bench: page.B
 @pytest.mark.parametrize(("name", "bench"), [(n, one) for n, benches in page.BENCHES.items() for one in benches])
 def test_the_results_are_there_on_seeds_that_no_search_used(name: str, bench: page.Bench) -> None:
     file = RESULTS / f"{bench.results}.json"
+    if not file.is_file() and bench.optional:
+        return
     if not file.is_file():
         told = page.page_of(RECIPES[name]).read_text()
         assert f"| `{name}:{bench.variant}` | not measured in this release |" in told

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_eff
 from lightning_eff.strategies.compressed_ddp import CompressedDDPStrategy
+from lightning_eff.strategies.di_lo_co import DiLoCo
 from lightning_eff.strategies.drop_slowest import DropSlowest
+from lightning_eff.strategies.dynamic_averaging import DynamicAveraging
 from lightning_eff.strategies.hybrid_parallel import HybridParallelStrategy
 from lightning_eff.strategies.joint_spar import JointSpar
 from lightning_eff.strategies.local_sgd import LocalSGD
@@ -188,6 +190,12 @@ TECHNIQUES: dict[str, tuple[Callable[[], tuple[Any, ...]], bool]] = {
     "onebit": (lambda: (CompressedDDPStrategy("onebit", start_step=1),), False),
     "qsgd": (lambda: (CompressedDDPStrategy("qsgd", bits=8, bucket_size=16),), False),
     "LocalSGD": (lambda: ("ddp", LocalSGD(interval=1, warmup_steps=1)), True),
+    "DiLoCo that averages": (
+        lambda: ("ddp", DiLoCo(interval=1, warmup_steps=1, outer_lr=1.0, outer_momentum=0.0)),
+        True,
+    ),
+    "DiLoCo": (lambda: ("ddp", DiLoCo(interval=2, outer_dtype="int8")), False),
+    "DynamicAveraging": (lambda: ("ddp", DynamicAveraging(0.0, interval=1, warmup_steps=1)), True),
     "ResIST": (lambda: ("ddp", ResIST(interval=2)), False),
     "DropSlowest": (lambda: ("ddp", DropSlowest(grace=50.0)), True),
     "JointSpar": (lambda: ("ddp", JointSpar(share=0.6)), False),

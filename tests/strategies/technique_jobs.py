@@ -65,7 +65,7 @@ class Course(pl.Callback):
 def without_noise(model: str) -> pl.LightningModule:
     """A module of ``tests.models`` whose steps do the same on parts of a batch and in any process, with plain SGD."""
     settings: dict[str, Any] = {}
-    if model in ("tiny_gpt", "short", "padded", "translator", "normed"):
+    if model in ("tiny_gpt", "short", "padded", "translator", "normed", "convolved"):
         settings = {"dropout": 0.0}
     elif model == "classifier":
         settings = {"batch_norm": False}

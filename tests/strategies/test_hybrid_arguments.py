@@ -44,8 +44,8 @@ from tests.processes import free_port
         ({"num_microbatches": 0}, r"num_microbatches=0"),
         ({"min_num_params": -1}, r"min_num_params=-1.*integer >= 0"),
         ({"min_num_params": 1e6}, r"min_num_params=1000000\.0.*number of parameters"),
-        ({"tensor_parallel_plan": "megatron"}, r"'auto', or a mapping"),
-        ({"pipeline_split": "even"}, r"'balanced', or the number of blocks"),
+        ({"tensor_parallel_plan": "megatron"}, r"'auto' or a mapping .*colwise"),
+        ({"pipeline_split": "even"}, r"'balanced' or a sequence, each .* such as \[3, 5\]"),
         ({"num_microbatches": 4}, r"num_microbatches=\.\.\., pipeline_parallel_size=1.*no effect"),
         ({"pipeline_split": [2, 2]}, r"pipeline_split=\.\.\., pipeline_parallel_size=1.*no effect"),
         ({"tensor_parallel_plan": {"a": "colwise"}}, r"tensor_parallel_plan=\.\.\., tensor_parallel_size=1.*no effect"),
@@ -66,7 +66,14 @@ from tests.processes import free_port
             {"microbatch_weight": "weight", "pipeline_parallel_size": 2},
             r"microbatch_weight='weight'.*cannot be imported",
         ),
-        ({"context_parallel_size": 2}, r"a part of the sequence.*sequence_parallel=True"),
+        (
+            {"context_parallel_size": 2, "tensor_parallel_size": 2},
+            r"context_parallel_size=2, tensor_.*Set tensor_parallel_size=1",
+        ),
+        (
+            {"context_parallel_size": 2, "pipeline_parallel_size": 2},
+            r"pipeline_parallel_size=2\): context parallelism does not",
+        ),
     ],
 )
 def test_arguments_out_of_range(settings: dict[str, Any], message: str) -> None:
@@ -79,7 +86,7 @@ def test_a_function_of_the_micro_batch_has_a_dotted_path() -> None:
     for given in (path, batch_size):
         strategy = HybridParallelStrategy(pipeline_parallel_size=2, microbatch_weight=given)
         assert strategy.settings.microbatch_weight is batch_size
-    with pytest.raises(TypeError, match=r"microbatch_weight=3\): expected a function"):
+    with pytest.raises(ValueError, match=r"microbatch_weight=3\): expected a function"):
         HybridParallelStrategy(pipeline_parallel_size=2, microbatch_weight=cast("Any", 3))
 
 
@@ -107,6 +114,11 @@ def test_sizes_multiply_to_the_processes() -> None:
         resolve("auto", 2, 4, 12, who="S")
     with pytest.raises(ValueError, match=r"3 x 2 x 2 = 12, but there are 8 processes"):
         resolve(3, 2, 2, 8, who="S")
+    assert (
+        resolve(2, 1, 1, 8, context=4, who="S") == resolve("auto", 1, 1, 8, context=4, who="S") == Layout(1, 8, 1, 1, 4)
+    )
+    with pytest.raises(ValueError, match=r"context_parallel_size=3\): 1 x 1 x 3 = 3 does not divide the 8 processes"):
+        resolve("auto", 1, 1, 8, context=3, who="S")
     assert resolve("auto", 2, 1, 8, shard=2, who="S") == Layout(1, 4, 2, copies=2)
     assert resolve("auto", 2, 1, 8, shard=4, who="S") == Layout(1, 4, 2)
     with pytest.raises(ValueError, match=r"shard=3\): groups of 3 ranks do not divide the 4 data-parallel ranks"):
@@ -153,7 +165,9 @@ def test_strings_take_any_sizes_and_misspelt_ones_are_put_right(package: str) ->
         ("ddp_powersdg", "ddp_powersgd"),
         ("deepspeed_one_bit_adam", "deepspeed_onebit_adam"),
     ):
-        with pytest.raises(ValueError, match=rf"strategy='{name}'\): no .* Did you mean '{right}'\?.*shard, tp and pp"):
+        with pytest.raises(
+            ValueError, match=rf"strategy='{name}'\): no .* Did you mean '{right}'\?.*shard, cp, tp and pp"
+        ):
             strategy(name)
     for name in ("ddp_spwan", "deepspeed_stage_4", "something"):  # Lightning's own, or nobody's
         with pytest.raises(ValueError, match="You selected an invalid strategy name"):
@@ -226,8 +240,11 @@ def test_callbacks_that_need_whole_parameters_are_refused(callback: pl.Callback)
     check_run(run, TinyClassifier(), Layout(1, 1, 1), replicated=False, who="S")
 
 
-def test_a_scaler_is_taken_where_every_process_holds_all() -> None:
-    check_run(fitting(plugins=[SCALED]), TinyClassifier(), Layout(1, 2, 1), replicated=True, who="S")
+def test_a_scaler_is_taken_only_where_every_process_holds_all() -> None:
+    run, layout = fitting(plugins=[SCALED]), Layout(1, 2, 1)
+    check_run(run, TinyClassifier(), layout, replicated=True, who="S")
+    with pytest.raises(ValueError, match="16-mixed"):
+        check_run(run, TinyClassifier(), layout, replicated=False, who="S")
 
 
 def test_batch_norm_over_all_processes_is_refused_where_replicas_are_several_processes() -> None:

@@ -145,7 +145,9 @@ def test_what_is_confirmed_stands_without_what_adds_nothing(tmp_path: Path) -> N
 def test_what_is_not_confirmed_leaves_the_baseline(tmp_path: Path) -> None:
     search = searched(tmp_path, {(GOOD,): 0.6})
     found = Finding(Look, search, FakeBench(never=True)).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]
-    assert found.recipe is None and found.sentence.startswith("The baseline won: no recipe of the search was confirmed")
+    assert found.recipe is None and found.sentence.startswith(
+        "The baseline won: no recipe of the search was confirmed on new seeds. "
+    )
     search = searched(tmp_path / "worse", {(GOOD,): 1.5})
     bench = FakeBench()
     found = Finding(Look, search, bench).conclude(lambda line: None)  # pyright: ignore[reportArgumentType]

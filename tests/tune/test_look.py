@@ -69,7 +69,7 @@ def test_a_profile_says_what_there_is_and_how_it_was_told(found: Found) -> None:
 def test_batches_are_told_apart(found: Found) -> None:
     def seen(batch: object) -> dict[str, object]:
         eye = Look()
-        eye._look_at(batch)
+        eye._look_at(batch, None)
         return eye.fields
 
     ids = torch.zeros(4, 32, dtype=torch.long)

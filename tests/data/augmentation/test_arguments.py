@@ -7,7 +7,9 @@ import pytest
 from torch import nn
 
 import lightning_eff as eff
-from lightning_eff.data.augmentation._arguments import BatchKeys, NetworkOrFunction, SomeOf, TokenIds
+from lightning_eff._core._arguments.batch import BatchKeys, TokenIds
+from lightning_eff._core._arguments.kinds import SomeOf
+from lightning_eff.data.augmentation._arguments import NetworkOrFunction
 from lightning_eff.data.augmentation.images._pixels import Mean, Std
 from lightning_eff.data.augmentation.text.eda import Synonyms
 
@@ -26,7 +28,7 @@ MEAN, STD = (get_args(annotated)[1] for annotated in (Mean, Std))
         (NetworkOrFunction("x", names=("uniform",)), "uniform", "uniform"),
         (MEAN, -1, -1),
         (MEAN, [0.5, np.float64(0)], (0.5, 0.0)),
-        (Synonyms(), {3: [3, 4], 5: [5], np.int64(6): (7,)}, {3: [4], 6: [7]}),
+        (Synonyms(), {3: [3, 4], 5: [5], np.int64(6): (7,)}, {3: [3, 4], 5: [5], 6: [7]}),
     ],
 )
 def test_values_are_kept_as_plain_python(kind: Any, value: Any, kept: Any) -> None:
@@ -63,6 +65,9 @@ def test_other_values_are_refused(kind: Any, value: Any) -> None:
         (eff.Cutout, {"p": 0.4}, "prob"),
         (eff.RandomErasing, {"p": 0.4}, "prob"),
         (eff.RandomErasing, {"scale": (0.1, 0.2)}, "area"),
+        (eff.RandomCrop, {"padding_mode": "edge"}, "mode"),
+        (eff.RandomCrop, {"p": 0.4}, "prob"),
+        (eff.RandomFlip, {"p": 0.4}, "prob"),
         (eff.RandAugment, {"num_ops": 3}, "num_operations"),
         (eff.RandAugment, {"p": 0.4}, "prob"),
         (eff.AutoAugment, {"p": 0.4}, "prob"),

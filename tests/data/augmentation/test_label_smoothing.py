@@ -24,7 +24,6 @@ CASES = {
         active=lambda: eff.LabelSmoothing(),
         neutral=lambda: eff.LabelSmoothing(epsilon=0.0),
         lost=(own_loss, "classifier", "no loss call of training_step was seen"),
-        outside_surveys=True,
     )
 }
 EPSILON = 0.3

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_eff import AttentionWindowWarmup, ExactResume, LookSAM, Rematerialization
+from lightning_eff._core._attention.window import windowed_attention
 from lightning_eff.data.curriculum._attention_calls import WindowedAttention
-from lightning_eff.data.curriculum._window import windowed_attention
 from lightning_eff.data.curriculum.attention_window_warmup import NarrowAttention, window_at
 from tests.cases import Case, classifier
 from tests.models import VOCAB, TinyGPT, flat, loader, module, trainer
@@ -26,7 +26,6 @@ CASES = {
         active=lambda: AttentionWindowWarmup(start=4, until=1.0, multiple_of=2),
         neutral=lambda: AttentionWindowWarmup(until=0.0),
         lost=(classifier, "classifier", "found no self-attention in training_step"),
-        outside_surveys=True,
     ),
     "NarrowAttention": Case(
         active=lambda: NarrowAttention(start=4),

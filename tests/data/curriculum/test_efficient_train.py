@@ -80,15 +80,15 @@ def test_stages_in_training() -> None:
     [
         (
             [],
-            r"stages=\[\]\): expected a sequence, each 2 values, each a number in \[0, 1\]: pairs .*stages=\[\(0, 0.71",
+            r"stages=\[\]\): expected pairs \(fraction of the budget in \[0, 1\), fraction of the side .*stages=\[\(0, 0.71",
         ),
-        ([[0.0, 0.5, 1.0]], "each 2 values"),
-        ([[0.1, 0.5]], r"stages begin at \[0.1\]; expected 0, then rising values below 1"),
-        ([[0.0, 0.5], [0.0, 1.0]], r"stages begin at \[0.0, 0.0\]; expected 0, then rising"),
-        ([[0.0, 0.5], [1.0, 1.0]], "stages begin at"),
-        ([[0.0, 0.7], [0.5, 0.5]], "shares of the side are .*; expected rising values above 0"),
-        ([[0.0, 0.0]], "expected rising values above 0"),
-        ([[0.0, 1.5]], r"stages=\[\[0.0, 1.5\]\]\): expected .* each a number in \[0, 1\]"),
+        ([[0.0, 0.5, 1.0]], "expected pairs"),
+        ([[0.1, 0.5]], r"with 0 as the first fraction: .*The first fraction is 0.1\."),
+        ([[0.0, 0.5], [0.0, 1.0]], r"both growing.*\(0.0, 1.0\) does not follow \(0.0, 0.5\)"),
+        ([[0.0, 0.5], [1.0, 1.0]], r"fraction of the budget in \[0, 1\)"),
+        ([[0.0, 0.7], [0.5, 0.5]], r"both growing.*\(0.5, 0.5\) does not follow \(0.0, 0.7\)"),
+        ([[0.0, 0.0]], r"fraction of the side in \(0, 1\]"),
+        ([[0.0, 1.5]], r"stages=\[\[0.0, 1.5\]\]\): expected .*fraction of the side in \(0, 1\]"),
     ],
 )
 def test_bad_stages(stages: Any, message: str) -> None:

@@ -300,7 +300,7 @@ def test_scores_are_saved_and_used_again(tmp_path: Path) -> None:
         ({"keep": 1.1}, r"keep=1.1\): expected"),
         (
             {"score": "hardest"},
-            r"score='hardest'\): expected one of 'el2n', 'grand', 'prototypes', 'random', or the path",
+            r"score='hardest'\): expected 'el2n', 'grand', 'prototypes' or 'random' or the path",
         ),
         ({"score": "gone.json"}, "gone.json: there is no such file. Give a file of scores"),
         ({"epochs": -1}, r"epochs=-1\): expected an integer >= 0"),
@@ -308,7 +308,7 @@ def test_scores_are_saved_and_used_again(tmp_path: Path) -> None:
         ({"clusters": 0}, r"clusters=0\): expected an integer >= 1"),
         ({"balance": 2.0}, r"balance=2.0\): expected a number in \[0, 1\]"),
         ({"gradients": "some"}, r"gradients='some'\): expected 'head'"),
-        ({"save_as": "a.txt"}, "a.txt: expected a name that ends in .json or .npz"),
+        ({"save_as": "a.txt"}, r"save_as='a.txt'\): expected a path that ends in .json or .npz"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -206,14 +206,14 @@ def test_accuracy_needs_a_loss_on_classes() -> None:
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        (0.0, r"keep=0.0\): expected a number in \(0, 1\]"),
-        (True, r"keep=True\): expected a number"),
-        ("loss", r"keep='loss'\): expected a number in \(0, 1\], 'accuracy', or stages"),
-        ([], r"keep=\[\]\): expected a number in \(0, 1\], 'accuracy', or stages"),
-        ([(0.1, 0.5)], r"stages \[\(u, keep\), ...\] with u from 0"),
-        ([(0.0, 0.5), (0.0, 0.2)], r"rising and below 1"),
-        ([(0.0, 1.5)], r"keep=1.5\)"),
-        ([0.5], r"'accuracy', or stages"),
+        (0.0, r"keep=0.0\): expected 'accuracy' or a number in \(0, 1\]"),
+        (True, r"keep=True\): expected 'accuracy' or a number"),
+        ("loss", r"keep='loss'\): expected 'accuracy' or a number in \(0, 1\] or pairs"),
+        ([], r"keep=\[\]\): expected 'accuracy' or a number in \(0, 1\] or pairs"),
+        ([(0.1, 0.5)], r"with growing fractions from 0: .*The first fraction is 0.1.*keep=\[\(0, 1.0\)"),
+        ([(0.0, 0.5), (0.0, 0.2)], r"\(0.0, 0.2\) does not follow \(0.0, 0.5\)"),
+        ([(0.0, 1.5)], r"fraction of the batch in \(0, 1\]"),
+        ([0.5], "or pairs"),
     ],
 )
 def test_bad_arguments(keep: Any, message: str) -> None:

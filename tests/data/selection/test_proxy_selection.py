@@ -22,7 +22,6 @@ CASES = {
     "ProxySelection": Case(
         active=lambda: ProxySelection(keep=0.5),
         neutral=lambda: ProxySelection(keep=1.0),
-        outside_surveys=True,
         lost=(no_blocks, "classifier", "no stack of repeated blocks"),
     )
 }

@@ -24,7 +24,6 @@ CASES = {
             "vit": "found no tokens 'input_ids' and labels 'labels'",
         },
         lost=(classifier, "classifier", "found no tokens 'input_ids' and labels 'labels'"),
-        outside_surveys=True,
     )
 }
 MASK, VOCAB, IGNORE = 99, 90, -100

@@ -34,7 +34,6 @@ CASES = {
         idle=("bert",),
         refuses=dict.fromkeys(("gpt2", "llama", "vit", "tiny_gpt"), _NO_MASK),
         lost=(classifier, "classifier", "has the shape|" + _NO_MASK),
-        outside_surveys=True,
     )
 }
 B, T = 5, 12

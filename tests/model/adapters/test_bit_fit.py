@@ -202,7 +202,10 @@ def test_other_settings_are_refused(settings: dict[str, Any], message: str) -> N
 def test_names_that_mean_none_are_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"it matches none of the .* biases of TinyGPT.*Nearest: .*qkv"):
         eff.apply(TinyGPT(2), BitFit(["qvk.bias"]))
-    with pytest.raises(ValueError, match=r"none of the .* parameters and modules of TinyGPT.*Nearest: .*head"):
+    with pytest.raises(
+        ValueError,
+        match=r"\(also=\[.haed.\]\): it matches none of the .* parameters and modules of TinyGPT.*Nearest: .*head",
+    ):
         eff.apply(TinyGPT(2), BitFit(also=["haed"]))
 
 

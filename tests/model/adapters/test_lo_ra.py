@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import lightning_eff as eff
 from lightning_eff import LoRA
+from lightning_eff._core import rng
 from tests import families
 from tests.cases import Case, no_map
 from tests.families import HuggingFace
@@ -394,3 +396,75 @@ def test_arguments_have_the_names_of_peft_too() -> None:
     assert known.dora and LoRA(use_rslora=True, loraplus_lr_ratio=16.0).rslora  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="these are two names of one argument"):
         LoRA(rank=4, r=8)  # pyright: ignore[reportCallIssue]
+
+
+# -- many layers
+
+
+def _made_by_peft(base: nn.Module, config: peft.LoraConfig) -> nn.Module:
+    own = copy.copy(config)
+    own.fan_in_fan_out = isinstance(base, Conv1D)
+    return peft.tuners.lora.Linear(
+        base, "default", own, own.r, own.lora_alpha, is_target_conv_1d_layer=isinstance(base, Conv1D)
+    )
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_copied_layers_equal_those_that_peft_makes(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peft makes one layer of each kind; the others have the values that peft would draw, in tensors of their own."""
+    plain = nn.ModuleList(
+        [
+            *(nn.Linear(8, 12) for _ in range(3)),
+            *(nn.Linear(8, 12, bias=False) for _ in range(3)),
+            *(nn.Linear(12, 8, dtype=torch.bfloat16) for _ in range(3)),
+            *(Conv1D(12, 8) for _ in range(3)),
+        ]
+    )
+    by_peft: list[nn.Module] = []
+    original = peft.tuners.lora.Linear.update_layer
+    monkeypatch.setattr(
+        peft.tuners.lora.Linear,
+        "update_layer",
+        lambda m, *args, **kwargs: by_peft.append(m) or original(m, *args, **kwargs),
+    )
+    torch.manual_seed(7)
+    net = eff.apply(copy.deepcopy(plain), LoRA(rank=4, alpha=3, dropout=dropout))
+    assert len(by_peft) == 4  # layers
+    monkeypatch.undo()
+    config = peft.LoraConfig(r=4, lora_alpha=3, lora_dropout=dropout)
+    for path, base in plain.named_children():
+        first = next(p for p in base.parameters())
+        torch.set_default_dtype(first.dtype)
+        with rng.keyed(7, "LoRA", path):
+            wanted = _made_by_peft(base, config)
+        torch.set_default_dtype(torch.float32)
+        made = net.get_submodule(path)
+        torch.testing.assert_close(dict(made.state_dict()), dict(wanted.state_dict()), rtol=0.0, atol=0.0)
+        own = {key for key in made.__dict__ if key.startswith("lightning_eff_") or key.startswith("_lightning_eff_")}
+        assert made.__dict__.keys() - own == wanted.__dict__.keys()
+        for name, value in wanted.__dict__.items():
+            if not name.startswith("_") and name != "base_layer":
+                assert made.__dict__[name] == value, name
+        assert [(n, p.requires_grad) for n, p in made.named_parameters() if "lora_" in n] == [
+            (n, p.requires_grad) for n, p in wanted.named_parameters() if "lora_" in n
+        ]
+    shared = [v for m in net.modules() for v in m.__dict__.values() if isinstance(v, dict | list | set)]
+    assert len({id(v) for v in shared}) == len(shared)
+
+
+def test_layers_whose_copies_would_differ_are_made_by_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of peft may draw other numbers, or keep something that a copy would share."""
+    original = peft.tuners.lora.Linear.reset_lora_parameters
+
+    def drawing_more(m: Any, *args: Any) -> None:
+        torch.rand(1)
+        original(m, *args)
+
+    monkeypatch.setattr(peft.tuners.lora.Linear, "reset_lora_parameters", drawing_more)
+    torch.manual_seed(7)
+    net = eff.apply(nn.ModuleList([nn.Linear(8, 12), nn.Linear(8, 12)]), LoRA(rank=4))
+    for path, m in net.named_children():
+        with rng.keyed(7, "LoRA", path):
+            wanted = _made_by_peft(nn.Linear(8, 12, device="meta").to_empty(device="cpu"), peft.LoraConfig(r=4))
+        name = "lora_A.default.weight"
+        torch.testing.assert_close(m.get_parameter(name), wanted.get_parameter(name), rtol=0.0, atol=0.0)

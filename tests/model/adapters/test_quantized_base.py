@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lightning_eff as eff
 from lightning_eff import BitFit, LoRA, QuantizedBase
+from lightning_eff.model.adapters._quantized import rounding
 from tests import families
 from tests.cases import Case, no_map
 from tests.models import TinyGPT, loader, make_batch, trainer
@@ -89,6 +90,14 @@ def test_weights_are_rounded_as_by_hand_and_gradients_are_those_of_the_rounded(b
     assert {p.dtype for p in plain_again.parameters()} == {torch.bfloat16}
     z = x.detach().to(torch.bfloat16)
     assert torch.equal(plain_again(z), low(z))
+
+
+def test_int8_weights_have_the_bits_of_bitsandbytes() -> None:
+    weight = torch.randn(33, 20)
+    stored = rounding.quantized(weight, 8)
+    scales = stored["scales"].view(torch.float32)
+    theirs = rounding.bnb.int8_vectorwise_dequant(stored["codes"].view(torch.int8), scales)
+    assert torch.equal(rounding.dequantized(stored, 8, (33, 20), torch.float32), theirs)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

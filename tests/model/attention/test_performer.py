@@ -13,7 +13,12 @@ from lightning_eff import Performer
 from lightning_eff._core import rng
 from lightning_eff._core._attention.calls import Call
 from lightning_eff.model.attention._replacing.projections import orthogonal_rows
-from lightning_eff.model.attention.performer import linear_attention, positive_features
+from lightning_eff.model.attention.performer import (
+    careful_linear_attention,
+    linear_attention,
+    log_features,
+    positive_features,
+)
 from tests.cases import Case, classifier
 from tests.model.attention.nets import Net, a_call, loss_of, reference, replaced, weights_of
 from tests.models import TinyGPT, loader, trainer
@@ -68,10 +73,82 @@ def test_sums_over_keys_are_those_of_each_pair(causal: bool, chunk: int) -> None
     pairs = fq @ fk.transpose(-1, -2)
     pairs = pairs.tril() if causal else pairs
     wanted = pairs / pairs.sum(-1, keepdim=True) @ v
-    got = linear_attention(fq, fk, v, causal=causal, chunk=chunk)
-    torch.testing.assert_close(got, wanted)
-    for a, b in zip(*(torch.autograd.grad(t.square().sum(), (fq, fk, v)) for t in (got, wanted)), strict=True):
-        torch.testing.assert_close(a, b)
+    careful = careful_linear_attention(fq.log(), fk.log(), v, causal=causal, chunk=chunk)
+    plain = linear_attention(fq, fk, v, causal=causal, chunk=chunk)
+    assert plain is not None
+    for got in (plain, careful):
+        torch.testing.assert_close(got, wanted)
+        found, exact = (torch.autograd.grad(t.square().sum(), (fq, fk, v), retain_graph=True) for t in (got, wanted))
+        for a, b in zip(found, exact, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def steep(kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in float32 whose features underflow if they are scaled by the largest of all keys."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 8, generator=g) for _ in range(3))
+    if kind == "the first keys are far below the others":  # the first rows see no others
+        k[:, :, :20] *= 12.0
+    elif kind == "each key is far above those before":  # long keys have small features
+        k *= torch.linspace(30, 1, 40).view(1, 1, 40, 1)
+    else:  # the largest features of queries are others than those of keys
+        q, k = 20 + 0.02 * q, -20 + 0.02 * k
+    return q, k, v
+
+
+STEEP = (
+    "the first keys are far below the others",
+    "each key is far above those before",
+    "queries look away from keys",
+)
+
+
+def by_pairs(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, causal: bool) -> Tensor:
+    """Each pair's weight by logsumexp."""
+    scores = torch.logsumexp(log_features(q, omega)[..., :, None, :] + log_features(k, omega)[..., None, :, :], -1)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", STEEP)
+def test_rows_whose_features_underflow_are_right(kind: str, causal: bool) -> None:
+    """Against each pair's weight in float64, with gradients; and the plain sums would be wrong there."""
+    tensors = [t.requires_grad_() for t in steep(kind)]
+    technique = Seeded(features=16)
+    call = Call(*tensors, None, 0.0, causal, 1.0)
+    omega = technique._omega(8, tensors[0])
+    fq, fk = technique._safe(tensors[0], omega, (-1,), None), technique._safe(tensors[1], omega, (-2, -1), None)
+    pairs = fq @ fk.mT
+    lost = int(((pairs.tril() if causal else pairs).sum(-1) == 0).sum())
+    if causal or kind == STEEP[-1]:
+        assert lost > 0 and linear_attention(fq, fk, tensors[2], causal=causal) is None
+    got = technique.attend(call)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    wanted = by_pairs(*exact, omega.double(), causal)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=5e-3)
+    weight = torch.linspace(-1, 1, got.numel()).view(got.shape)
+    found = torch.autograd.grad((got * weight).sum(), tensors)
+    for a, b in zip(found, torch.autograd.grad((wanted * weight).sum(), exact), strict=True):
+        assert a.isfinite().all() and float((a.double() - b).norm() / b.norm()) < 5e-3
+
+
+def test_hidden_keys_before_steep_ones_do_not_count() -> None:
+    """Padding on the left: rows that see nothing are zero, and do not make a call take the long way."""
+    q, k, v = steep(STEEP[1])
+    there = torch.arange(40) >= 9
+    mask = there & torch.ones(40, 40).tril().bool()
+    technique = Seeded(features=16)
+    got = technique.attend(Call(q, k, v, mask[None, None], 0.0, False, 1.0))
+    omega = technique._omega(8, q).double()
+    wanted = by_pairs(*(t[:, :, 9:].double() for t in (q, k, v)), omega, True)
+    torch.testing.assert_close(got[:, :, 9:].double(), wanted, rtol=0, atol=5e-3)
+    assert torch.equal(got[:, :, :9], torch.zeros(1, 2, 9, 8))
+    tame = torch.rand(1, 2, 40, 16)
+    hidden = tame * there[:, None]
+    assert linear_attention(tame, hidden, v, causal=True) is None
+    assert linear_attention(tame, hidden, v, causal=True, sees=(there.cumsum(0) > 0)[:, None]) is not None
 
 
 PADDING = (torch.arange(13) < torch.tensor([[13], [7]]))[:, None, None]
@@ -97,8 +174,8 @@ def test_with_many_features_it_is_softmax_attention_with_its_masks_and_rows_sum_
     wanted = reference(call.query, call.key, eye, call.mask, causal=call.causal, scale=call.scale)
     seen = wanted.sum(-1) > 0
     assert weights.isfinite().all()
+    torch.testing.assert_close(weights.sum(-1)[seen], torch.ones_like(weights.sum(-1)[seen]))
     if kind != "large":
-        torch.testing.assert_close(weights.sum(-1)[seen], torch.ones_like(weights.sum(-1)[seen]))
         assert float((weights - wanted)[seen].abs().max()) < 0.05
     there = call.may_see()
     hidden = torch.zeros_like(weights, dtype=torch.bool) if there is None else ~there.expand(weights.shape)

@@ -32,7 +32,6 @@ CASES = {
         exact=True,
         rounds=True,
         figure="images",
-        outside_surveys=True,
         refuses=dict.fromkeys(("tiny_gpt", "gpt2", "llama", "bert", "classifier"), "has no nn.Conv2d or nn.Conv3d"),
         lost=(
             classifier,

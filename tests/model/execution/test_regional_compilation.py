@@ -35,7 +35,6 @@ CASES = {
         exact=True,
         rounds=True,  # beside dropped blocks on fewer tokens, as the float64 test below shows
         figure="blocks",
-        outside_surveys=True,
         lost=(no_blocks, "classifier", "RegionalCompilation: found no stack of repeated blocks"),
     )
 }

@@ -17,6 +17,7 @@ from lightning_eff._core.rng import keyed_generator
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import silent
 from lightning_eff._core.technique import techniques_of
+from lightning_eff.model.growth import _dropping
 from lightning_eff.model.growth._dropping import draw, keep_probabilities
 from lightning_eff.model.growth.progressive_layer_dropping import theta
 from tests.cases import Case, no_blocks
@@ -507,3 +508,18 @@ def test_ddp_is_told_to_look_for_unused_parameters_and_static_graphs_are_refused
     with pytest.raises(ValueError, match="checkpointed with use_reentrant=True, under DDP; expected use_reent"):
         technique.on_model(technique.session)
     technique.session.close()
+
+
+@pytest.mark.parametrize(("rest_trains", "walks"), [(True, 1), (False, 6)])
+def test_parameters_outside_the_blocks_are_looked_for_once(
+    rest_trains: bool, walks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they do not train, each step asks again, because a hook may have unfrozen them."""
+    net, looked = module("tiny_gpt"), []
+    walk = _dropping.parameters_of
+    monkeypatch.setattr(_dropping, "parameters_of", lambda root: looked.append(root) or walk(root))
+    inside = {id(p) for block in blocks_of(net) for p in block.parameters()}
+    for p in net.parameters():
+        p.requires_grad_(rest_trains or id(p) in inside)
+    trainer(dropping(), max_steps=5).fit(net, loader("tiny_gpt"))
+    assert len(looked) == walks

@@ -24,7 +24,6 @@ CASES = {
         active=lambda: DataDrivenInit(batches=3),
         neutral=lambda: DataDrivenInit(batches=0),
         lost=(classifier, "classifier", "neither a language model .* nor starts with a convolution"),
-        outside_surveys=True,
     )
 }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_eff import OrthogonalInit
-from lightning_eff.model.initialization._orthogonal import orthogonal
+from lightning_eff.model.initialization._maps import orthogonal
 from tests.cases import Case, no_map
 from tests.model.initialization.begun import Convolutions, Deep, attentions_of, begun
 from tests.models import TinyGPT, hugging_face, make_batch

@@ -208,7 +208,7 @@ def test_what_cannot_be_says_why() -> None:
         ({"rate": -0.1}, "rate=-0.1"),
         ({"rate": True}, "rate=True"),
         ({"most": 1}, r"most=1\): expected an integer >= 2"),
-        ({"ffn": ["mlp"]}, r"ffn=\['mlp'\]\): expected None, or lists"),
+        ({"ffn": ["mlp"]}, r"ffn=\['mlp'\]\): expected lists of at least two"),
     ):
         with pytest.raises(ValueError, match=message):
             ApproximateRandomDropout(**settings)  # pyright: ignore[reportArgumentType]

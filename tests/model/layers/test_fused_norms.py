@@ -27,7 +27,6 @@ CASES = {
         neutral=lambda: FusedNorms(names=[]),
         rounds=True,
         idle=("gpt2", "llama", "bert", "vit") if _ON_CPU else (),  # there the kernels are torch's, to the bit
-        outside_surveys=True,
         refuses={"classifier": "has no LayerNorm or RMSNorm to act on"},
         lost=(classifier, "classifier", r"has no LayerNorm or RMSNorm to act on\. .*norms of BatchNorm1d"),
     )

@@ -24,7 +24,6 @@ CASES = {
         neutral=lambda: LogitSoftcap(math.inf),
         architecture=True,
         stays="LogitSoftcap replaced Linear at head: a plain head has no cap",
-        outside_surveys=True,
         on_classifier=lambda: LogitSoftcap(2.0, names=["head.1"]),
         lost=(no_map, "classifier", "Scaled has no linear layer that could be a head"),
     )

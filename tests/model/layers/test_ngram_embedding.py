@@ -32,7 +32,6 @@ CASES = {
         architecture=True,
         stays="NgramEmbedding put NgramEmbedding in the place of embed: its output depends on 2 tokens",
         own_optimizer=True,
-        outside_surveys=True,
         refuses={"vit": "HuggingFace has no token embedding"},
         lost=(classifier, "classifier", "TinyClassifier has no token embedding"),
     )

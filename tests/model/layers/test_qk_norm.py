@@ -27,7 +27,6 @@ CASES = {
         neutral=lambda: QKNorm(names=[]),
         architecture=True,
         stays="QKNorm replaced Linear at .*: queries and keys are normalised",
-        outside_surveys=True,
         refuses={"classifier": "found no attention in TinyClassifier, because"},
         lost=(classifier, "classifier", "found no attention in TinyClassifier, because"),
     )

@@ -150,10 +150,12 @@ def test_what_is_refused_says_why() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             eff.apply(families.module(name), RemoveQKVBias())
-    with pytest.raises(ValueError, match=r"expected a list of 'key' and 'value'.* A query's bias changes the output"):
+    with pytest.raises(
+        ValueError, match=r"expected a list of some of 'key' and 'value', each once.* A query's bias changes the output"
+    ):
         RemoveQKVBias(["query"])
     for wrong in ("key", ["keys"], ["key", "key"], 3):
-        with pytest.raises(ValueError, match="expected a list of 'key' and 'value'"):
+        with pytest.raises(ValueError, match="expected a list of some of 'key' and 'value', each once"):
             RemoveQKVBias(wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         ValueError, match=r"it matches none of the 4 layers of keys or values of TinyGPT; .*Nearest: .*qkv"

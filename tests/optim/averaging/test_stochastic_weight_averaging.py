@@ -74,12 +74,20 @@ def test_cycles_count_from_the_start_or_by_epochs(cycle: Any, expected: list[flo
     assert [x for (x,) in rates.seen] == pytest.approx([1.0] * 4 + expected)
 
 
+def rounded_each_time(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Each is the mean to a few roundings of float32: the mean itself is kept, as the checkpoint's weights, and not a sum."""
+    assert expected
+    for name, value in expected.items():
+        largest = float(value.abs().max())
+        torch.testing.assert_close(got[name], value, rtol=2**-22, atol=2**-24 * largest, msg=name)
+
+
 @pytest.mark.parametrize("mode", sorted(MODES))
 @pytest.mark.parametrize("model", ["tiny_gpt", "classifier"])
-def test_what_is_left_is_the_exact_mean_of_the_ends_of_cycles(model: str, mode: str) -> None:
+def test_what_is_left_is_the_mean_of_the_ends_of_cycles(model: str, mode: str) -> None:
     watch, technique = Watch(), StochasticWeightAveraging(start=0.5, cycle=2)
     net, _ = fit(model, lambda: [technique], callbacks=[watch], **MODES[mode])
-    assert differing(state_of(net), reference(watch.raw, [8, 10, 12])) == []
+    rounded_each_time(state_of(net), reference(watch.raw, [8, 10, 12]))
     assert technique.report() == {"active": 1, "averaged": 3}
     assert "mean of the weights at 3 cycle ends" in technique.summary()
 
@@ -94,13 +102,13 @@ def test_parameters_that_are_thawed_later_are_the_mean_of_fewer() -> None:
     net, _ = fit("tiny_gpt", build, callbacks=[Thaw(), watch], max_steps=12)
     expected = reference(watch.raw, [7, 8, 9, 10, 11, 12])
     expected["embed.weight"] = reference(watch.raw, [10, 11, 12])["embed.weight"]
-    assert differing(state_of(net), expected) == []
+    rounded_each_time(state_of(net), expected)
 
 
 def test_ends_of_epochs() -> None:
     watch, technique = Watch(), StochasticWeightAveraging(start=0.5)
     net, _ = fit("tiny_gpt", lambda: [technique], callbacks=[watch], max_steps=-1, max_epochs=4)
-    assert differing(state_of(net), reference(watch.raw, [15, 20])) == []
+    rounded_each_time(state_of(net), reference(watch.raw, [15, 20]))
 
 
 def test_statistics_are_those_of_update_bn() -> None:
@@ -125,7 +133,7 @@ def test_validation_and_checkpoints_hold_the_mean_once_there_is_one(tmp_path: Pa
     )
     assert sorted(watch.validated) == [3, 8]
     assert differing(watch.validated[3][0], watch.raw[3]) == []
-    assert differing(watch.validated[8][0], reference(watch.raw, [7, 8])) == []
+    rounded_each_time(watch.validated[8][0], reference(watch.raw, [7, 8]))
 
 
 def test_resumes_from_every_step_and_within_windows(tmp_path: Path) -> None:

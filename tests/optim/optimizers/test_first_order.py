@@ -1,4 +1,4 @@
-"""Lion, Adan, LARS and LAMB against their papers' rules written out in float64, pytorch-optimizer where its rule is the
+"""Lion, Adan, ACClip, LARS and LAMB against their papers' rules written out in float64, pytorch-optimizer where its rule is the
 paper's, and the property that each must have.
 """
 
@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_eff import LAMB, LARS, Adan, Lion, ReplaceOptimizer
+from lightning_eff import LAMB, LARS, ACClip, Adan, Lion, ReplaceOptimizer
 from tests.models import flat, loader, module, trainer
 from tests.runs import checkpoints, differences, final_state, fit
 
 RULES: dict[str, Callable[..., Any]] = {
+    "ACClip": functools.partial(ACClip, lr=0.5, weight_decay=0.1),
     "Lion": functools.partial(Lion, lr=0.01, weight_decay=0.1),
     "Adan": functools.partial(Adan, lr=0.01, weight_decay=0.1),
     "LARS": functools.partial(LARS, lr=0.5, weight_decay=0.1, trust=0.02),
@@ -63,6 +64,13 @@ class Reference:
         s["m"] = 0.99 * m + 0.01 * g
         return w - 0.01 * (torch.sign(0.9 * m + 0.1 * g) + 0.1 * w)
 
+    def acclip(self, w: Tensor, g: Tensor, s: dict[str, Any], alpha: float = 1.0) -> Tensor:
+        zero = torch.zeros_like(w)
+        s["m"] = 0.9 * s.get("m", zero) + 0.1 * g
+        s["tau"] = (0.99 * s.get("tau", zero) ** alpha + 0.01 * g.abs() ** alpha) ** (1 / alpha)
+        clipped = torch.minimum(s["tau"] / (s["m"].abs() + 1e-5), torch.ones_like(w)) * s["m"]
+        return w - 0.5 * (clipped + 0.1 * w)
+
     def adan(self, w: Tensor, g: Tensor, s: dict[str, Any]) -> Tensor:
         zero, t = torch.zeros_like(w), s["t"]
         d = g - s.get("g", g)
@@ -98,6 +106,16 @@ def test_it_is_the_papers_rule(name: str) -> None:
     for found, expected in zip(a, b, strict=True):
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("alpha", [2.0, 1.5])
+def test_acclip_takes_other_moments(alpha: float) -> None:
+    ours, theirs = parameters(), parameters()
+    reference = Reference("ACClip", theirs)
+    reference.rule = functools.partial(reference.acclip, alpha=alpha)
+    a, b = train(ours, RULES["ACClip"](ours, alpha=alpha)), train(theirs, reference)
+    for x, y in zip(a[-1], b[-1], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +169,37 @@ def test_adan_steps_by_the_sign_of_a_constant_gradient() -> None:
             torch.testing.assert_close(p - old, -0.01 * g.sign(), rtol=1e-5, atol=1e-9)
 
 
+def test_acclip_clips_outliers_and_leaves_the_other_steps_to_momentum() -> None:
+    """A weight moves by min(|m|, tau) at most: an outlier of 1000 standard deviations by hardly more than usual."""
+    p = nn.Parameter(torch.zeros(400, dtype=torch.float64))
+    optimizer, generator = ACClip([p], lr=1.0, betas=(0.5, 0.99), eps=1e-12), torch.Generator().manual_seed(0)
+    m, tau = torch.zeros_like(p), torch.zeros_like(p)
+    for step in range(500):
+        before, p.grad = p.detach().clone(), torch.randn(400, generator=generator, dtype=torch.float64)
+        p.grad[0] *= 1000 if step == 499 else 1
+        m, tau = 0.5 * m + 0.5 * p.grad, 0.99 * tau + 0.01 * p.grad.abs()
+        optimizer.step()
+        moved = before - p.detach()
+        torch.testing.assert_close(moved, m.sign() * torch.minimum(m.abs(), tau), rtol=1e-9, atol=1e-12)
+    clipped = m.abs() > tau
+    assert 0.1 < clipped.double().mean() < 0.5 and clipped[0]
+    assert float(moved[0].abs()) < 0.03 * float(m[0].abs())
+
+
+def test_acclips_steps_scale_with_the_gradients() -> None:
+    small, large = parameters(), parameters()
+    a, b = ACClip(small, lr=0.1, eps=1e-12), ACClip(large, lr=0.1, eps=1e-12)
+    start = [p.detach().clone() for p in small]
+    for _ in range(4):
+        for p, q in zip(small, large, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad * 8
+        a.step()
+        b.step()
+    for p, q, old in zip(small, large, start, strict=True):
+        torch.testing.assert_close((q - old), 8 * (p - old))
+
+
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_steps_of_lamb_and_lars_are_a_part_of_the_weights(weight_decay: float) -> None:
     params = parameters()
@@ -187,7 +236,7 @@ def test_its_state_is_as_large_as_it_says_and_loads(name: str) -> None:
     params = parameters()
     optimizer = RULES[name](params)
     train(params, optimizer, steps=3)
-    tensors = {"Lion": 1, "Adan": 4, "LARS": 1, "LAMB": 2}[name]
+    tensors = {"ACClip": 2, "Lion": 1, "Adan": 4, "LARS": 1, "LAMB": 2}[name]
     for p in params:
         held = [value for value in optimizer.state[p].values() if isinstance(value, Tensor)]
         assert sum(value.numel() for value in held) == tensors * p.numel()
@@ -241,6 +290,8 @@ def test_it_learns_in_configure_optimizers(name: str) -> None:
             {"betas": (0.9, 1.0)},
             r"Lion\(betas=\(0.9, 1.0\)\): expected 2 values, each a number in \[0, 1\)",
         ),
+        (ACClip, {"eps": 0.0}, "eps=0.0"),
+        (ACClip, {"alpha": 0.0}, "alpha=0.0"),
         (Adan, {"betas": (0.9, 0.9)}, r"expected 3 values, each a number in \[0, 1\)"),
         (Adan, {"eps": float("nan")}, "eps=nan"),
         (LARS, {"momentum": 1.0}, "momentum=1.0"),

@@ -19,7 +19,6 @@ CASES = {
     "GradientCentralization": Case(
         active=lambda: GradientCentralization(),
         neutral=lambda: GradientCentralization(strength=0.0),
-        outside_surveys=True,
         lost=(no_map, "classifier", "no optimizer of Scaled has the weight of a linear layer or a convolution"),
     )
 }

@@ -16,7 +16,10 @@ from tests.models import flat, loader
 
 #: of each a setting that is no default, and where it has a state
 SETTINGS: dict[str, dict[str, Any]] = {
+    "ACClip": {"alpha": 2.0},
+    "APOLLO": {"rank": 2, "refresh_steps": 2},
     "Adan": {"betas": [0.9, 0.9, 0.9]},
+    "GaLore": {"rank": 2, "refresh_steps": 2},
     "LAMB": {"eps": 1e-3},
     "LARS": {"trust": 0.02},
     "Lion": {"betas": [0.8, 0.98]},

@@ -17,6 +17,7 @@ from torchmetrics import SumMetric
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Technique
+from lightning_eff.optim.sharpness import _uphill
 from lightning_eff.optim.sharpness.sharpness_aware_minimization import (
     SharpnessAwareMinimization,
     adaptive_scale,
@@ -69,7 +70,7 @@ def quiet_step(net: pl.LightningModule, batch: Any) -> Tensor:
 
 
 def sam_gradient(
-    net: pl.LightningModule, batch: Any, *, rho: float, bf16: bool, adaptive: bool = False
+    net: pl.LightningModule, batch: Any, *, rho: float, bf16: bool, adaptive: bool = False, mix: float = 1.0
 ) -> tuple[list[Tensor], float]:
     """By hand: the gradient at ``w + rho g / ||g||`` and the loss at ``w``; all else as after a plain forward pass."""
     params = [p for p in net.parameters() if p.requires_grad]
@@ -110,7 +111,7 @@ def sam_gradient(
             p.copy_(w)
         for k, b in net.named_buffers():
             b.copy_(buffers[k])
-    return second, loss
+    return second if mix == 1 else [mix * s + (1 - mix) * f for s, f in zip(second, first, strict=True)], loss
 
 
 def by_hand(
@@ -123,6 +124,7 @@ def by_hand(
     bf16: bool = False,
     adaptive: bool = False,
     interval: int = 1,
+    mix: float = 1.0,
 ) -> list[float]:
     """Train ``net`` without Lightning, once over ``batches``; the losses at the unperturbed weights."""
     net.train()
@@ -131,7 +133,8 @@ def by_hand(
     torch.manual_seed(100)
     losses, step = [], 0
     for i, batch in enumerate(batches):
-        gradients, loss = sam_gradient(net, batch, rho=0.0 if step % interval else rho, bf16=bf16, adaptive=adaptive)
+        radius = 0.0 if step % interval else rho
+        gradients, loss = sam_gradient(net, batch, rho=radius, bf16=bf16, adaptive=adaptive, mix=mix)
         losses.append(loss)
         for p, g in zip(params, gradients, strict=True):
             p.grad = g / accumulate if p.grad is None else p.grad + g / accumulate
@@ -204,6 +207,34 @@ def test_adaptive_update_on_a_quadratic() -> None:
     torch.testing.assert_close(w - net.w.detach(), h @ (w + e), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("mix", [0.25, 0.5, 1.0])
+def test_a_mixed_update_on_a_quadratic_lies_between_both_gradients(mix: float) -> None:
+    h, w = quadratic()
+    net, seen = Quadratic(h, w), Watch()
+    sam = SharpnessAwareMinimization(rho=0.3, mix=mix)
+    trainer(sam, seen, max_steps=1).fit(net, DataLoader(torch.zeros(1, 1)))
+    g = h @ w
+    expected = mix * (h @ (w + 0.3 * g / g.norm())) + (1 - mix) * g
+    torch.testing.assert_close(w - net.w.detach(), expected, rtol=1e-12, atol=1e-12)
+    uphill = w + 0.3 * g / g.norm()
+    assert float(sam._last["sharpness"]) == pytest.approx(float(uphill @ h @ uphill - w @ g) / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["plain", "accumulate", "clip", "bf16"])
+def test_mixed_equals_the_loop_by_hand(mode: str) -> None:
+    settings, arguments = MODES[mode]
+    mix = 0.5 if mode == "bf16" else 0.3  # a power of two scales the second pass without rounding in bfloat16
+    net, reference = both("classifier")
+    batches = loader("classifier", shuffle=False)
+    trainer(SeedOnce(), SharpnessAwareMinimization(rho=0.5, mix=mix), max_epochs=1, **settings).fit(net, batches)
+    by_hand(reference, list(batches), rho=0.5, mix=mix, **arguments)
+    torch.testing.assert_close(flat(net), flat(reference), rtol=1e-5, atol=1e-6)
+
+
+def test_mixing_in_nothing_is_plain_training() -> None:
+    assert SharpnessAwareMinimization(mix=0).neutral
+
+
 def test_perturbation_has_length_rho_over_all_tensors_together() -> None:
     gradients = [torch.randn(3, 4), torch.randn(5)]
     e, norm = perturbation(gradients, [None, None], rho=0.05)
@@ -229,6 +260,20 @@ def test_a_gradient_that_is_not_finite_perturbs_nothing() -> None:
     assert all(torch.equal(x, torch.zeros(2)) for x in e)
     e, _ = perturbation([torch.zeros(2)], [None], rho=0.05)
     assert torch.equal(e[0], torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_lists_give_the_bits_of_a_loop(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = [torch.randn(3, 4, dtype=dtype), torch.randn(5, dtype=dtype), torch.randn(4, 4, dtype=dtype)]
+    scales = [None, torch.rand(5, dtype=dtype), torch.rand(4, 4, dtype=dtype)]
+    before = [g.clone() for g in gradients]
+    lists, norm = perturbation(gradients, scales, rho=0.05)
+    asked: list[int] = []
+    monkeypatch.setattr(_uphill, "_together", lambda tensors, norm: bool(asked.append(len(tensors))))
+    loop, same = perturbation(gradients, scales, rho=0.05)
+    assert asked == [3] and torch.equal(norm, same)
+    assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(lists, loop, strict=True))
+    assert all(torch.equal(g, was) for g, was in zip(gradients, before, strict=True))  # those of the caller stay
 
 
 # -- the same as a loop written by hand, to the last bit

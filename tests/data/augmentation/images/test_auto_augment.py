@@ -134,6 +134,22 @@ def test_the_network_gets_what_the_operations_make(monkeypatch: pytest.MonkeyPat
     assert technique.report()["share"] == pytest.approx(1 - float(idle.float().mean()))
 
 
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ([[["flip", 0.5, 3], ["color", 1, 2]]], r"There is no operation 'flip'\. Operations are identity"),
+        ([[["color", 0.5, 10], ["color", 1, 2]]], r"expected .* or a list of sub-policies, each two operations"),
+        ([[["color", 1.5, 3], ["color", 1, 2]]], r"expected .* or a list of sub-policies"),
+        ([[["color", 0.5, 3]]], r"expected .* or a list of sub-policies"),
+        ([], r"policy=\[\]\): expected .* or a list of sub-policies"),
+        ("none.json", r"policy='none.json'\): .* The file cannot be read: No such file"),
+    ],
+)
+def test_policies_of_ones_own_are_checked(policy: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^AutoAugment\((?s:.*){message}"):
+        eff.AutoAugment(policy)
+
+
 def test_other_channels_and_policies_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^AutoAugment\(policy='places'\): expected 'imagenet', 'cifar10' or 'svhn'"):
         eff.AutoAugment(policy="places")

@@ -93,6 +93,28 @@ def test_each_image_has_its_own_operation_and_strength() -> None:
     torch.testing.assert_close(made, torch.stack(expected))
 
 
+def test_all_images_that_move_are_warped_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by its own matrix, so that they are as if warped one by one."""
+    x = torch.cat([pictures()] * 4)
+    names = ("rotate", "shear_x", "invert", "translate_y", "shear_y", "translate_x")
+    which = torch.tensor([0, 1, 2, 3, 4, 5, -1, 0])
+    strength = torch.tensor([0.9, -0.4, 1.0, 0.7, 0.2, -0.9, 0.5, -0.3], dtype=torch.float64)
+    alone = [
+        x[i]
+        if which[i] < 0
+        else OPERATIONS[names[which[i]]].apply(x[i : i + 1], strength[i : i + 1], 0.5)[0].clamp(0, 1)
+        for i in range(len(x))
+    ]
+    passes: list[int] = []
+    sample = F.grid_sample
+    monkeypatch.setattr(
+        F, "grid_sample", lambda x, *args, **kwargs: (passes.append(len(x)), sample(x, *args, **kwargs))[1]
+    )
+    made = operated(x, names, which, strength, 0.5)
+    assert passes == [6]
+    torch.testing.assert_close(made, torch.stack(alone), rtol=0, atol=1e-6)
+
+
 def test_signs_are_drawn_where_an_operation_has_one() -> None:
     which = torch.arange(3).repeat(4000)
     strength = signed(

@@ -151,6 +151,26 @@ def test_hugging_face_models_and_bfloat16(build: Any) -> None:
     assert technique.report()["milliseconds"] > 0
 
 
+def test_the_magnitude_rises_linearly_over_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first step to the last, in equal parts, as the strengths of the operations show."""
+    strengths: list[float] = []
+
+    def spy(p: Tensor, names: Any, which: Tensor, strength: Tensor, fill: float) -> Tensor:
+        strengths.append(float(strength.abs().max()))
+        return operated(p, names, which, strength, fill)
+
+    monkeypatch.setattr(_policies, "operated", spy)
+    x, y = images(), batches()[0][1]
+    technique = eff.RandAugment(1, 9, initial_magnitude=1)
+    train(net(), technique, data=[(x, y)] * 8)
+    assert strengths == pytest.approx([(1 + 8 * k / 8) / 10 for k in range(8)])
+    assert technique.report()["magnitude"] == pytest.approx(8)
+    with pytest.raises(
+        ValueError, match=r"RandAugment\(initial_magnitude=0\): the Trainer has no end .* Set one of them"
+    ):
+        train(net(), eff.RandAugment(initial_magnitude=0), data=[(x, y)], max_steps=-1, max_epochs=-1)
+
+
 class Seeing(Own):
     """Takes batches of any make."""
 
@@ -204,7 +224,8 @@ def test_masks_may_stay_where_nothing_moves() -> None:
     still = [name for name in PAPERS if not OPERATIONS[name].moves]
     x = images(1)
     batch = {"image": x, "mask": x[:, 0] > 0.5, "label": torch.arange(6) % 4}
-    train(Seeing(F.cross_entropy), eff.RandAugment(operations=still), data=[batch])
+    module = train(Seeing(F.cross_entropy), eff.RandAugment(operations=still), data=[batch])
+    assert torch.equal(module.given[0]["mask"], batch["mask"]) and not torch.equal(module.given[0]["image"], x)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +233,7 @@ def test_masks_may_stay_where_nothing_moves() -> None:
     [
         ({"num_operations": -1}, r"num_operations=-1\): expected an integer >= 0"),
         ({"num_operations": 1.5}, r"num_operations=1.5\): expected an integer"),
+        ({"initial_magnitude": 11}, r"initial_magnitude=11\): expected a number in \[0, 10\], or None"),
         ({"magnitude": 11}, r"magnitude=11\): expected a number in \[0, 10\]"),
         (
             {"operations": ["rotate", "cutout"]},

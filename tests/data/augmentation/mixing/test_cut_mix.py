@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import lightning_eff as eff
 from lightning_eff.data.augmentation._boxes import inside
-from lightning_eff.data.augmentation.mixing._pasting import boxes, own_share, pasted
+from lightning_eff.data.augmentation.mixing._pasting import boxes, cut_mix, own_share, pasted
 from tests.cases import Case
 from tests.data.augmentation.modules import ON_IMAGES, Own, Spied, batches, chi_squared, train
 from tests.runs import fit_yaml
@@ -45,6 +45,22 @@ def test_shares_are_areas_exactly(side: tuple[int, int]) -> None:
         assert float(own_share(own)[k]) == pytest.approx(1 - rows * columns / (side[0] * side[1]), abs=1e-12)
         cut += rows < height or columns < width
     assert cut > 100, "boxes leave the image"
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0])
+@pytest.mark.parametrize("side", [(8, 8), (7, 13)])
+def test_one_box_for_all_images_equals_its_mask(side: tuple[int, int], alpha: float) -> None:
+    """Bit for bit, for boxes in either role and beyond the border; and the loader's tensors keep their values."""
+    x, partner = torch.randn(6, 3, *side), torch.randperm(6)
+    given, roles = x.clone(), set[bool]()
+    for seed in range(200):
+        own = cut_mix(alpha, 1, side, torch.Generator().manual_seed(seed))
+        (mixture,), share = eff.CutMix(alpha).mix([x], partner, torch.Generator().manual_seed(seed))
+        assert torch.equal(mixture, pasted(x, partner, own))
+        assert torch.equal(share, own_share(own).float().expand(6))
+        assert torch.equal(x, given) and mixture.data_ptr() != x.data_ptr()
+        roles.add(bool(own[0, 0, 0]))
+    assert roles == {False, True}
 
 
 def test_centres_are_any_pixel_as_likely() -> None:

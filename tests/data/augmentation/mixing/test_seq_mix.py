@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
+from lightning_eff.data.augmentation._lookups import made_of
 from lightning_eff.data.augmentation.mixing._hook import mixed_rows
-from lightning_eff.data.augmentation.mixing.seq_mix import made_of
 from tests.cases import Case, classifier
 from tests.data.augmentation.modules import CLASSES, Ids, Spied
 from tests.models import VOCAB, HuggingFace, TinyGPT, Translator, flat, hugging_face, make_batch, trainer

@@ -5,16 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import lightning_eff as eff
 from lightning_eff.data.augmentation.text.eda import delete, insert, num_changed, replace, swap
 from tests.cases import Case, classifier
 from tests.data.augmentation.modules import Ids, train
 from tests.data.augmentation.text.test_token_noise import Seen
-from tests.models import VOCAB, hugging_face, make_batch
+from tests.models import VOCAB, hugging_face, make_batch, trainer
 from tests.runs import fit_yaml
 
 _NONE = "found no tokens in the batch"
@@ -237,6 +240,147 @@ def test_a_classifier_of_texts_and_how_many_stay() -> None:
     train(Notes(), technique, data=data)
     assert sum(kept) == pytest.approx(0.4 * 120, abs=4 * (120 * 0.24) ** 0.5)
     assert "changed 3 of 3 batches" in technique.summary()
+
+
+# -- where synonyms come from
+
+
+def test_neighbours_in_the_embedding_are_those_of_numpy() -> None:
+    """The nearest by cosine, of the weights of each step, without special tokens and the token itself."""
+    given: list[tuple[Any, Any]] = []
+
+    class Keeps(Ids):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if torch.is_grad_enabled():
+                given.append((batch["input_ids"].clone(), self.embed.weight.detach().double().numpy().copy()))
+            return super().training_step(batch, batch_idx)
+
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, 11, (40, 12), generator=g)
+    data = [{"input_ids": ids, "labels": torch.arange(40) % 4}] * 6
+    technique = eff.EDA(
+        alpha=0.5,
+        prob=1.0,
+        synonyms="embedding",
+        num_neighbors=3,
+        operations=["replace"],
+        special_tokens=[1],
+        pad_token_id=0,
+    )
+    net = Keeps()
+    net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), lr=20.0)
+    train(net, technique, data=data)
+    tables = []
+    for new, weight in given[-6:]:
+        unit = weight / np.linalg.norm(weight, axis=1, keepdims=True)
+        order = [[t for t in np.argsort(-row) if t not in (0, 1, own)] for own, row in enumerate(unit @ unit.T)]
+        changed = new != ids
+        assert (changed.sum(1) == 6).all()
+        pairs = Counter(zip(ids[changed].tolist(), new[changed].tolist(), strict=True))
+        assert all(other in order[own][:3] for own, other in pairs)
+        assert {other for own, other in pairs if own == 5} == set(order[5][:3]), "all of them are drawn"
+        tables.append([row[:3] for row in order])
+    assert tables[0] != tables[-1], "weights changed"
+
+
+def test_a_resumed_run_replaces_by_the_same_neighbours(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(0)
+    data = [{"input_ids": torch.randint(1, 11, (8, 12), generator=g), "labels": torch.arange(8) % 4} for _ in range(6)]
+
+    def run(steps: int, path: Path | None = None) -> tuple[Any, Any]:
+        pl.seed_everything(0, verbose=False)
+        net = Ids()
+        net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), lr=20.0)
+        technique = eff.EDA(0.5, prob=1.0, synonyms="embedding", pad_token_id=0, num_neighbors=2)
+        fit = trainer(technique, max_steps=steps)
+        fit.fit(net, DataLoader(data, batch_size=None), ckpt_path=path)
+        return net, fit
+
+    whole, _ = run(6)
+    _, first = run(3)
+    first.save_checkpoint(tmp_path / "middle.ckpt")
+    resumed, _ = run(6, tmp_path / "middle.ckpt")
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert resumed.losses == whole.losses[-len(resumed.losses) :] and len(resumed.losses) >= 3
+
+
+def test_inserted_neighbours_are_tokens_too() -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 0, 0, 0, 0]])
+    given: list[Tensor] = []
+
+    class Keeps(Ids):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            given.append(batch["input_ids"].clone())
+            return super().training_step(batch, batch_idx)
+
+    technique = eff.EDA(
+        alpha=0.5, prob=1.0, synonyms="embedding", operations=["insert"], pad_token_id=0, num_neighbors=1
+    )
+    net = Keeps()
+    unit = F.normalize(net.embed.weight.detach(), dim=1)
+    near = (unit @ unit.T - 2 * torch.eye(11)).index_fill(1, torch.tensor([0]), -2).argmax(1)
+    train(net, technique, data=[{"input_ids": ids, "labels": torch.tensor([1])}])
+    (row,) = given[-1].tolist()
+    added = Counter(row) - Counter([5, 6, 7, 8])
+    assert row.count(0) == 2 and added[0] == 2 and sum(added.values()) == 4
+    assert set(added) - {0} <= {int(near[t]) for t in (5, 6, 7, 8)}
+
+
+def test_words_become_tokens_with_a_space_before_them_or_without() -> None:
+    vocabulary = {"big": 3, " big": 4, "large": 5, " large": 6, "huge": 7, "red": 8, " crimson": 9}
+
+    def tokenizer(text: str) -> list[int]:
+        return [vocabulary[text]] if text in vocabulary else [1, 2]
+
+    words = {"big": ["large", "huge", "great", "big"], "red": ["crimson"], "great": ["big"]}
+    assert eff.EDA(synonyms=words, tokenizer=tokenizer).synonyms == {3: [5, 7], 4: [6]}
+
+    class HuggingFaceLike:
+        def __call__(self, text: str) -> Any:
+            raise AssertionError("it would add special tokens")
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            return tokenizer(text)
+
+    assert eff.EDA(synonyms=words, tokenizer=HuggingFaceLike()).synonyms == {3: [5, 7], 4: [6]}
+
+
+def test_a_file_holds_tokens_or_words(tmp_path: Path) -> None:
+    path = tmp_path / "synonyms.json"
+    path.write_text('{"17": [4, 231], "3": [3]}')
+    assert eff.EDA(synonyms=path).synonyms == eff.EDA(synonyms=str(path)).synonyms == {17: [4, 231]}
+    path.write_text('{"big": ["large"]}')
+    assert eff.EDA(synonyms=path, tokenizer=lambda w: [len(w)]).synonyms == {3: [5], 4: [6]}
+    with pytest.raises(
+        ValueError, match=r"EDA\(tokenizer=None\): the synonyms are words, such as 'big', .* Give tokenizer="
+    ):
+        eff.EDA(synonyms=path)
+    with pytest.raises(ValueError, match=r"EDA\(synonyms=...\): none of the 1 words is a single token"):
+        eff.EDA(synonyms=path, tokenizer=lambda w: [1, 2])
+    path.write_text("big: large")
+    with pytest.raises(ValueError, match=r"EDA\(synonyms=.*The file is not JSON"):
+        eff.EDA(synonyms=path)
+    with pytest.raises(ValueError, match=r"EDA\(synonyms='no.json'\): .*The file cannot be read: No such file"):
+        eff.EDA(synonyms="no.json")
+
+
+def test_embeddings_that_cannot_be_used_are_refused_before_any_weight_changes() -> None:
+    batch = {"input_ids": torch.randint(1, 11, (4, 6)), "labels": torch.arange(4)}
+
+    class Codes(Ids):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            hot = F.one_hot(batch["input_ids"], 11).float() @ self.embed.weight
+            return F.cross_entropy(self.head(hot.mean(1)), batch["labels"])
+
+    for net, count, message in (
+        (Codes(), 1, r"EDA\(synonyms='embedding'\): no nn.Embedding was called on the tokens"),
+        (Ids(), 10, r"EDA\(num_neighbors=10\): the embedding 'embed' has 11 tokens, of which 9 can replace another"),
+    ):
+        before = [p.clone() for p in net.parameters()]
+        with pytest.raises(ValueError, match=message):
+            train(net, eff.EDA(synonyms="embedding", pad_token_id=0, num_neighbors=count), data=[batch])
+        assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
 
 
 # -- errors

@@ -24,7 +24,6 @@ CASES = {
         neutral=lambda: eff.TokenNoise(rate=0.0),
         refuses={"vit": _NONE, "classifier": _NONE},
         lost=(classifier, "classifier", _NONE),
-        outside_surveys=True,
     )
 }
 

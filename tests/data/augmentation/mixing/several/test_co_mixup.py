@@ -280,6 +280,50 @@ def test_modules_with_integer_labels(build: Any) -> None:
     check_exact(build(), eff.CoMixup(), LOSSES["cross-entropy"][1], larger_first=False)
 
 
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "rows"])
+@pytest.mark.parametrize("clean", [1.0, 0.3])
+def test_the_clean_loss_is_added_to_that_of_the_mixtures(name: str, clean: float) -> None:
+    """Loss and gradient, beside the module's own loss on the images and the one on mixed targets, each in its own pass."""
+    loss, soft = LOSSES[name]
+    data, found = batches(), list[Tensor]()
+    net, twin, technique = Own(loss), Own(loss), eff.CoMixup(clean=clean)
+    spied = Spied(technique)
+
+    class Gradient(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            found.append(torch.cat([p.grad.flatten() for p in module.parameters()]).clone())
+
+    train(net, technique, Gradient(), data=data)
+    (both, labels), (x, y) = net.given[-1], data[0]
+    assert torch.equal(both[:SIZE], x) and torch.equal(labels, y.repeat(2)) and not torch.equal(both[SIZE:], x)
+    expected = soft(twin(both[SIZE:]), spied.targets(0, y)) + clean * loss(twin(x), y)
+    expected.backward()
+    assert net.losses[-1] == pytest.approx(expected.item(), rel=1e-5)
+    grads = torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None])
+    torch.testing.assert_close(found[0], grads, rtol=1e-4, atol=1e-6)
+
+
+def test_with_class_weights_both_means_are_divided_by_their_own_weights() -> None:
+    weight = torch.tensor([1.0, 2.0, 0.5, 3.0])
+    net, technique = Own(lambda z, y: F.cross_entropy(z, y, weight=weight)), eff.CoMixup(clean=1.0)
+    spied, twin = Spied(technique), Own(F.cross_entropy)
+    train(net, technique)
+    both, y = net.given[-1][0], batches()[0][1]
+    z, share = twin(both), spied.shares[0]
+    columns = [y, *y[spied.partners[0]].unbind(1)]
+    rows = [F.cross_entropy(z[SIZE:], t, weight=weight, reduction="none") for t in columns]
+    mixtures = [(share[:, k] * row).sum() / weight[columns[k]].sum() for k, row in enumerate(rows)]
+    expected = torch.stack(mixtures).sum() + F.cross_entropy(z[:SIZE], y, weight=weight)
+    assert net.losses[-1] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_what_the_clean_loss_cannot_be_told_from_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"CoMixup\(clean=1\): .*reduction='none', .* Use a mean or sum"):
+        train(Own(LOSSES["rows"][0]), eff.CoMixup(clean=1.0))
+    with pytest.raises(ValueError, match=r"CoMixup\(clean=1\): SelectiveBackprop changes .* Set clean=0"):
+        train(Own(F.cross_entropy), eff.CoMixup(clean=1.0), eff.SelectiveBackprop())
+
+
 def test_saliency_is_the_losss_gradient_and_is_counted() -> None:
     x, y = batches()[0]
     found: list[Tensor] = []
@@ -365,6 +409,7 @@ def test_what_has_no_gradient_or_too_few_pixels_is_refused_before_any_weight_cha
         ({"rounds": 0}, r"rounds=0\): expected an integer >= 1"),
         ({"alpha": 0}, r"alpha=0\): expected a finite number > 0"),
         ({"beta": -1}, r"beta=-1\): expected a finite number >= 0"),
+        ({"clean": -1}, r"clean=-1\): expected a finite number >= 0"),
         ({"omega": 2}, r"omega=2\): expected a number in \[0, 1\]"),
     ],
 )
