@@ -20,6 +20,7 @@ from benchmarks.evidence_tasks import speed, verdict
 from docs.making import choices, facts, layouts, prose
 from lightning_eff._catalogue import catalogue
 from lightning_eff._core._arguments.declared import arguments_of
+from lightning_eff._core._surveys import items as surveys
 from lightning_eff._exports import public
 from tests import test_exported
 from tests.cases import CASES
@@ -77,8 +78,7 @@ def card(name: str) -> str:
     lines += ["## Limits", "", *limits, ""] if limits else []
     lines += ["## Works with", "", *company(name), ""]
     lines += ["## References", "", f"- {getattr(cls, 'paper', '') or entry.source}"]
-    survey = getattr(cls, "survey", None)
-    lines += [f"- In the [surveys](../catalogue.md): {survey}."] if survey else []
+    lines += [f"- In the [surveys](../catalogue.md): {found}."] if (found := surveys.survey(name)) else []
     room = public.HOMES[name].split(".")[1]
     reference = f"[API reference](../reference/{room}.md#{public.HOMES[name]}.{name})"
     return "\n".join([*lines, f"- {reference}", ""])
@@ -324,14 +324,16 @@ def whole_catalogue() -> str:
         lines += [
             f"## {title}",
             "",
-            "| name in the survey | in this package | tests | measured here |",
-            "|---|---|---|---|",
+            "| name in the survey | section | in this package | tests | measured here |",
+            "|---|---|---|---|---|",
         ]
         for entry in (e for e in catalogue.entries() if e.group == group):
             links = ", ".join(f"[{name}]({file_of(name)})" for name in entry.by)
             here = f"{links}{f', {entry.how}' if entry.how else ''}" if links else f"**{entry.status}**"
             here += f": {entry.why or entry.how}" if not links and (entry.why or entry.how) else ""
             tests = "<br>".join(f"`{part}`" for part in re.split(r"(?<=/)(?=\w+\.py$)", entry.tests) if part) or "–"
-            lines.append(f"| {entry.name} ({entry.source or '–'}) | {here} | {tests} | {catalogue.verdict(entry)} |")
+            where = "–" if group == "beside" else entry.surveys
+            name = f"{entry.name} ({entry.source or '–'})"
+            lines.append(f"| {name} | {where} | {here} | {tests} | {catalogue.verdict(entry)} |")
         lines.append("")
     return "\n".join(lines)
