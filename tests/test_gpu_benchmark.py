@@ -373,7 +373,10 @@ def test_all_suites_in_small(tmp_path: Path, here: dict[str, Any]) -> None:
     settings = {**suites[0].settings, "tests": [test for of in suites for test in of.settings["tests"]]}
     result = run_unit(Unit("suites", suites[0].module, settings, suites[0].needs, driver.LIMIT), tmp_path, here)
     assert result["status"] == "ok", (result["error"], result["rows"])
-    assert sorted(row["row"] for row in result["rows"]) == sorted(settings["tests"])
+    # A name of a suite may stand for all parameters of its test.
+    ran = {row["row"] for row in result["rows"]}
+    named = set(settings["tests"])
+    assert {test if test in named else test.partition("[")[0] for test in ran} == named
     assert not any("error" in row for row in result["rows"])
 
 
