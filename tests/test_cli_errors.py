@@ -262,6 +262,11 @@ CONFIGS: dict[str, tuple[list[str], dict[str, Any] | str, str]] = {
         model("tests.modles.TinyClassifier"),
         "there is no module 'tests.modles'.* Did you mean 'models'",
     ),
+    "package that is not there": (
+        FIT,
+        model("templates.gpt.GPT"),  # not meant: "tempfile"
+        r"no module 'templates', which templates.gpt.GPT needs; expected one .* current folder\.(?! Did)",
+    ),
     "misspelt package": (FIT, model("tetss.models.TinyClassifier"), "no module 'tetss'.* Did you mean 'tests'"),
     "misspelt model": (
         FIT,

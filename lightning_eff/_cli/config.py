@@ -343,7 +343,7 @@ def _no_module(name: str, class_path: str) -> str:
     needed = f", which {class_path} needs" if class_path else ""
     return (
         f"there is no module {name!r}{needed}; expected one that is installed or in the current folder."
-        f"{did_you_mean(last, around - {last})}"
+        f"{did_you_mean(last, around - {last}, cutoff=0.75)}"  # every installed module is a choice
     )
 
 

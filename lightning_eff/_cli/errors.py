@@ -34,10 +34,17 @@ class ConfigError(UsageError):
     """Raised by the config parser; the cause can be an error in the code that the config names."""
 
 
-def did_you_mean(word: str, choices: Iterable[str], suffix: str = "") -> str:
-    """Return `` Did you mean 'choice'?`` with the choice closest to ``word`` plus ``suffix``, or an empty string."""
+def did_you_mean(word: str, choices: Iterable[str], suffix: str = "", *, cutoff: float = 0.6) -> str:
+    """Return `` Did you mean 'choice'?`` with the choice closest to ``word`` plus ``suffix``, or an empty string.
+
+    Args:
+        word: what was given.
+        choices: what could be meant.
+        suffix: what to write after the choice.
+        cutoff: the similarity from which on a choice counts as close. Give more if there are many choices.
+    """
     by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f" Did you mean {by_lower[near[0]] + suffix!r}?" if near else ""
 
 
