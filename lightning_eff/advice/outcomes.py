@@ -67,6 +67,14 @@ class Outcome:
         return self.speed is not None and not self.faster and self.speed.low < 1 and self.speed.high > UNKNOWN
 
     @property
+    def near(self) -> bool:
+        """Whether more turns may still show that it makes the run faster, so that it belongs into a recipe."""
+        able = self.kind == EXACT and self.trial.recipe and not self.trial.late and not self.error
+        return (
+            able and self.speed is not None and not self.faster and self.speed.estimate > 1 and self.speed.high > GAIN
+        )
+
+    @property
     def pays(self) -> bool:
         """Whether the run is long enough for the seconds of its start."""
         return self.pays_after is None or self.planned is None or self.pays_after < self.planned

@@ -4,6 +4,7 @@ import html
 import json
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +21,7 @@ from lightning_eff.advice._running.stopwatch import Enough, Stopwatch
 from lightning_eff.advice._running.subject import Change, Subject, entry, isolated
 from lightning_eff.advice.advising import Advice, advise
 from lightning_eff.advice.engine import Findings
-from lightning_eff.advice.intervals import EXACT, Numbers
+from lightning_eff.advice.intervals import EXACT, Numbers, Turn
 from lightning_eff.advice.looking import View, look
 from lightning_eff.advice.outcomes import Outcome, Stack
 from lightning_eff.advice.progress import Watchman
@@ -301,7 +302,33 @@ def test_a_stack_that_was_not_measured_again_is_named(monkeypatch: pytest.Monkey
     assert found.failures == {"one together": "no memory. Their speed-up was not measured on new turns."}
 
 
+def test_trials_that_came_close_get_the_time_that_no_stack_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    close, far = _outcome(0.98, 1.12, "close"), _outcome(0.8, 0.9, "far")
+    found = Findings("M", View(step_seconds=1e-3), outcomes=[close, far])
+    watch: Any = Watchman(60.0, enabled=False)
+    subject: Any = SimpleNamespace(settings={})
+    measured: list[Any] = []
+
+    def measure(self: Any, view: Any, arms: Any, *rest: Any, **more: Any) -> list[Track]:
+        measured.append([arm.name for arm in arms])
+        return [Track(turns=_turns(1.1, 1.1, 1.1)), Track(turns=_turns(1.0, 1.0))]
+
+    monkeypatch.setattr(engine.Engine, "_measure", measure)
+    asked = engine.Engine(subject, watch)
+    asked._turns["close"] = (_turns(1.05, 1.15, 9.9), _turns(1.0, 1.0))
+    asked._try_again(found)
+    asked._try_again(found)  # it is faster now, so nothing is tried again
+    watch.close()
+    assert measured == [["close"]]
+    assert close.speed is not None and close.speed.n == 4 and close.faster
+    assert close.speed.estimate == pytest.approx((1.05 * 1.15 * 1.1 * 1.1) ** 0.25)
+
+
 # -- what the headline may say
+
+
+def _turns(*seconds: float) -> list[Turn]:
+    return [Turn(one, 4, 0, 1) for one in seconds]
 
 
 def _outcome(low: float, high: float, name: str = "one") -> Outcome:
