@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_eff import cli
 from lightning_eff._core.technique import Technique
@@ -73,6 +74,29 @@ def plain(model: str, precision: Any = "32-true") -> tuple[pl.LightningModule, d
     """The module after a run of no technique, which is the same for all, and what that run leaves behind: both only read."""
     net, t = fit(model, list, precision=precision)
     return net, final_state(net, t)
+
+
+class _Later:
+    """An executor that does its work when it is shut down."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], Any]] = []
+
+    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.work.append(functools.partial(fn, *args, **kwargs))
+
+    def shutdown(self, **kwargs: Any) -> None:
+        for do in self.work:
+            do()
+        self.work.clear()
+
+
+class LateFiles(AsyncCheckpointIO):
+    """Writes checkpoints as slowly as a background thread may: when the run is over, and all tensors have changed."""
+
+    def _ensure_setup(self) -> None:
+        if self._executor is None:
+            self._executor = _Later()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class SaveBatches(pl.Callback):
@@ -222,6 +246,7 @@ def resume_from_every_step(
     each: bool = False,
     third: int | None = None,
     whole: dict[str, torch.Tensor] | None = None,
+    late: bool = False,
     **kwargs: Any,
 ) -> dict[str, list[str]]:
     """Train, then resume from each step; what differs at the end from the undisturbed run, by checkpoint.
@@ -237,13 +262,15 @@ def resume_from_every_step(
         third: 0, 1 or 2: resume from a third of the steps only, every third one from this one on.
         whole: what an undisturbed run left behind whose checkpoints are in ``directory`` already, those of the steps that are
             resumed from and the last one; it is made, if None.
+        late: write the undisturbed run's checkpoints when it is over.
         kwargs: of the trainer.
     """
     every = NUM_STEPS // LIVES
     firsts = [i + 1 for i in (range(every) if third is None else [third])]
     steps = range(1, NUM_STEPS + 1) if each else [*firsts, NUM_STEPS]
     if whole is None:
-        whole = final_state(*fit(model, build, directory=directory, steps=steps, **kwargs))
+        files = {"plugins": [*kwargs.get("plugins", []), LateFiles()]} if late else {}
+        whole = final_state(*fit(model, build, directory=directory, steps=steps, **{**kwargs, **files}))
     saved = {step_of(path): path for path in checkpoints(directory)}
     assert saved.keys() >= {*steps}, [*saved]
     found: dict[str, list[str]] = {}

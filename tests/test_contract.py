@@ -37,6 +37,7 @@ from tests.models import flat, loader, make_batch, module, trainer
 from tests.runs import (
     MODES,
     NUM_STEPS,
+    LateFiles,
     checkpoints,
     differences,
     final_state,
@@ -130,7 +131,7 @@ def undisturbed(
         technique = case.active()
         settings: dict[str, Any] = {"directory": directory, "logger": logger, "log_every_n_steps": 1}
         steps = None if looks_at_each_step else (third_of(name) + 1, NUM_STEPS)
-        net, t = fit(case.model, lambda: [technique], steps=steps, **settings)
+        net, t = fit(case.model, lambda: [technique], steps=steps, plugins=[LateFiles()], **settings)
         report = dict(technique.report())
         return Undisturbed(technique, directory, final_state(net, t), report, technique.summary(), logger.metrics)
 
@@ -288,6 +289,7 @@ def third_of(name: str) -> int:
 
 @every_and_examples
 def test_resume_equals_uninterrupted(name: str, undisturbed: Callable[[], Undisturbed]) -> None:
+    """From checkpoints that were written in the background, and from those of a resumed run, which were written at once."""
     case, run = case_of(name), undisturbed()
     some = third_of(name)
     assert resume_from_every_step(case.model, lambda: [case.active()], run.directory, whole=run.final, third=some) == {}
