@@ -149,6 +149,7 @@ from lightning_eff.model.layers.swap_activation import SwapActivation as SwapAct
 from lightning_eff.model.shortcuts.embedding_shortcuts import EmbeddingShortcuts as EmbeddingShortcuts
 from lightning_eff.model.shortcuts.pre_norm import PreNorm as PreNorm
 from lightning_eff.model.shortcuts.u_shaped_skips import UShapedSkips as UShapedSkips
+from lightning_eff.model.shortcuts.value_embeddings import ValueEmbeddings as ValueEmbeddings
 from lightning_eff.model.shortcuts.value_residuals import ValueResiduals as ValueResiduals
 from lightning_eff.model.shortcuts.window_pattern import WindowPattern as WindowPattern
 from lightning_eff.model.simplification.disable_dropout import DisableDropout as DisableDropout

@@ -216,13 +216,14 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
 _BY_HAND = "bloom deberta-v2 gemma2 mpnet mpt openai-gpt rembert roformer squeezebert mamba resnet rwkv"
 _REPLACED = ("MemoryEfficientAttention", "SangerAttention", "A3Attention", "ELSAAttention", "Performer", "Reformer")
 _INSIDE = ("DOTAAttention", "Linformer", "Fastformer")  # which have parameters in the modules that attend
-_OF_BLOCKS = ("ValueResiduals", "WindowPattern")  # which also need a chain of blocks
+_OF_BLOCKS = ("ValueEmbeddings", "ValueResiduals", "WindowPattern")  # which also need a chain of blocks
 
 
 def attention_of(name: str, kind: str) -> dict[str, str]:
     """Which techniques of attention a family refuses, by whether it is causal, and by its masks."""
     if name in _BY_HAND.split():
-        return dict.fromkeys((*_REPLACED, *_INSIDE, *_OF_BLOCKS), "found no attention")
+        found = dict.fromkeys((*_REPLACED, *_INSIDE, *_OF_BLOCKS), "found no attention")
+        return found | ({"ValueEmbeddings": _NO_LOOK_UP} if kind == "own" else {})
     found: dict[str, str] = {}
     if name == "albert":  # one layer that is run several times
         return dict.fromkeys(_INSIDE, "attends several times in a pass")
@@ -235,7 +236,7 @@ def attention_of(name: str, kind: str) -> dict[str, str]:
     elif kind == "masked":
         found["Linformer"] = "give length=32"
     if kind == "seq2seq":
-        found["WindowPattern"] = "attend at several places"
+        found |= dict.fromkeys(("ValueEmbeddings", "WindowPattern"), "attend at several places")
     return found
 
 
@@ -338,6 +339,7 @@ _NO_SEQUENCE = {
     "MaskRateSchedule": _NO_IDS,
     "NgramEmbedding": _NO_LOOK_UP,
     "PromptTuning": _NO_LOOK_UP,
+    "ValueEmbeddings": _NO_LOOK_UP,
 }
 _NO_SEQUENCE |= dict.fromkeys(("EDA", "SeqMix", "TokenNoise"), "found no tokens in the batch")
 _NO_SEQUENCE |= {"TokenBudgetBatches": "found no sequence of integers in a sample"}
