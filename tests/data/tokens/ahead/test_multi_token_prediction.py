@@ -117,7 +117,9 @@ class Losses(pl.Callback):
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.losses.append(outputs["loss"].detach())
 
 
