@@ -126,7 +126,7 @@ class Carried:
         if not graph and last:
             del found.kept[key]
         elif graph and not rerunning():
-            found.kept[key] = t, version, False  # this block has no graph, so its gradient would be lost if it runs again
+            found.kept[key] = t, version, False  # without a graph here, the gradient of a later run would be lost
         return t
 
     def _rerun(self, key: int) -> Pass:

@@ -95,12 +95,12 @@ class ValueEmbeddings(Shortcuts):
         layers: the blocks, as a dotted path, a pattern or a list of paths. None finds the longest stack.
 
     Raises:
-        ValueError: for a value out of range. At setup or in ``apply``, if no token embedding or no stack of blocks is found; if
-            the blocks do not run once each on the output of the one before, or do not each have one attention, by
-            ``scaled_dot_product_attention`` or ``nn.MultiheadAttention`` without weights; if the values of the first block do
-            not follow from one look-up, id by id, as in modules that embed two texts. In a step, if a call has another number
-            of values than of ids, as with a cache, embeddings are given instead of ids, or blocks are recomputed with
-            ``use_reentrant=True``.
+        ValueError: for a value out of range. At setup or in ``apply``, if no token embedding or no stack of blocks is found.
+            Also if blocks do not run once each on the output of the one before, or some have several attentions. Attention
+            must be ``scaled_dot_product_attention``, or ``nn.MultiheadAttention`` without weights. The values of the first
+            block must follow from one look-up, id by id, which is not so in modules that embed two texts. In a step, if a
+            call has more values than ids, as with a cache, or embeddings are given instead of ids. Also if blocks are
+            recomputed with ``use_reentrant=True``.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=10, callbacks=[ValueEmbeddings()])
@@ -205,7 +205,7 @@ class ValueEmbeddings(Shortcuts):
                 if its.call.value.shape != place.call.value.shape:
                     raise ValueError(
                         f"{WHO}: {path} has values of shape {tuple(place.call.value.shape)} and {other} of"
-                        f" {tuple(its.call.value.shape)}, which cannot share a table. Give them tables of their own, such as"
+                        f" {tuple(its.call.value.shape)}, which cannot share a table. Give them separate tables, such as"
                         f" tables={[[i] for i in blocks]}."
                     )
         return readers

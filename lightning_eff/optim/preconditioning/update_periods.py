@@ -85,7 +85,7 @@ class UpdatePeriods(Technique):
         >>> trainer = L.Trainer(max_epochs=10, callbacks=[UpdatePeriods({"embedding": 2, "head": 2})])
 
     References:
-        Jordan et al. 2024, modded-nanogpt, github.com/KellerJordan/modded-nanogpt (records from October 2025 on).
+        Jordan et al. 2024, modded-nanogpt, github.com/KellerJordan/modded-nanogpt.
     """
 
     saves = "the optimizer's time on large tables, at every other step"
