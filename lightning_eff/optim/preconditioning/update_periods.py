@@ -147,6 +147,7 @@ class UpdatePeriods(Technique):
         self._sums = {
             name: Accumulator(period, mean=self.reduce == "mean") for name, (period, _) in periods.items() if period > 1
         }
+        self._check_groups(session)
         self._of = {id(p): name for name, p in session.module.named_parameters() if name in self._sums}
         self._steps = self._steps or [0] * len(session.optimizers)
         for name, total in self._saved.items():
@@ -159,6 +160,17 @@ class UpdatePeriods(Technique):
         self._saved = {}
         listed = ", ".join(f"{name} every {one.period}" for name, one in list(self._sums.items())[:5])
         rank_zero_info(f"{WHO}: steps {len(self._sums)} parameters less often: {listed}.")
+
+    def _check_groups(self, session: Session) -> None:
+        """Raise ``ValueError`` if torch's fused SGD would begin the momenta of a group at different steps, which it cannot."""
+        names = {id(p): name for name, p in session.module.named_parameters()}
+        for group in (group for o in session.optimizers if isinstance(o, torch.optim.SGD) for group in o.param_groups):
+            own = {self._sums[n].period if (n := names.get(id(p))) in self._sums else 1 for p in group["params"]}
+            if group["fused"] and group["momentum"] and len(own) > 1:
+                raise ValueError(
+                    f"{WHO}(periods={dict(self.periods)}): SGD(momentum={group['momentum']:g}, fused=True) cannot begin"
+                    " parameters of a group at different steps. Leave out fused=True, or give parameters with a period their own group."
+                )
 
     def _meant(self, module: nn.Module, pattern: str, trained: Mapping[str, nn.Parameter]) -> list[str]:
         """Return the names of the parameters that a kind or a pattern means."""

@@ -149,7 +149,7 @@ class Overflowing(Net):
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_a_scaler_skips_does_not_count(fused: bool) -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, 1e-1, momentum=0.9, fused=fused)
+        return torch.optim.SGD(parameters, 1e-1, fused=fused)
 
     found: list[Tensor] = []
     for every in (batches(5), [one for i, one in enumerate(batches(5)) if i != 1]):
@@ -180,6 +180,11 @@ def test_a_parameter_without_a_gradient_counts_as_zero() -> None:
     [
         (Net, {"heat": 2}, r"'heat' matches no trained parameter; .* 'embedding', 'head', .* Nearest: .*head"),
         (lambda: no_blocks(), {"embedding": 2}, r"'embedding' matches no trained parameter"),
+        (
+            lambda: Net(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, fused=True)),
+            {"head": 2},
+            "cannot begin parameters of a group at different steps",
+        ),
         (lambda: Net(lambda p: torch.optim.LBFGS(p)), {"head": 2}, "computes the loss anew within its step"),
     ],
 )
