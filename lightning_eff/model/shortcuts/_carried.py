@@ -33,14 +33,14 @@ class Pass:
     Attributes:
         kept: each tensor with its version and whether autograd was on, by key.
         end: autograd's count of nodes when the next pass began; None for the last pass.
-        taken: whether :meth:`Carried.take` was called in it.
+        over: whether :meth:`Carried.end` was called in it.
     """
 
     def __init__(self, start: int) -> None:
         self.start = start
         self.end: int | None = None
         self.kept: dict[int, tuple[Tensor, int, bool]] = {}
-        self.taken = False
+        self.over = False
 
 
 def rerunning() -> bool:
@@ -84,13 +84,15 @@ class Carried:
             t = t.clone()  # nothing tells whether it is changed in place later
         self._last.kept[key] = t, -1 if t.is_inference() else t._version, torch.is_grad_enabled()
 
-    def take(self) -> bool:
-        """Return whether this is the first call since tensors of a new pass were kept. A recomputed block may always take."""
-        if rerunning():
-            return True
-        fresh = bool(self._last.kept) and not self._last.taken
-        self._last.taken = True
-        return fresh
+    @property
+    def over(self) -> bool:
+        """Whether the last pass has no tensors, or all blocks have used them. Recomputed blocks may use them again."""
+        return not rerunning() and (self._last.over or not self._last.kept)
+
+    def end(self) -> None:
+        """Note that no later block needs a tensor of the last pass."""
+        if not rerunning():
+            self._last.over = True
 
     def get(self, key: int, like: Tensor, weights: Tensor, *, last: bool = False) -> Tensor:
         """Return the tensor under a key.

@@ -50,22 +50,26 @@ class FromTable(ValueFeed):
         table: k.
         first: whether no earlier block reads a table.
         last: whether no later block reads this one.
+        ends: whether no later block reads a table.
     """
 
     who = WHO
 
-    def __init__(self, carried: Carried, table: int, *, first: bool, last: bool) -> None:
-        self.carried, self.table, self.first, self.last = carried, table, first, last
+    def __init__(self, carried: Carried, table: int, *, first: bool, last: bool, ends: bool) -> None:
+        self.carried, self.table = carried, table
+        self.first, self.last, self.ends = first, last, ends
 
     @override
     def enter(self, module: nn.Module, value: Tensor) -> Tensor:
-        if self.first and not self.carried.take():
+        if self.first and self.carried.over:
             raise ValueError(
                 f"{WHO}: attention ran without a look-up of tokens since its last pass, so the ids of its values are unknown."
                 f" Give the module ids instead of embeddings, look them up once per pass, or remove {WHO}."
             )
         lambdas = weights(module, LAMBDAS)
         rows = self.carried.get(self.table, value, lambdas, last=self.last)
+        if self.ends:
+            self.carried.end()
         return mixed_values(value, rows.to(value.dtype), lambdas)
 
 
@@ -165,7 +169,7 @@ class ValueEmbeddings(Shortcuts):
         order = sorted((i, k) for k, blocks in enumerate(readers) for i in blocks)
         feeds: dict[str, tuple[ValueFeed, Mapping[str, nn.Parameter]]] = {}
         for n, (i, k) in enumerate(order):
-            feed = FromTable(carried, k, first=n == 0, last=i == max(readers[k]))
+            feed = FromTable(carried, k, first=n == 0, last=i == max(readers[k]), ends=n == len(order) - 1)
             feeds[source.attentions[i][0]] = feed, {LAMBDAS: nn.Parameter(torch.tensor([1.0 - self.init, self.init]))}
         value_modules(surgeon, feeds)
         shapes = [source.attentions[blocks[0]][1].call.value.shape for blocks in readers]

@@ -169,7 +169,8 @@ class UpdatePeriods(Technique):
             if group["fused"] and group["momentum"] and len(own) > 1:
                 raise ValueError(
                     f"{WHO}(periods={dict(self.periods)}): SGD(momentum={group['momentum']:g}, fused=True) cannot begin"
-                    " parameters of a group at different steps. Leave out fused=True, or give parameters with a period their own group."
+                    " parameters of a group at different steps. Leave out fused=True, or give parameters with a period their"
+                    " own group."
                 )
 
     def _meant(self, module: nn.Module, pattern: str, trained: Mapping[str, nn.Parameter]) -> list[str]:

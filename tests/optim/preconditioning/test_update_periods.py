@@ -19,8 +19,8 @@ from tests.models import TinyGPT, make_batch, module, trainer
 
 CASES = {
     "UpdatePeriods": Case(
-        active=lambda: UpdatePeriods({"weight": 3}),
-        neutral=lambda: UpdatePeriods({"weight": 1}),
+        active=lambda: UpdatePeriods({"*": 2}),
+        neutral=lambda: UpdatePeriods({"*": 1}),
         anywhere=True,
     )
 }

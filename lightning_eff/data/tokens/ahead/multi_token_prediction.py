@@ -131,6 +131,9 @@ class MultiTokenPrediction(Architecture):
     change_at = Change.ADAPT
     conflicts: ClassVar[Mapping[str, str]] = {
         "FusedLinearCrossEntropy": "both compute the output layer within the loss",
+        "KFAC": "it needs the gradients of each layer's output, so the logits must exist",
+        "PromptTuning": "its prompts are positions without a label",
+        "RobustImportanceSampling": "it takes gradients of the next token's loss at the logits, and further tokens have others",
     }
     checkpointed = ("_batches",)
 
@@ -304,9 +307,8 @@ class MultiTokenPrediction(Architecture):
         output = step.forward_only(batch, num_samples(batch), around, transform=False)
         if loss_of(output) is None or not look.hidden:
             return  # the loss call itself says that it is not of the output layer
-        shape = next(iter(labels.values())).shape
         for h in look.hidden:
-            why = sees_later(h, found, shape)
+            why = sees_later(h, found, next(iter(labels.values())))
             if why is not None:
                 raise ValueError(
                     f"{WHO}: {self._path} {why}. Train causal models and decoders with it, or remove {WHO}."

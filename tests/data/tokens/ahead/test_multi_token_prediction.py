@@ -25,6 +25,7 @@ CASES = {
             "classifier": "are no tokens",
             "vit": "are no tokens",
             "bert": "hidden states that depend on later tokens",
+            "convolved": "hidden states that depend on later tokens",
         },
         lost=(classifier, "classifier", "found no output layer"),
     )
