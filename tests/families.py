@@ -193,6 +193,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         begun["PromptTuning"] = "takes texts of 32 tokens, and not of 3 more"
     if kind != "seq2seq":
         masks["SpanMasking"] = _NO_DECODER
+    if kind not in ("causal", "seq2seq"):
+        masks["MultiTokenPrediction"] = "depend on later tokens" if kind == "masked" else _NO_TOKENS_AHEAD
     windows = {}
     if kind == "seq2seq" or name in ("mamba", "rwkv"):
         windows = {"AttentionWindowWarmup": "is an encoder-decoder" if kind == "seq2seq" else _NO_ATTENTION}
@@ -320,6 +322,7 @@ _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
 _NOT_OF_IMAGES = "did not each get tokens|found no stack of repeated blocks"
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
 _NO_PATCHES = "does not attend to the patches of an image"
+_NO_TOKENS_AHEAD = r"are no tokens \(B, T\)"
 _NO_LOOK_UP = "has no token embedding"
 _NO_TUBES = r"holds no nn\.Conv3d or nn\.Conv2d whose stride is its kernel"
 _NOT_MERGED = f"{_NO_IMAGES}|cannot merge tokens"
@@ -338,6 +341,7 @@ _NO_SEQUENCE = {
     "SequenceLengthWarmup": "no integer tensor of shape .* keys=",
     "MaskRateSchedule": _NO_IDS,
     "NgramEmbedding": _NO_LOOK_UP,
+    "MultiTokenPrediction": _NO_TOKENS_AHEAD,
     "PromptTuning": _NO_LOOK_UP,
     "ValueEmbeddings": _NO_LOOK_UP,
 }

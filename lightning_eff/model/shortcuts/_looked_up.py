@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_eff._core._architecture.derived import Derived, derived
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._attention.inside import Place
+from lightning_eff._core._branches.probing import aside
 from lightning_eff._core._tokens.embeddings import token_embeddings
 from lightning_eff._core.blocks import Candidate
 from lightning_eff._core.patches import hook_behind
@@ -123,7 +124,8 @@ def source_of(surgeon: Surgeon, found: Candidate, names: str | Sequence[str] | N
         group = attention_of_each(surgeon, found, who=who)
     _, path, place = group[0]
     value = place.call.value  # (B, H, S, E)
-    used, why = _used(value, calls)
+    with aside(surgeon.root):  # as in the pass, because blocks may run again for the gradients
+        used, why = _used(value, calls)
     if used is None:
         raise ValueError(
             f"{who}: the values of {path} {why}, in {place.of}, and {who} needs the id of each value. Name another embedding by"
@@ -145,8 +147,7 @@ def _used(value: Tensor, calls: Sequence[_LookUp]) -> tuple[tuple[str, bool] | N
     if not value.requires_grad or not calls:
         return None, "were not seen to follow from a look-up of tokens"
     weights = torch.rand(value[0, :, -1].shape, generator=torch.Generator().manual_seed(0)).to(value)
-    with torch.enable_grad():
-        last = (value[0, :, -1] * weights).sum()
+    last = (value[0, :, -1] * weights).sum()
     gradients = torch.autograd.grad(last, [one.output for one in calls], allow_unused=True, retain_graph=True)
     those = [(one, g) for one, g in zip(calls, gradients, strict=True) if g is not None]
     if not those:
