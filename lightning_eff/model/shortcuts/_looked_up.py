@@ -146,7 +146,8 @@ def _used(value: Tensor, calls: Sequence[_LookUp]) -> tuple[tuple[str, bool] | N
     calls = [one for one in calls if isinstance(one.output, Tensor) and one.output.requires_grad]
     if not value.requires_grad or not calls:
         return None, "were not seen to follow from a look-up of tokens"
-    weights = torch.rand(value[0, :, -1].shape, generator=torch.Generator().manual_seed(0)).to(value)
+    drawn = torch.Generator().manual_seed(0)
+    weights = torch.rand(value[0, :, -1].shape, generator=drawn, dtype=torch.float32).to(value)
     last = (value[0, :, -1] * weights).sum()
     gradients = torch.autograd.grad(last, [one.output for one in calls], allow_unused=True, retain_graph=True)
     those = [(one, g) for one, g in zip(calls, gradients, strict=True) if g is not None]

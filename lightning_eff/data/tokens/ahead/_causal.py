@@ -50,7 +50,7 @@ def sees_later(hidden: Tensor, outputs: Sequence[Tensor], labels: Tensor) -> str
         (len(places) - 1) // 2
     ]  # with tokens that count on both sides, because code may refuse a gradient at padding
     one = hidden.reshape(samples, length, -1)[sample, at]
-    weights = torch.rand(one.shape, generator=torch.Generator().manual_seed(0)).to(one)
+    weights = torch.rand(one.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(one)
     for g in torch.autograd.grad((one * weights).sum(), outputs, allow_unused=True, retain_graph=True):
         if g is not None and bool((g[sample, : at + 1] != 0).any()) and not bool((g[sample, at + 1 :] != 0).any()):
             return None
