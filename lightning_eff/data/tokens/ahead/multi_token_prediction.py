@@ -135,7 +135,7 @@ class MultiTokenPrediction(Architecture):
         "PromptTuning": "its prompts are positions without a label",
         "RobustImportanceSampling": "it takes gradients of the next token's loss at the logits, and further tokens have others",
     }
-    checkpointed = ("_batches",)
+    checkpointed = ("_batches", "_checked", "_matched")  # a pass to check again would move what other code counts
 
     def __init__(
         self,
