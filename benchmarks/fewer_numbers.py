@@ -178,7 +178,7 @@ UNMEASURED = {
     "TrainLargeThenCompress": ("sparsity", "dense until late in a training, then with masks as `SNIP`'s"),
     "PrefixTuning": ("adapters", "not yet; its attention reads a few more keys and values"),
     **dict.fromkeys(
-        ("EmbeddingShortcuts", "UShapedSkips", "ValueResiduals"),
+        ("EmbeddingShortcuts", "UShapedSkips", "ValueEmbeddings", "ValueResiduals"),
         ("layers", "not yet; sums with earlier tensors of the pass take almost none of a step's FLOPs"),
     ),
     "WindowPattern": ("attention", "not yet; its saving grows with the length, and is small at this one"),

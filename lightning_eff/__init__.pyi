@@ -66,6 +66,7 @@ from lightning_eff.data.selection.proxy_selection import ProxySelection as Proxy
 from lightning_eff.data.selection.rho_loss import RHOLoss as RHOLoss
 from lightning_eff.data.selection.sample_subset import SampleSubset as SampleSubset
 from lightning_eff.data.selection.selective_backprop import SelectiveBackprop as SelectiveBackprop
+from lightning_eff.data.tokens.ahead.multi_token_prediction import MultiTokenPrediction as MultiTokenPrediction
 from lightning_eff.data.tokens.fused_linear_cross_entropy import FusedLinearCrossEntropy as FusedLinearCrossEntropy
 from lightning_eff.data.tokens.mask_guided_tokens import MaskGuidedTokens as MaskGuidedTokens
 from lightning_eff.data.tokens.mask_rate_schedule import MaskRateSchedule as MaskRateSchedule
@@ -149,6 +150,7 @@ from lightning_eff.model.layers.swap_activation import SwapActivation as SwapAct
 from lightning_eff.model.shortcuts.embedding_shortcuts import EmbeddingShortcuts as EmbeddingShortcuts
 from lightning_eff.model.shortcuts.pre_norm import PreNorm as PreNorm
 from lightning_eff.model.shortcuts.u_shaped_skips import UShapedSkips as UShapedSkips
+from lightning_eff.model.shortcuts.value_embeddings import ValueEmbeddings as ValueEmbeddings
 from lightning_eff.model.shortcuts.value_residuals import ValueResiduals as ValueResiduals
 from lightning_eff.model.shortcuts.window_pattern import WindowPattern as WindowPattern
 from lightning_eff.model.simplification.disable_dropout import DisableDropout as DisableDropout
@@ -196,6 +198,7 @@ from lightning_eff.optim.optimizers.soap import SOAP as SOAP
 from lightning_eff.optim.preconditioning.kfac import KFAC as KFAC
 from lightning_eff.optim.preconditioning.mfac import MFAC as MFAC
 from lightning_eff.optim.preconditioning.sampled_quasi_newton import SampledQuasiNewton as SampledQuasiNewton
+from lightning_eff.optim.preconditioning.update_periods import UpdatePeriods as UpdatePeriods
 from lightning_eff.optim.sharpness.efficient_sam import EfficientSAM as EfficientSAM
 from lightning_eff.optim.sharpness.ksam import KSAM as KSAM
 from lightning_eff.optim.sharpness.look_sam import LookSAM as LookSAM

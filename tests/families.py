@@ -193,6 +193,8 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
         begun["PromptTuning"] = "takes texts of 32 tokens, and not of 3 more"
     if kind != "seq2seq":
         masks["SpanMasking"] = _NO_DECODER
+    if kind not in ("causal", "seq2seq"):
+        masks["MultiTokenPrediction"] = "depend on later tokens" if kind == "masked" else _NO_TOKENS_AHEAD
     windows = {}
     if kind == "seq2seq" or name in ("mamba", "rwkv"):
         windows = {"AttentionWindowWarmup": "is an encoder-decoder" if kind == "seq2seq" else _NO_ATTENTION}
@@ -216,13 +218,14 @@ def _family(name: str, kind: str = "causal", refused: Mapping[str, str] | None =
 _BY_HAND = "bloom deberta-v2 gemma2 mpnet mpt openai-gpt rembert roformer squeezebert mamba resnet rwkv"
 _REPLACED = ("MemoryEfficientAttention", "SangerAttention", "A3Attention", "ELSAAttention", "Performer", "Reformer")
 _INSIDE = ("DOTAAttention", "Linformer", "Fastformer")  # which have parameters in the modules that attend
-_OF_BLOCKS = ("ValueResiduals", "WindowPattern")  # which also need a chain of blocks
+_OF_BLOCKS = ("ValueEmbeddings", "ValueResiduals", "WindowPattern")  # which also need a chain of blocks
 
 
 def attention_of(name: str, kind: str) -> dict[str, str]:
     """Which techniques of attention a family refuses, by whether it is causal, and by its masks."""
     if name in _BY_HAND.split():
-        return dict.fromkeys((*_REPLACED, *_INSIDE, *_OF_BLOCKS), "found no attention")
+        found = dict.fromkeys((*_REPLACED, *_INSIDE, *_OF_BLOCKS), "found no attention")
+        return found | ({"ValueEmbeddings": _NO_LOOK_UP} if kind == "own" else {})
     found: dict[str, str] = {}
     if name == "albert":  # one layer that is run several times
         return dict.fromkeys(_INSIDE, "attends several times in a pass")
@@ -235,7 +238,7 @@ def attention_of(name: str, kind: str) -> dict[str, str]:
     elif kind == "masked":
         found["Linformer"] = "give length=32"
     if kind == "seq2seq":
-        found["WindowPattern"] = "attend at several places"
+        found |= dict.fromkeys(("ValueEmbeddings", "WindowPattern"), "attend at several places")
     return found
 
 
@@ -319,6 +322,7 @@ _NOT_SMALLER = dict.fromkeys(_ON_IMAGES, "found no images in the batch")
 _NOT_OF_IMAGES = "did not each get tokens|found no stack of repeated blocks"
 _NO_IMAGES = f"found no images in the batch|called none of the blocks|{_NOT_FEWER}"
 _NO_PATCHES = "does not attend to the patches of an image"
+_NO_TOKENS_AHEAD = r"are no tokens \(B, T\)"
 _NO_LOOK_UP = "has no token embedding"
 _NO_TUBES = r"holds no nn\.Conv3d or nn\.Conv2d whose stride is its kernel"
 _NOT_MERGED = f"{_NO_IMAGES}|cannot merge tokens"
@@ -337,7 +341,9 @@ _NO_SEQUENCE = {
     "SequenceLengthWarmup": "no integer tensor of shape .* keys=",
     "MaskRateSchedule": _NO_IDS,
     "NgramEmbedding": _NO_LOOK_UP,
+    "MultiTokenPrediction": _NO_TOKENS_AHEAD,
     "PromptTuning": _NO_LOOK_UP,
+    "ValueEmbeddings": _NO_LOOK_UP,
 }
 _NO_SEQUENCE |= dict.fromkeys(("EDA", "SeqMix", "TokenNoise"), "found no tokens in the batch")
 _NO_SEQUENCE |= {"TokenBudgetBatches": "found no sequence of integers in a sample"}

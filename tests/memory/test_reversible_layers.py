@@ -134,7 +134,8 @@ def trained(*names: str, model: str, plain: bool, monkeypatch: pytest.MonkeyPatc
     return flat(net)
 
 
-ATTENTION = ("A3Attention", "DOTAAttention", "ELSAAttention", "SangerAttention", "WindowPattern", "ValueResiduals")
+ATTENTION = ("A3Attention", "DOTAAttention", "ELSAAttention", "SangerAttention", "WindowPattern")
+ATTENTION += ("ValueEmbeddings", "ValueResiduals")
 
 
 @pytest.mark.parametrize("model", ["tiny_gpt", "gpt2"])

@@ -27,7 +27,10 @@ def token_embeddings(root: nn.Module, names: str | Sequence[str] | None, *, who:
     Raises:
         ValueError: if there is none, several are possible, or a name matches none; with the embeddings found.
     """
-    every = {path: m for path, m in root.named_modules() if isinstance(m, nn.Embedding)}
+    every: dict[str, nn.Embedding] = {}
+    for path, m in root.named_modules():
+        if isinstance(m, nn.Embedding) and not any(path.startswith(f"{other}.") for other in every):
+            every[path] = m  # not the tables that a technique put into an embedding
     there = ", ".join(f"{path} ({m.num_embeddings} x {m.embedding_dim})" for path, m in every.items()) or "none"
     mine = f"{type(root).__name__} has {there}"
     if names is not None:

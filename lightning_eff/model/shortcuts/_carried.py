@@ -33,12 +33,14 @@ class Pass:
     Attributes:
         kept: each tensor with its version and whether autograd was on, by key.
         end: autograd's count of nodes when the next pass began; None for the last pass.
+        over: whether :meth:`Carried.end` was called in it.
     """
 
     def __init__(self, start: int) -> None:
         self.start = start
         self.end: int | None = None
         self.kept: dict[int, tuple[Tensor, int, bool]] = {}
+        self.over = False
 
 
 def rerunning() -> bool:
@@ -53,15 +55,17 @@ class Carried:
 
     Args:
         who: the technique's name, for messages.
+        apart: the message for tensors of another shape, after the shapes. The default is for hidden states of blocks.
     """
 
-    def __init__(self, who: str) -> None:
+    def __init__(self, who: str, apart: str = "") -> None:
         self.who = who
+        self.apart = apart or f"Remove {who}, or what changes the number of tokens between blocks"
         self._last = Pass(0)
         self._waiting: list[weakref.ref[Pass]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Carried, (self.who,)
+        return Carried, (self.who, self.apart)
 
     def begin(self) -> None:
         """Start a forward pass."""
@@ -79,6 +83,16 @@ class Carried:
         if t.is_inference():
             t = t.clone()  # nothing tells whether it is changed in place later
         self._last.kept[key] = t, -1 if t.is_inference() else t._version, torch.is_grad_enabled()
+
+    @property
+    def over(self) -> bool:
+        """Whether the last pass has no tensors, or all blocks have used them. Recomputed blocks may use them again."""
+        return not rerunning() and (self._last.over or not self._last.kept)
+
+    def end(self) -> None:
+        """Note that no later block needs a tensor of the last pass."""
+        if not rerunning():
+            self._last.over = True
 
     def get(self, key: int, like: Tensor, weights: Tensor, *, last: bool = False) -> Tensor:
         """Return the tensor under a key.
@@ -98,7 +112,7 @@ class Carried:
                 f"{self.who}: a block ran in a pass in which block {key} did not, whose tensor it uses. Run all blocks in"
                 f" each pass, or remove {self.who}."
             )
-        t, version, _ = found.kept[key]
+        t, version, graph = found.kept[key]
         if version not in (-1, t._version if not t.is_inference() else -1):
             raise ValueError(
                 f"{self.who}: the module changed a hidden state in place (x += y) after block {key} had returned or got it."
@@ -106,13 +120,15 @@ class Carried:
             )
         if t.shape != like.shape:
             raise ValueError(
-                f"{self.who}: the tensor of block {key} has shape {tuple(t.shape)}, but a later block has {tuple(like.shape)}."
-                f" Remove {self.who}, or what changes the number of tokens between blocks."
+                f"{self.who}: a tensor from earlier in the pass has shape {tuple(t.shape)}, but a later block has"
+                f" {tuple(like.shape)}. {self.apart}."
             )
         if torch.is_grad_enabled():
             return _Tied.apply(t, weights, found)  # pyright: ignore[reportReturnType]
-        if last:
+        if not graph and last:
             del found.kept[key]
+        elif graph and not rerunning():
+            found.kept[key] = t, version, False  # without a graph here, the gradient of a later run would be lost
         return t
 
     def _rerun(self, key: int) -> Pass:

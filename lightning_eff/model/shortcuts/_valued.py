@@ -77,6 +77,21 @@ def attentions(surgeon: Surgeon, found: Candidate, *, who: str) -> dict[str, lis
     return grouped
 
 
+def attention_of_each(surgeon: Surgeon, found: Candidate, *, who: str) -> list[tuple[int, str, Place]]:
+    """Return the only attention of each block that has one, in order: the block's index, the path, the call.
+
+    Raises:
+        ValueError: also if blocks attend at several places.
+    """
+    groups = attentions(surgeon, found, who=who)
+    if len(groups) > 1:
+        raise ValueError(
+            f"{who}: blocks of {found} attend at several places ({', '.join(path.strip('.') for path in groups)}), so it is"
+            f" unclear which is self-attention. Name another stack by layers=, or remove {who}."
+        )
+    return sorted(next(iter(groups.values())), key=lambda one: one[0])
+
+
 def value_modules(surgeon: Surgeon, feeds: Mapping[str, tuple[ValueFeed, Mapping[str, nn.Parameter]]]) -> None:
     """Give modules that attend their feeds and new parameters, by path."""
 

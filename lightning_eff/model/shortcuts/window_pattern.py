@@ -18,7 +18,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control
 from lightning_eff.model.shortcuts._fed import chain
 from lightning_eff.model.shortcuts._technique import DEPTH, Shortcuts
-from lightning_eff.model.shortcuts._valued import attentions
+from lightning_eff.model.shortcuts._valued import attention_of_each
 from lightning_eff.model.shortcuts._windowed import Windowed, window_of, windowed
 
 WHO = "WindowPattern"
@@ -145,13 +145,7 @@ class WindowPattern(Shortcuts):
     def change(self, surgeon: Surgeon) -> None:
         root = surgeon.root
         found = chain(surgeon, self.layers, who=WHO)
-        groups = attentions(surgeon, found, who=WHO)
-        if len(groups) > 1:
-            raise ValueError(
-                f"{WHO}: blocks of {found} attend at several places ({', '.join(path.strip('.') for path in groups)}), so it is"
-                f" unclear which is self-attention. Name another stack by layers=, or remove {WHO}."
-            )
-        (group,) = groups.values()
+        group = attention_of_each(surgeon, found, who=WHO)
         for _, path, place in group:
             queries, keys = place.call.query.shape[-2], place.tokens
             if queries != keys:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lightning_eff as eff
-from lightning_eff import EmbeddingShortcuts, UShapedSkips, ValueResiduals
+from lightning_eff import EmbeddingShortcuts, UShapedSkips, ValueEmbeddings, ValueResiduals
 from tests.model.shortcuts.nets import (
     Recomputed,
     again,
@@ -24,8 +24,8 @@ from tests.model.shortcuts.nets import (
 )
 from tests.models import make_batch, module
 
-EACH = [EmbeddingShortcuts, lambda: UShapedSkips(), lambda: ValueResiduals()]
-NAMES = ("shortcut_lambdas", "skip_weight", "value_lambdas")
+EACH = [EmbeddingShortcuts, lambda: UShapedSkips(), lambda: ValueResiduals(), lambda: ValueEmbeddings()]
+NAMES = ("shortcut_lambdas", "skip_weight", "value_lambdas", "table_lambdas")
 
 
 def made(technique: Callable[[], Any], call: Callable[[Any, Tensor], Tensor]) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 import lightning_eff as eff
-from lightning_eff import ValueResiduals, WindowPattern
+from lightning_eff import BatchSizeWarmup, ValueResiduals, WindowPattern
 from lightning_eff.model.shortcuts._windowed import Windowed, window_of
 from lightning_eff.model.shortcuts.window_pattern import scale_at
 from tests.cases import Case, classifier
@@ -122,6 +122,27 @@ def test_training_steps_have_growing_windows_and_evaluation_the_final_ones() -> 
         m.scale = 0.25
     assert torch.equal(plain.eval()._loss(batch), final)
     assert not torch.equal(plain.train()._loss(batch), final)
+
+
+def test_windows_grow_together_with_the_batch() -> None:
+    """As in the speedrun: both ramps follow the same fraction of the budget, which is that of optimizer steps."""
+    torch.manual_seed(0)
+    watch, batch = Watch(), BatchSizeWarmup(full=3, steps=2, until=0.5)
+    windows = WindowPattern(8, until=0.5, start=0.5, multiple_of=2)
+    sizes: list[int] = []
+
+    class Sizes(pl.Callback):
+        @override
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            sizes.append(trainer.accumulate_grad_batches)
+
+    net: Any = module("translator", dropout=0.0)
+    t = trainer(windows, batch, watch, Sizes(), max_steps=8, max_epochs=-1)
+    t.fit(net, loader("translator", 240))
+    steps = [scale for scale, before in zip(watch.scales, [None, *watch.scales], strict=False) if scale != before]
+    assert steps == pytest.approx([0.5, 0.625, 0.75, 0.875, 1.0])  # one per optimizer step until half of the budget
+    assert sizes == [1, 1, 2, 2, 3, 3, 3, 3]
+    assert windows.report()["window"] == 8 and batch.report()["batches"] == 3
 
 
 @torch.no_grad()

@@ -1,0 +1,1 @@
+"""Losses on tokens beyond the next one."""
