@@ -79,6 +79,10 @@ def _pointless(profile: RunProfile) -> str:
     return "it carries learning rates over from a narrower module, which only you can name"
 
 
+def _plain(technique: "MuP") -> Mapping[str, "MuP"]:
+    return {} if technique.base is None else {"same learning rate": MuP(None)}
+
+
 class MuP(Initialization):
     """Carry a learning rate that you tuned on a narrow model over to this wide one, by the maximal update parametrization.
 
@@ -143,7 +147,9 @@ class MuP(Initialization):
     paper = "Yang et al. 2022, arXiv:2203.03466; Yang et al. 2023, arXiv:2310.17813"
     constraints = "a narrow model of the same depth; no sharding, tensor or pipeline parallelism"
     search_space = SearchSpace({}, _pointless)
-    control = Control("the wide baseline with the narrow model's learning rate, and with its own tuned one")
+    control = Control(
+        "the same learning rate without MuP, which costs the same", lambda technique: {"plain": MuP(None)}
+    )
     turn: ClassVar[Turn] = Turn.MAPS
     neutral_at: ClassVar[Mapping[str, Any]] = {"base": None}
     refuses: ClassVar[Reasons] = {
@@ -167,7 +173,8 @@ class MuP(Initialization):
         attention: Literal["scale", "keep"] = "scale",
         force: bool = False,
     ) -> None:
-        self.base, self.rule, self.attention, self.force = base, rule, attention, force
+        self.base, self.attention, self.force = base, attention, force
+        self.rule: Rule | Literal["auto"] = rule
 
     def _reset(self) -> None:
         self._roles: dict[str, Role] = {}
