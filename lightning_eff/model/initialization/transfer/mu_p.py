@@ -79,6 +79,10 @@ def _pointless(profile: RunProfile) -> str:
     return "it carries learning rates over from a narrower module, which only you can name"
 
 
+def _of_nothing(cls: Any, values: Mapping[str, Any], profile: RunProfile) -> Any:
+    return cls(nn.Identity, **values)
+
+
 def _plain(technique: "MuP") -> Mapping[str, "MuP"]:
     return {} if technique.base is None else {"same learning rate": MuP(None)}
 
@@ -146,7 +150,7 @@ class MuP(Initialization):
     saves = "the search for the learning rate of a wide model: it is tuned on a narrow one"
     paper = "Yang et al. 2022, arXiv:2203.03466; Yang et al. 2023, arXiv:2310.17813"
     constraints = "a narrow model of the same depth; no sharding, tensor or pipeline parallelism"
-    search_space = SearchSpace({}, _pointless)
+    search_space = SearchSpace({}, _pointless, _of_nothing)
     control = Control(
         "the same learning rate without MuP, which costs the same", lambda technique: {"plain": MuP(None)}
     )
