@@ -61,8 +61,8 @@ class WideRecipes(Recipes):
 class NarrowTuner:
     """Search the learning rate and weight decay on a narrow model, and confirm them on the wide one.
 
-    :meth:`run` profiles both, searches on the narrow one, and compares the wide baseline with a recipe: the wide config, the
-    values found, and ``MuP`` with the narrow model as its base. It writes ``recipe.yaml`` and ``results.json``.
+    :meth:`run` profiles both and searches on the narrow one. The recipe is the wide config with the values found, and ``MuP``
+    with the narrow model as its base. It is compared with the wide baseline. :meth:`run` writes ``recipe.yaml`` and ``results.json``.
 
     Args:
         baseline: the path(s) of the wide model's configs.
@@ -93,7 +93,7 @@ class NarrowTuner:
                 raise UsageError(f"--narrow {path}: there is no such file. Give a config that makes the model narrow.")
 
     def look(self, tell: Tell | None = None) -> Look:
-        """Profile both models, and return what a search would try.
+        """Profile both models, and return the search space.
 
         Args:
             tell: a function that is called with a line about each stage.

@@ -7,11 +7,12 @@ Every formula is relative to a base model. A parameter has r_in times the base's
     learning rate, Adam and its kind   1                    1 / r_in       1 / r_in
     learning rate, SGD                 r_out                r_out / r_in   1 / r_in
 
-The spectral condition (Yang et al. 2023) gives the rule for optimizers whose update has a spectral norm of one, such as
-Muon: the update's norm grows as sqrt(r_out / r_in).
+The spectral condition (Yang et al. 2023) gives the rule for Muon, whose updates have a spectral norm of one. Their norm must
+grow as sqrt(r_out / r_in).
 
-A multiplier m in the forward pass is the same as a parameter that starts at m times the size, and learns with m times the
-learning rate (Adam, Muon) or m^2 times (SGD). So attention's and a tied head's multipliers need no change to the forward pass.
+A parameter can take over a multiplier m from the forward pass. It then starts at m times the size. Its learning rate is m
+times as large under Adam and Muon, and m^2 times under SGD. So the multipliers of attention and of a tied head need no change
+to the forward pass.
 """
 
 import math
@@ -36,7 +37,7 @@ CLASSES: Mapping[Rule, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Role:
-    """What a parameter does, and how its shape differs from the base's.
+    """The function of a parameter, and its shape compared with the base's.
 
     Attributes:
         kind: "input" for all parameters with a fixed number of inputs: embeddings, biases, norms and first layers.

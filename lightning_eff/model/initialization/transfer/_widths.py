@@ -1,4 +1,4 @@
-"""Which dimensions of a module's parameters are wider than in its base, and what each parameter does with them."""
+"""Find the dimensions of parameters that are wider than in the base, and the function of each parameter."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ _DENSE = (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)  # weigh
 def roles_of(module: nn.Module, base: nn.Module, *, who: str, scores: bool = True) -> dict[str, Role]:
     """Return the roles of all parameters whose shape differs from the base's, by name.
 
-    A pass over generated inputs shows what the parameters do. Parameters that it does not reach go by their module's class.
+    A forward pass on generated inputs shows how parameters are used. The module's class decides for parameters without a use.
 
     Args:
         module: the module.

@@ -111,14 +111,14 @@ class MuP(Initialization):
     The base's standard deviations are measured on a fresh base model. Each wider weight is then multiplied by one number
     before the first step of a fresh fit, whatever its distribution. Parameters of the base's shape stay as they are.
 
-    What a parameter does is seen in a pass over generated inputs, not from names. A head that shares its weight with the
+    A forward pass on generated inputs shows how each parameter is used, whatever its name. A head that shares its weight with the
     embedding keeps the embedding's size, and the gain of the norm before it takes over the factor of the head. If
     attention heads are wider than the base's, scores must be divided by their width instead of its square root. Layers
     that compute only queries take this factor over. If queries, keys and values are one layer, such a base is refused.
-    Choose a base with heads of the same width, of which the wide model has more.
+    Choose a base with fewer heads of the same width instead.
 
-    Use the same depth, batch size and number of steps for both models: this callback transfers over width only. Base widths
-    below 100 or so transfer less well. It costs one pass, and a copy of the base at the start. Gradient clipping does not
+    Use the same depth, batch size and number of steps for both models, because this callback transfers over width only. It
+    has no rule for depth. It costs one pass, and a copy of the base at the start. Gradient clipping does not
     matter for Adam; under SGD it acts on the norm of all gradients, which changes with the width.
 
     Logged: ``tensors``, how many parameters are wider than the base's, and ``numbers``, how many numbers were rescaled.
@@ -127,7 +127,7 @@ class MuP(Initialization):
         base: the narrow model: a freshly built module, a function that builds one, such as ``partial(GPT, dim=48)``, or a
             mapping with ``class_path`` and ``init_args``, as in a config. None is plain training.
         rule: how updates grow with the gradient. "auto" follows the class of each optimizer. For other classes, give
-            "adam" if the size of an update does not depend on the size of gradients, "sgd" if it is proportional to it,
+            "adam" if the size of updates does not depend on the size of gradients. Give "sgd" if it is proportional to it,
             and "spectral" if updates have a spectral norm of one.
         attention: whether to correct the scores of wider attention heads, "scale", or to "keep" the module's.
         force: whether to also rescale weights that were loaded or trained before.
