@@ -62,7 +62,8 @@ class NarrowTuner:
     """Search the learning rate and weight decay on a narrow model, and confirm them on the wide one.
 
     :meth:`run` profiles both and searches on the narrow one. The recipe is the wide config with the values found, and ``MuP``
-    with the narrow model as its base. It is compared with the wide baseline. :meth:`run` writes ``recipe.yaml`` and ``results.json``.
+    with the narrow model as its base. It is compared with the wide baseline. :meth:`run` writes ``recipe.yaml`` and
+    ``results.json``.
 
     Args:
         baseline: the path(s) of the wide model's configs.

@@ -111,8 +111,8 @@ class MuP(Initialization):
     The base's standard deviations are measured on a fresh base model. Each wider weight is then multiplied by one number
     before the first step of a fresh fit, whatever its distribution. Parameters of the base's shape stay as they are.
 
-    A forward pass on generated inputs shows how each parameter is used, whatever its name. A head that shares its weight with the
-    embedding keeps the embedding's size, and the gain of the norm before it takes over the factor of the head. If
+    A forward pass on generated inputs shows how each parameter is used, whatever its name. A head that shares its weight
+    with the embedding keeps the embedding's size, and the gain of the norm before it takes over the factor of the head. If
     attention heads are wider than the base's, scores must be divided by their width instead of its square root. Layers
     that compute only queries take this factor over. If queries, keys and values are one layer, such a base is refused.
     Choose a base with fewer heads of the same width instead.
@@ -151,9 +151,7 @@ class MuP(Initialization):
     paper = "Yang et al. 2022, arXiv:2203.03466; Yang et al. 2023, arXiv:2310.17813"
     constraints = "a narrow model of the same depth; no sharding, tensor or pipeline parallelism"
     search_space = SearchSpace({}, _pointless, _of_nothing)
-    control = Control(
-        "the same learning rate without MuP, which costs the same", lambda technique: {"plain": MuP(None)}
-    )
+    control = Control("the same learning rate without MuP, which costs the same", _plain)
     turn: ClassVar[Turn] = Turn.MAPS
     neutral_at: ClassVar[Mapping[str, Any]] = {"base": None}
     refuses: ClassVar[Reasons] = {
