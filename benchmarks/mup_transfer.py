@@ -1,6 +1,6 @@
 """Losses of the reference GPT over learning rates, at width 48 and at width 256, with and without ``MuP``.
 
-    python -m benchmarks.mup_transfer [--steps 150] [--out benchmarks/results/mup_transfer.json]
+    python -m benchmarks.mup_transfer [--steps 100] [--out benchmarks/results/mup_transfer.json]
     python -m benchmarks.mup_transfer --page
 
 The GPT of ``examples/gpt`` with tied embeddings and heads of width 16, so that a wider model has more heads. Each run has its
@@ -114,10 +114,10 @@ def main() -> None:
     parser.add_argument("--wide", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.00125 * 2**i for i in range(6)])
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--length", type=int, default=64, help="bytes of a window")
-    parser.add_argument("--windows", type=int, default=256, help="validation windows")
+    parser.add_argument("--windows", type=int, default=64, help="validation windows")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -133,7 +133,7 @@ def main() -> None:
     for arm in ARMS:
         for lr in args.rates:
             losses[arm][str(lr)] = measure(arm, lr, args)
-            print(f"{arm}, {lr:g}: {losses[arm][str(lr)]:.4f}", flush=True)
+            print(f"{arm}, {lr:g}: {losses[arm][str(lr)]:.4f}, {time.process_time() - began:.0f} s", flush=True)
     result = {
         "benchmark": "mup_transfer",
         "losses": losses,

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_eff._cli.errors import UsageError
 from lightning_eff.bench.arms import Arm
+from lightning_eff.bench.calibration import FEWEST_STEPS
 from lightning_eff.bench.reports import drawing
 from lightning_eff.bench.results import now, write_json
 from lightning_eff.tune.arguments import in_memory
@@ -127,7 +128,8 @@ class NarrowTuner:
             found = self._profile(self.paths)
             say("profiling the narrow model")
             # the narrow runs have as many steps as the wide ones
-            seconds = found.steps * self._profile(self._narrow_paths).step_seconds
+            steps = max(found.steps, 2 * FEWEST_STEPS)
+            seconds = steps * self._profile(self._narrow_paths).step_seconds
             saved = {"plan": plan, "wide": found.record(), "seconds": seconds}
             write_json(file, saved)
         settings = {**self._settings, "budget": saved["seconds"]}

@@ -165,6 +165,7 @@ class MuP(Initialization):
         **dict.fromkeys(
             CHANGE_PARAMETERS, "it changes which parameters the module has, and the base would have others"
         ),
+        "SLAMB": "MuP has no rule for LAMB, whose updates follow the norms of weights",
     }
 
     def __init__(

@@ -29,7 +29,9 @@ CASES = {
         active=lambda: MuP(partial(TinyGPT, dim=8), attention="keep"),
         neutral=lambda: MuP(None),
         own_optimizer=True,
-        refuses=dict.fromkeys(("gpt2", "llama", "bert", "vit", "translator", "classifier", "convolved"), OTHER),
+        refuses=dict.fromkeys(
+            ("gpt2", "llama", "bert", "vit", "translator", "classifier", "convolved", "normed"), OTHER
+        ),
         lost=(TinyClassifier, "classifier", OTHER),
     )
 }
