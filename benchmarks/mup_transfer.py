@@ -1,6 +1,7 @@
 """Losses of the reference GPT over learning rates, at width 48 and at width 256, with and without ``MuP``.
 
     python -m benchmarks.mup_transfer [--steps 100] [--out benchmarks/results/mup_transfer.json]
+    python -m benchmarks.mup_transfer --arms narrow --rates 0.01 --out FILE      add some runs to a file
     python -m benchmarks.mup_transfer --page
 
 The GPT of ``examples/gpt`` with tied embeddings and heads of width 16, so that a wider model has more heads. Each run has its
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--narrow", type=int, default=48)
     parser.add_argument("--wide", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--rates", type=float, nargs="+", default=[0.00125 * 2**i for i in range(6)])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -129,20 +131,26 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(1)
     began = time.process_time()
-    losses: dict[str, dict[str, float]] = {arm: {} for arm in ARMS}
-    for arm in ARMS:
+    for arm in args.arms:
         for lr in args.rates:
-            losses[arm][str(lr)] = measure(arm, lr, args)
-            print(f"{arm}, {lr:g}: {losses[arm][str(lr)]:.4f}, {time.process_time() - began:.0f} s", flush=True)
-    result = {
-        "benchmark": "mup_transfer",
-        "losses": losses,
-        "best": {arm: best(found) for arm, found in losses.items()},
-        "cpu_seconds": round(time.process_time() - began),
-        "settings": {key: value for key, value in vars(args).items() if key not in ("out", "page")},
-        **described(),
-    }
-    publish(result, args.out)
+            loss = measure(arm, lr, args)
+            print(f"{arm}, {lr:g}: {loss:.4f}, {time.process_time() - began:.0f} s", flush=True)
+            save(args, arm, lr, loss)
+
+
+def save(args: argparse.Namespace, arm: str, lr: float, loss: float) -> None:
+    """Add a loss to the file of the results, or print it without a file."""
+    settings = {key: value for key, value in vars(args).items() if key not in ("out", "page", "arms", "rates")}
+    known = json.loads(args.out.read_text()) if args.out is not None and args.out.is_file() else {}
+    if known.get("settings") != settings:
+        known = {"losses": {}}
+    known["losses"].setdefault(arm, {})[str(lr)] = loss
+    rows = {arm: known["losses"].get(arm, {}) for arm in ARMS}
+    losses = {arm: dict(sorted(row.items(), key=lambda one: float(one[0]))) for arm, row in rows.items() if row}
+    lowest = {arm: best(row) for arm, row in losses.items()}
+    publish(
+        {"benchmark": "mup_transfer", "losses": losses, "best": lowest, "settings": settings, **described()}, args.out
+    )
 
 
 if __name__ == "__main__":
