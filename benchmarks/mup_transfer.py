@@ -84,7 +84,7 @@ def table(result: dict[str, Any]) -> str:
         "wide": f"width {asked['wide']}",
         "wide, MuP": f"width {asked['wide']}, `MuP`",
     }
-    rates = [*arms["narrow"]]
+    rates = sorted({lr for row in arms.values() for lr in row}, key=float)
     lines = [
         BEGIN,
         "",
@@ -97,7 +97,8 @@ def table(result: dict[str, Any]) -> str:
     ]
     for arm in ARMS:
         lowest = best(arms[arm])
-        cells = [f"**{arms[arm][lr]:.3f}**" if float(lr) == lowest else f"{arms[arm][lr]:.3f}" for lr in rates]
+        mark = {lr: "**" if float(lr) == lowest else "" for lr in rates}
+        cells = [f"{mark[lr]}{arms[arm][lr]:.3f}{mark[lr]}" if lr in arms[arm] else "–" for lr in rates]
         lines.append(f"| {names[arm]} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", END])
 

@@ -41,7 +41,7 @@ A space file refines the search space:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser. Its options are arguments of Tuner, except ``baseline``, ``quiet`` and ``dry_run``."""
+    """Return the parser. Its options are arguments of Tuner, except ``baseline``, ``narrow``, ``quiet`` and ``dry_run``."""
     options = Arguments(
         "lightning-eff tune", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )

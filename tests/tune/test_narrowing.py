@@ -1,5 +1,6 @@
 """A search on a narrow model: what it carries over, how many steps it makes, and what it writes for the wide one."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from lightning_eff._cli.errors import UsageError
 from lightning_eff.bench.running.workers import InProcess
 from lightning_eff.tune.command import main
 from lightning_eff.tune.config import Choices
-from lightning_eff.tune.narrowing import NarrowTuner
+from lightning_eff.tune.narrowing import NarrowTuner, WideRecipes
+from lightning_eff.tune.search import Search
 from tests.tune.tasks import Here, Regression, config
 
 HERE = "tests.tune.test_narrowing.Wide"
@@ -43,14 +45,17 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_eff.bench.benchmark.Workers", lambda *args: InProcess())
 
 
-def test_a_rate_found_on_the_narrow_model_is_confirmed_on_the_wide_one(tmp_path: Path) -> None:
+def test_a_rate_found_on_the_narrow_model_is_confirmed_on_the_wide_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("optuna")
+    monkeypatch.setattr("lightning_eff.tune.tuner.Search", functools.partial(Search, limit=3))
     wide, narrow = configs(tmp_path)
     out, lines = tmp_path / "out", list[str]()
     settings: dict[str, Any] = {
         "target": "val_loss",
         "budget": 2.0,
-        "search": 60.0,
+        "search": "20m",
         "seeds": 2,
         "threads": 1,
         "jobs": 1,
@@ -67,7 +72,7 @@ def test_a_rate_found_on_the_narrow_model_is_confirmed_on_the_wide_one(tmp_path:
     assert mup["class_path"] == "lightning_eff.MuP"
     assert mup["init_args"]["base"]["class_path"] == HERE
     assert mup["init_args"]["base"]["init_args"]["width"] == 16
-    arms = json.loads((out / results["bench"] / "results.json").read_text())["arms"]
+    arms = json.loads((out / results["bench"] / "results.json").read_text())["plan"]["arms"]
     assert {arm["name"] for arm in arms} == {"baseline", "recipe", "recipe: same learning rate"}
     assert "carried over by MuP" in results["sentence"]
 
@@ -85,7 +90,7 @@ def test_only_learning_rate_and_weight_decay_carry_over(tmp_path: Path, capsys: 
         "--target",
         "val_loss",
         "--budget",
-        "1s",
+        "2s",
         "--out",
         str(tmp_path / "o"),
     ]
@@ -103,8 +108,6 @@ def test_other_callbacks_stay_and_the_baseline_has_no_mup(tmp_path: Path) -> Non
     wide, narrow = configs(tmp_path)
     other = tmp_path / "other.yaml"
     other.write_text("trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.RichProgressBar}]}\n")
-    from lightning_eff.tune.narrowing import WideRecipes
-
     tuner = NarrowTuner([wide], [narrow], out=tmp_path / "out", target="val_loss", budget=2.0, threads=1)
     look = tuner.look()
     recipes = WideRecipes([wide, str(other)], {"class_path": HERE}, look.recipes, scheduled=True)
