@@ -6,7 +6,6 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from lightning_eff._core._architecture.linear_maps import is_conv1d
 from lightning_eff._core._branches.attention import Attention, attentions
@@ -16,6 +15,8 @@ from lightning_eff._core._branches.probing import graph_of
 from lightning_eff.model.initialization._maps import Map, listed, maps_of
 from lightning_eff.model.initialization.transfer._rules import Role
 
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _DENSE = (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)  # weights of shape (out, in)
 
 
@@ -83,8 +84,8 @@ def _matched(module: nn.Module, base: nn.Module, *, who: str) -> dict[str, tuple
 def _axes(module: nn.Module, name: str, p: Tensor, maps: Mapping[str, Map]) -> tuple[int, int] | None:
     """Return the dimensions of a weight along outputs and inputs; None if it is not the weight of a linear layer."""
     owner, one = module.get_submodule(name.rpartition(".")[0]), maps.get(name)
-    if isinstance(owner, _ConvNd) and p.ndim > 2:
-        return (1, 0) if isinstance(owner, _ConvTransposeNd) else (0, 1)
+    if isinstance(owner, _CONVOLUTIONS) and p.ndim > 2:
+        return (1, 0) if isinstance(owner, _TRANSPOSED) else (0, 1)
     if one is not None:
         first = int(one.stack)
         return (first + 1, first) if one.dim else (first, first + 1)
@@ -107,8 +108,7 @@ def _of_map(
     path = name.rpartition(".")[0]
     # a transposed convolution has (in, out / groups); the others, whose inputs are divided, (out, in / groups)
     parts = [
-        m.groups if isinstance(m, _ConvTransposeNd) else 1
-        for m in (module.get_submodule(path), base.get_submodule(path))
+        m.groups if isinstance(m, _TRANSPOSED) else 1 for m in (module.get_submodule(path), base.get_submodule(path))
     ]
     outputs = wide[out] * parts[0], narrow[out] * parts[1]
     inputs = wide[inside] // parts[0], narrow[inside] // parts[1]
