@@ -114,8 +114,8 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
 def graph_of(module: nn.Module, *, who: str) -> Graph:
     """Return the graph of one forward pass over generated inputs, with or without residual branches, without a trace.
 
-    The attempts are those of :func:`probed`. It returns the first pass in which every parameter takes part, otherwise the one
-    with most parameters.
+    The attempts are those of :func:`probed` that run the module's own code. It returns the first pass in which every parameter
+    takes part, otherwise the one with most parameters.
 
     Raises:
         ValueError: if nothing ran, with the attempts.
@@ -123,7 +123,7 @@ def graph_of(module: nn.Module, *, who: str) -> Graph:
     tried: list[str] = []
     best: Graph | None = None
     count = sum(1 for _ in module.parameters())
-    for of, call in attempts(module, None):
+    for of, call in attempts(module, None, blocks=False):
         try:
             with aside(module), looking_on():
                 graph, _ = _graph(call(), module)

@@ -54,8 +54,11 @@ def roles_of(module: nn.Module, base: nn.Module, *, who: str, scores: bool = Tru
             roles[name] = _of_map(module, base, name, axes, (shape, narrow), who=who)
         else:
             roles[name] = _of_vector(module, name, (shape, narrow), contracted=name in contracted, who=who)
-    for name in sorted(looked_up & changed):  # pyright: ignore[reportArgumentType]
-        for vector in _before_tied_head(graph, name, who=who):
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    for name, p in module.named_parameters():
+        if name not in changed or not (name in looked_up or id(p) in tables):
+            continue
+        for vector in _before_tied_head(module, graph, name, who=who):
             roles[vector] = replace(roles[vector], multiplier=1 / roles[name].r_out)
     for name, multiplier in (_queries(module, base, attended, who=who) if scores else {}).items():
         roles[name] = replace(roles[name], multiplier=multiplier)
@@ -145,16 +148,23 @@ def _contracted(graph: Graph) -> Iterator[str]:
                 yield graph.leaves[f][0]
 
 
-def _before_tied_head(graph: Graph, name: str, *, who: str) -> list[str]:
+def _before_tied_head(module: nn.Module, graph: Graph, name: str, *, who: str) -> list[str]:
     """Return the gain (and bias) right before a head that shares its weight with the embedding ``name``.
 
     As an embedding, the weight keeps its size and learning rate at any width. As a head, its outputs are then too large by the
     ratio of widths. The gain before it takes the factor over. The list is empty if the embedding is no head.
 
     Raises:
-        ValueError: if there is no such gain, or it has another use.
+        ValueError: if there is no such gain, or it has another use, or the pass does not show the head.
     """
     heads = [node for node in graph.uses(name) if (at := graph.map_at(node)) is not None and at[0] == name]
+    table = module.get_parameter(name)
+    unseen = [path for path, m in module.named_modules() if isinstance(m, nn.Linear) and m.weight is table]
+    if unseen and not heads:
+        raise ValueError(
+            f"{who}: {name} is an embedding and also the weight of {unseen[0]}, which a forward pass on made-up inputs does not"
+            f" use. Give {type(module).__name__} an example_input_array with which its forward computes {unseen[0]}."
+        )
     users: dict[Node, set[Node]] = {}
     for node, inputs in graph.inputs.items():
         for f in inputs:

@@ -116,6 +116,7 @@ class MuP(Initialization):
     attention heads are wider than the base's, scores must be divided by their width instead of its square root. Layers
     that compute only queries take this factor over. If queries, keys and values are one layer, such a base is refused.
     Choose a base with fewer heads of the same width instead.
+    Only softmax attention is recognised.
 
     Use the same depth, batch size and number of steps for both models, because this callback transfers over width only. It
     has no rule for depth. It costs one pass, and a copy of the base at the start. Gradient clipping does not

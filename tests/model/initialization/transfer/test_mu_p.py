@@ -366,6 +366,13 @@ class Bare(Small):
         return self.head(self.down(self.up(self.embed(ids) + self.position[: ids.shape[1]])))
 
 
+class Unseen(Small):
+    """A tied head that only ``training_step`` uses."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norms[0](self.embed(ids))
+
+
 def rows(width: int, count: int) -> MLP:
     net = MLP(width)
     net.table = nn.Embedding(count, width)
@@ -380,6 +387,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         "heads are 8 wide, and 4 in the base.*no layer computes",
     ),
     "a tied head": (lambda: Bare(16), lambda: Bare(8), "is an embedding and also the weight of a head"),
+    "an unseen head": (lambda: Unseen(16), lambda: Unseen(8), "which a forward pass on made-up inputs does not use"),
     "a vocabulary": (lambda: rows(16, 5), lambda: rows(8, 4), "has the shape"),
     "rows": (lambda: rows(16, 5), lambda: rows(16, 4), "table.weight has 5 rows, and 4 in the base"),
 }
