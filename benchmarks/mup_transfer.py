@@ -100,6 +100,15 @@ def table(result: dict[str, Any]) -> str:
         mark = {lr: "**" if float(lr) == lowest else "" for lr in rates}
         cells = [f"{mark[lr]}{arms[arm][lr]:.3f}{mark[lr]}" if lr in arms[arm] else "–" for lr in rates]
         lines.append(f"| {names[arm]} | {' | '.join(cells)} |")
+    at = {arm: best(row) for arm, row in arms.items()}
+    here = str(at["narrow"])
+    lines += [
+        "",
+        f"The best learning rate at width {asked['wide']} is {at['wide'] / at['narrow']:.3g} times that at width"
+        f" {asked['narrow']} without `MuP`, and {at['wide, MuP'] / at['narrow']:.3g} times with it. At the narrow model's best"
+        f" learning rate, {at['narrow']:g}, the wide model reaches {arms['wide'][here]:.3f} without `MuP` and"
+        f" {arms['wide, MuP'][here]:.3f} with it.",
+    ]
     return "\n".join([*lines, "", END])
 
 
