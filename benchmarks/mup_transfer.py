@@ -6,6 +6,8 @@
 
 The GPT of ``examples/gpt`` with tied embeddings and heads of width 16, so that a wider model has more heads. Each run has its
 own schedule: a short warm-up and a linear decay to zero. Loss is that on validation windows, in nats per byte. One thread.
+The wide model without ``MuP`` also has half of the smallest learning rate (``--arms wide --rates 0.000625``), because its best
+one would otherwise be at the edge.
 
 ``--page`` writes the table of docs/how/is_it_worth_it.md from the committed results.
 """

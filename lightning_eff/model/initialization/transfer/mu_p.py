@@ -185,6 +185,7 @@ class MuP(Initialization):
         self._shapes: dict[str, tuple[int, ...]] = {}  # the base's
         self._sizes: dict[str, float] = {}  # the root mean square that each parameter starts with
         self._factors: dict[str, float] = {}  # of the learning rates
+        self._foreign = False  # whether the run resumes from a checkpoint that was saved without it
 
     # -- before the optimizers are built
 
@@ -198,6 +199,11 @@ class MuP(Initialization):
                 f"{WHO}(base=...): {source}, and it must be freshly built. Give a function that builds it."
             )
         self._roles = roles_of(session.module, base, who=WHO, scores=self.attention == "scale")
+        if self._foreign and self._roles:
+            raise ValueError(
+                f"{WHO}: the checkpoint was saved without it, so its optimizer state has other groups. Resume without {WHO}, or"
+                " start a new fit from the checkpoint's weights."
+            )
         narrow = dict(base.named_parameters())
         self._shapes = {name: tuple(narrow[name].shape) for name in self._roles}
         sizes = {name: root_mean_square(narrow[name]) * std_factor(role) for name, role in self._roles.items()}
@@ -269,11 +275,7 @@ class MuP(Initialization):
 
     @override
     def check_checkpoint(self, session: Session, state: dict[str, Any] | None) -> None:
-        if state is None and session.fitting and self._roles:
-            raise ValueError(
-                f"{WHO}: the checkpoint was saved without it, so its optimizer state has other groups. Resume without {WHO}, or"
-                " start a new fit from the checkpoint's weights."
-            )
+        self._foreign = state is None and session.fitting
 
     @override
     def initialize(self, session: Session, batch: Any, batch_idx: int) -> int | None:

@@ -429,6 +429,23 @@ def test_refused_arguments_and_runs(tmp_path: Path) -> None:
         trainer(MuP(partial(MLP, 16)), max_epochs=1, precision="64-true").fit(wide, samples())
 
 
+def test_a_trained_base_and_a_checkpoint_without_it_are_refused(tmp_path: Path) -> None:
+    base = TinyGPT(dim=8)
+    torch.nn.init.uniform_(base.norm.weight)
+    ids = torch.randint(VOCAB, (4, 12))
+    data: Any = DataLoader([{"input_ids": row, "labels": row} for row in ids], 4)
+    with pytest.raises(ValueError, match=r"norm, of LayerNorm, has scales that differ.*it must be freshly built"):
+        trainer(MuP(base, attention="keep"), max_steps=1).fit(TinyGPT(), data)
+    net, plain = MLP(32, OPTIMIZERS["AdamW"]).double(), trainer(max_epochs=1, precision="64-true")
+    plain.fit(net, samples())
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    again = trainer(MuP(partial(MLP, 16)), max_epochs=2, precision="64-true")
+    with pytest.raises(ValueError, match="the checkpoint was saved without it"):
+        again.fit(
+            MLP(32, OPTIMIZERS["AdamW"]).double(), samples(), ckpt_path=tmp_path / "plain.ckpt", weights_only=False
+        )
+
+
 def test_a_base_in_a_config_is_built_from_its_class_path() -> None:
     base = {"class_path": "tests.model.initialization.transfer.test_mu_p.MLP", "init_args": {"width": 16}}
     net = MLP(32, OPTIMIZERS["AdamW"]).double()
