@@ -131,6 +131,7 @@ from lightning_eff.model.initialization.re_zero import ReZero as ReZero
 from lightning_eff.model.initialization.rep_optimizer import RepOptimizer as RepOptimizer
 from lightning_eff.model.initialization.skip_init import SkipInit as SkipInit
 from lightning_eff.model.initialization.t_fixup import TFixup as TFixup
+from lightning_eff.model.initialization.transfer.mu_p import MuP as MuP
 from lightning_eff.model.initialization.zer_o import ZerO as ZerO
 from lightning_eff.model.initialization.zero_projections import ZeroProjections as ZeroProjections
 from lightning_eff.model.layers.approximate_random_dropout import ApproximateRandomDropout as ApproximateRandomDropout

@@ -262,6 +262,7 @@ _NOT_SHARED = "rwkv modernbert albert t5 swin"
 def blocks_of(name: str) -> dict[str, str]:
     """Which techniques of blocks and heads a family refuses."""
     found = {"DisableDropout": "has no dropout to disable"}
+    found["MuP"] = "differ in the parameters"
     found["RepOptimizer"] = "found no 3 x 3 convolution|only under SGD do multiplied gradients"
     stack = "found no stack of repeated blocks|returned dict|are equally long|could not check that the blocks"
     if name not in _LONG_HEAD.split():

@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_eff._cli.errors import Arguments, told
 
@@ -21,6 +22,11 @@ that cannot confirm anything in its time is refused. It writes recipe.yaml, for 
 report.md) into --out. The same command resumes an interrupted search with the time that was left, and a longer --search
 continues a finished one. If the code of the module, its data or its callbacks has changed, use another folder.
 
+With --narrow, the search tunes the learning rate and weight decay on a narrow copy of the model, and tries no techniques. It
+carries them over to the baseline by MuP, and confirms the result there:
+
+  lightning-eff tune --baseline wide.yaml --narrow narrow.yaml --target val_loss --budget 10m --search 1h
+
 A space file refines the search space:
 
   own:
@@ -35,7 +41,7 @@ A space file refines the search space:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser. Its options are arguments of Tuner, except ``baseline``, ``quiet`` and ``dry_run``."""
+    """Return the parser. Its options are arguments of Tuner, except ``baseline``, ``narrow``, ``quiet`` and ``dry_run``."""
     options = Arguments(
         "lightning-eff tune", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -45,6 +51,12 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         metavar="CONFIGS",
         help="config.yaml[,more.yaml], merged from left to right",
+    )
+    add(
+        "--narrow",
+        metavar="CONFIGS",
+        help="configs on top of the baseline's that reduce only its width, such as model.init_args.dim: search the learning"
+        " rate there, and carry it over",
     )
     add("--target", required=True, metavar="METRIC", help="the metric that validation_step logs, such as val_loss")
     add("--mode", choices=("min", "max"), help="whether a lower or higher metric is better (default: by its name)")
@@ -125,8 +137,12 @@ def _run(argv: Sequence[str]) -> None:
     quiet, dry = options.pop("quiet"), options.pop("dry_run")
     for name in ("include", "exclude"):
         options[name] = [part for text in options[name] for part in text.split(",") if part]
-    tuner = Tuner(options.pop("baseline").split(","), **options)
+    baseline, narrow = options.pop("baseline").split(","), options.pop("narrow")
     tell = None if quiet else lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
+    if narrow is not None:
+        _carry_over(baseline, narrow.split(","), options, tell, dry=dry)
+        return
+    tuner = Tuner(baseline, **options)
     if dry:
         print("\n".join(tuner.look(tell).lines()))
         return
@@ -137,3 +153,17 @@ def _run(argv: Sequence[str]) -> None:
     print(
         f"report: {tuner.out / 'report.html'}\n" + (f"recipe: {tuner.out / 'recipe.yaml'}" if results["recipe"] else "")
     )
+
+
+def _carry_over(
+    baseline: list[str], narrow: list[str], options: dict[str, Any], tell: Callable[[str], None] | None, *, dry: bool
+) -> None:
+    from lightning_eff.tune.narrowing import NarrowTuner
+
+    tuner = NarrowTuner(baseline, narrow, **options)
+    if dry:
+        print("\n".join(tuner.look(tell).lines()))
+        return
+    results = tuner.run(progress=tell is not None, tell=tell)
+    print(f"{results['sentence']}\n\nreport: {tuner.out / results['bench'] / 'report.html'}")
+    print(f"recipe: {tuner.out / 'recipe.yaml'}")

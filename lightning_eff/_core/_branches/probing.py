@@ -111,6 +111,37 @@ def probed(module: nn.Module, *, who: str, batch: Any = None) -> Probe:
     )
 
 
+def graph_of(module: nn.Module, *, who: str) -> Graph:
+    """Return the graph of one forward pass over generated inputs, with or without residual branches, without a trace.
+
+    The attempts are those of :func:`probed` that run the module's own code. It returns the first pass in which every parameter
+    takes part, otherwise the one with most parameters.
+
+    Raises:
+        ValueError: if nothing ran, with the attempts.
+    """
+    tried: list[str] = []
+    best: Graph | None = None
+    count = sum(1 for _ in module.parameters())
+    for of, call in attempts(module, None, blocks=False):
+        try:
+            with aside(module), looking_on():
+                graph, _ = _graph(call(), module)
+        except Exception as e:  # the module may not accept this input, but the next one
+            tried.append(f"{of} raised {type(e).__name__} ({str(e).splitlines()[0][:120] if str(e) else ''})")
+            continue
+        if graph is not None and (best is None or len(graph.leaves) > len(best.leaves)):
+            best = graph
+            if len(graph.leaves) == count:
+                break
+    if best is None:
+        raise ValueError(
+            f"{who}: {type(module).__name__} does not run on made-up inputs ({'; '.join(tried[:2]) or 'nothing to run'}). Give"
+            " it an example_input_array that its forward accepts."
+        )
+    return best
+
+
 def _nothing(graph: Graph | None) -> str:
     """Return why a pass shows no residual sum."""
     if graph is not None and any(kind(node) == "CopySlices" and len(ins) > 1 for node, ins in graph.inputs.items()):

@@ -214,6 +214,17 @@ class CombinedOptimizer(Optimizer):
         self._owners.clear()
         self.settle()
 
+    def split_group(self, at: int, group: dict[str, Any], ratio: float) -> None:
+        """Add ``group`` to the part of group ``at``, some of whose parameters it has taken, with ``ratio`` times its rate."""
+        part = next(part for part in self.parts if any(one is self.param_groups[at] for one in part.param_groups))
+        how = self.following[at]
+        rates = [None if rate is None else rate * ratio for rate in (how.ratio, how.full)]
+        part.param_groups.append(group)
+        self.param_groups.append(group)
+        self.following.append(Following(how.origin, *rates, settings=how.settings))
+        self._owners.clear()
+        self.settle()
+
     def part_of(self, parameter: Any) -> Optimizer:
         """Return the part that has ``parameter``, or the first part."""
         if not self._owners:

@@ -1,0 +1,1 @@
+"""Settings found on a narrow model, carried over to a wide one."""
