@@ -49,9 +49,10 @@ WHO = "MuP"
 CHANGE_PARAMETERS = (
     *("BitFit", "ButterflyLinear", "DOTAAttention", "EmbeddingShortcuts", "Fastformer", "Fixup"),
     *("GatedPositionalAttention", "HoulsbyAdapters", "LayerScale", "LinearHead", "Linformer", "LoRA", "LowRankConv"),
-    *("LowRankLinear", "NgramEmbedding", "ParameterSharing", "PreNorm", "PrefixTuning", "PromptTuning", "QKNorm"),
+    *("LowRankLinear", "MultiTokenPrediction", "NgramEmbedding", "ParameterSharing", "PreNorm", "PrefixTuning"),
+    *("PromptTuning", "QKNorm"),
     *("QuantizedBase", "RMSNormalization", "ReZero", "RemoveBias", "RemoveQKVBias", "ReversibleLayers", "SeqNorm"),
-    *("SkipInit", "UShapedSkips", "ValueResiduals", "VeRA", "VisualPromptTuning"),
+    *("SkipInit", "UShapedSkips", "ValueEmbeddings", "ValueResiduals", "VeRA", "VisualPromptTuning"),
 )
 
 
