@@ -60,8 +60,7 @@ def test_under_ddp_decompositions_are_divided_and_nothing_else_changes(found: tu
 
 @pytest.mark.parametrize("rule", RULES)
 def test_each_matrix_is_decomposed_once_over_all_ranks(found: tuple[int, Any], rule: str) -> None:
-    world, results = found
-    made = results["work"][rule]["made"]
+    made = found[1]["work"][rule]["made"]
     each = {"Muon": 6, "SOAP": 12, "Shampoo": 12}[rule]  # both sides have a basis or a root
     assert sum(made) == each
     assert max(made) - min(made) <= each // 6, "as evenly as six matrices can be divided"
