@@ -194,17 +194,10 @@ class Kronecker(InPieces):
             work: computes a stack (n, d, d) of results from one of matrices.
         """
 
-        def of(chosen: list[Tensor]) -> list[Tensor]:
-            found = list(chosen)
-            for side in dict.fromkeys(len(one) for one in chosen):
-                alike = [i for i, one in enumerate(chosen) if len(one) == side]
-                for i, one in zip(alike, work(together([chosen[i] for i in alike])).unbind(), strict=True):
-                    found[i] = one
-            return found
-
         if not matrices or self._alone or self._division.idle:
-            return of(matrices)
-        return self._division.run(matrices, of, [one.dtype for one in matrices])
+            return _each(matrices, work)
+        dtypes = [one.dtype for one in matrices]
+        return self._division.run(matrices, lambda some: _each(some, work), dtypes)
 
     def buckets(
         self, folds: Sequence[Fold], grads: Sequence[Tensor], keys: Sequence[Any]
@@ -246,6 +239,18 @@ class Kronecker(InPieces):
     def __getstate__(self) -> dict[str, Any]:
         own = ("_split", "_merge", "_block", "_vectors", "_folds", "_known", "_division", "_alone", "_failure")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_matrices": {}}
+
+
+def _each(matrices: list[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    if matrices and matrices[0].device.type == "cpu":
+        # one by one, as LAPACK does it anyway: where a matrix begins in a stack shows in the last bits of its result
+        return [work(one.unsqueeze(0))[0] for one in matrices]
+    found = list(matrices)
+    for side in dict.fromkeys(len(one) for one in matrices):
+        alike = [i for i, one in enumerate(matrices) if len(one) == side]
+        for i, one in zip(alike, work(together([matrices[i] for i in alike])).unbind(), strict=True):
+            found[i] = one
+    return found
 
 
 def adam(group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> None:
