@@ -66,6 +66,7 @@ class InPieces:
         self._state, self._division, self._layouts = optimizer.state, division, layouts
         self._dtype, self._scratch = dtype, scratch
         self._failure: Exception | None = None
+        self._owners: dict[Tensor, list[int]] = {}
         self._matrices = [p for g in optimizer.param_groups if g["algorithm"] == "muon" for p in g["params"]]
 
     def __enter__(self) -> Self:
@@ -74,7 +75,11 @@ class InPieces:
             mine = [(i, p) for i, p in enumerate(self._matrices) if _lies_on(p, mesh) and p.grad is not None]
             for _, p in mine:
                 self._failure = self._failure or mismatch(p, who="Muon")
-            self._check(mesh, str([(i, tuple(p.shape), [job.dtype for job in self._jobs(0, p)]) for i, p in mine]))
+            jobs = {p: list(self._jobs(0, p)) for _, p in mine}
+            self._check(mesh, str([(i, tuple(p.shape), [job.dtype for job in jobs[p]]) for i, p in mine]))
+            costs = [job.shape[1] * job.shape[2] * min(job.shape[1:]) for some in jobs.values() for job in some]
+            owners = iter(self._division.owners(mesh, costs))
+            self._owners |= {p: [next(owners) for _ in some] for p, some in jobs.items()}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -104,7 +109,7 @@ class InPieces:
     def _step_chunk(self, mesh: DeviceMesh, held: list[Held], method: str, num_iterations: int) -> None:
         messages = self._division.messages
         jobs = [job for at, (_, p) in enumerate(held) for job in self._jobs(at, p)]
-        owners = self._division.owners(mesh, [job.shape[1] * job.shape[2] * min(job.shape[1:]) for job in jobs])
+        owners = [who for _, p in held for who in self._owners[p]]
         spreads = [Spread.of(p) for _, p in held if isinstance(p, DTensor)]
         places = [Place(spreads[job.at], job.unit.region, who) for job, who in zip(jobs, owners, strict=True)]
         momenta = self._momentum(held)

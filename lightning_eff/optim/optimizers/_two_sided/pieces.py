@@ -1,7 +1,7 @@
 """Steps of matrices that lie in pieces on several ranks: one rank owns each matrix, and does its work."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +35,7 @@ class InPieces(FirstOrder):
         self._folds: dict[Tensor, Fold] = {}
         self._matrices: dict[Tensor, Matrices] = {}  # of DTensors, as they are needed
         self._division = Division(enabled=distributed and self.divides)
+        self._planned: dict[Tensor, list[int]] = {}  # the owners of matrices that have no state yet
         self._alone = False  # whether the work at hand is this rank's alone
         self._failure: Exception | None = None
 
@@ -93,18 +94,12 @@ class InPieces(FirstOrder):
         fold = self._folds[p]
         return Fold(layout, fold.merge, fold.block)
 
-    def _settle(self, mesh: DeviceMesh, held: list[tuple[Matrices, dict[str, Any]]]) -> None:
-        """Give matrices that have none yet their owners."""
-        new = [(matrices, state) for matrices, state in held if not settled(state)]
-        if not new:
-            return
-        costs = [
-            sum(cost(piece.shape) for piece in self._pieces_of(matrices.p, unit))
-            for matrices, _ in new
-            for unit in matrices.units
-        ]
+    def _plan(self, mesh: DeviceMesh, params: Sequence[DTensor]) -> dict[Tensor, list[int]]:
+        """Return the owners of matrices that have none yet, of all of them at once so that ranks have equal work."""
+        new = [self._matrices_of(p) for p in params if not settled(self.state.get(p, {}))]
+        costs = [sum(cost(one.shape) for one in self._pieces_of(m.p, unit)) for m in new for unit in m.units]
         owners = iter(self._division.owners(mesh, costs))
-        settle(self._division.messages, [(m, state, [next(owners) for _ in m.units]) for m, state in new])
+        return {m.p: [next(owners) for _ in m.units] for m in new}
 
     def update_pieces(
         self,
@@ -117,7 +112,9 @@ class InPieces(FirstOrder):
         """Update matrices that lie in pieces on the ranks of ``mesh``; each rank does the work on those that it owns."""
         messages = self._division.messages
         held = [self._matrices_of(p) for p in params if isinstance(p, DTensor)]
-        self._settle(mesh, list(zip(held, states, strict=True)))
+        new = [(m, state, self._planned[m.p]) for m, state in zip(held, states, strict=True) if not settled(state)]
+        if new:
+            settle(messages, new)
         places = [place for m, state in zip(held, states, strict=True) for place in m.places(state[OWNERS])]
         jobs = [(i, u) for i, m in enumerate(held) for u in range(len(m.units))]
         pieces = [aligned(g, p) for g, p in zip(grads, params, strict=True)]
@@ -135,7 +132,9 @@ class InPieces(FirstOrder):
         except Exception as error:  # raised when no rank waits for this one any more
             self._failure = self._failure or error
             for k in mine:
-                steps[k] = torch.zeros(shape_of(places[k].region), dtype=params[jobs[k][0]].dtype, device=pieces[0].device)
+                steps[k] = torch.zeros(
+                    shape_of(places[k].region), dtype=params[jobs[k][0]].dtype, device=pieces[0].device
+                )
         moving = [k for k, (i, _) in enumerate(jobs) if self.moves(states[i]["step"])]
         dtypes = [params[jobs[k][0]].dtype for k in moving]
         chosen = [places[k] for k in moving]
@@ -187,12 +186,14 @@ class InPieces(FirstOrder):
         self._division.messages.reset()
         with_grads = [(i, p) for i, p in enumerate(self._parameters()) if p in self._folds and p.grad is not None]
         self._division.agree([(i, tuple(p.shape)) for i, p in with_grads if not isinstance(p, DTensor)])
+        self._planned = {}
         for mesh in self._meshes():
             mine = [(i, p) for i, p in with_grads if isinstance(p, DTensor) and p.device_mesh == mesh]
             for _, p in mine:
                 if p not in self._matrices:
                     self._failure = self._failure or mismatch(p, who=type(self).__name__)
             self._check(mesh, str([(i, tuple(p.shape)) for i, p in mine]))
+            self._planned |= self._plan(mesh, [p for _, p in mine])
 
     @override
     def conclude(self) -> None:

@@ -238,7 +238,12 @@ class Kronecker(InPieces):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_split", "_merge", "_block", "_vectors", "_folds", "_known", "_division", "_alone", "_failure")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_matrices": {}}
+        return {
+            **super().__getstate__(),
+            **{name: getattr(self, name) for name in own},
+            "_matrices": {},
+            "_planned": {},
+        }
 
 
 def _each(matrices: list[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:

@@ -454,8 +454,8 @@ def in_runs(root: str, names: list[str]) -> dict[str, Any]:
 
 
 def two(root: str) -> dict[str, Any]:
-    names = [f"{rule} {layout}" for rule in RULES for layout in ("fsdp2", "fsdp2+", "hybrid+")]
-    names += ["SOAP hybrid", "SOAP tensor", "SOAP pipeline", "Replaced hybrid+"]
+    names = [f"SOAP {layout}" for layout in ("fsdp2", "fsdp2+", "hybrid", "hybrid+", "tensor", "pipeline")]
+    names += ["Muon fsdp2", "Muon hybrid+", "Shampoo fsdp2+", "Shampoo hybrid", "Replaced hybrid+"]
     return {
         "layouts": in_every_layout(),
         "work": work(),
@@ -475,5 +475,5 @@ def four(root: str) -> dict[str, Any]:
         "ddp": under_ddp(),
         "failures": failures(),
         "reloaded": reloaded(),
-        "runs": in_runs(root, ["SOAP grid", "Shampoo grid+", "Muon grid", "SOAP copies+"]),
+        "runs": in_runs(root, ["SOAP grid", "Shampoo grid+", "SOAP copies+"]),
     }
