@@ -101,8 +101,8 @@ class SOAP(Kronecker):
     Under DDP every rank computes the same step, and the ranks divide the decompositions and exchange the results, which on a
     CPU equal those of one process bit for bit. They check at each refresh that they have equal matrices, as :class:`Muon`
     does. **DTensors** (FSDP2, tensor parallelism, or both) are divided altogether: one rank owns each matrix, gets the pieces
-    of its gradient, keeps its state, and sends the pieces of its step. So each rank has about its share of the work and of
-    the state, and sends each gradient and each step once. Checkpoints do not depend on the layout. ``sent_bytes`` is the
+    of its gradient, keeps its state, and sends the pieces of its step. So on N ranks each has about 1 / N of the work and of
+    the state, and each gradient and each step is sent once. Checkpoints do not depend on the layout. ``sent_bytes`` is the
     number of bytes that this rank sent in the last step.
 
     Args:

@@ -1,4 +1,4 @@
-"""Divides work over the ranks of a run: work that all would do equally, and work on parameters of which each has a piece."""
+"""Divides work over the ranks of a run: work that all ranks would do equally, and work on sharded parameters."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

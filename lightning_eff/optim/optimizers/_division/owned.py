@@ -1,7 +1,7 @@
 """The state of matrices that lives with the rank that owns them, and its form in checkpoints.
 
 In a run, the state of a DTensor has its ``step``, the ``owners`` of its matrices, and on the owner of matrix ``u`` the tensors
-``"u/<key>"``. In checkpoints it has the keys of a whole parameter, which do not depend on the layout: tensors of the
+``"u/<key>"``. In checkpoints it has the keys of a whole parameter, which do not depend on the layout. Tensors of the
 parameter's shape are divided like it, and square factors over all ranks.
 """
 
@@ -107,7 +107,7 @@ def shown(messages: Messages, held: Sequence[tuple[Matrices, State]]) -> list[St
 
     Args:
         messages: exchanges the pieces.
-        held: parameters of one mesh with their states, of which those that are not settled stay as they are.
+        held: parameters of one mesh with their states. States that are not settled stay unchanged.
     """
     mine: dict[Any, Any] = {}
     for i, (matrices, state) in enumerate(held):

@@ -73,7 +73,7 @@ class Spread:
         return self.regions[dist.get_rank()]
 
     def senders(self, owner: int) -> list[int]:
-        """Return the ranks whose pieces make up the copy of which ``owner`` holds a piece."""
+        """Return the ranks that send their pieces to ``owner``: those that hold the same copy of the tensor."""
         copy_of = _regions(self)[1]
         return [rank for rank, copy in copy_of.items() if copy == copy_of[owner]]
 
@@ -83,7 +83,7 @@ class Spread:
         return copy_of[rank] == copy_of[owner]
 
     def wrap(self, here: Tensor) -> DTensor:
-        """Return the DTensor of which this rank has the piece ``here``."""
+        """Return a DTensor; ``here`` is this rank's piece."""
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(
             here, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=stride
