@@ -9,7 +9,7 @@ turns in one run, in an order that changes:
 - gathered: every rank gathers all gradients, and steps whole matrices with the same optimizer. Muon did so before it divided
   matrices, with momenta in the place of gradients.
 
-A turn has as many steps as two refreshes of the bases or roots. A step's processor time is the sum over all ranks, since more
+A turn has as many steps as lie between two refreshes of the bases or roots. A step's processor time is the sum over all ranks, since more
 ranks than cores run here. Memory is that of the optimizer's state on the rank with the most of it. Bytes are sent by all ranks
 together; in the gathered arm, they are those of a ring.
 """
@@ -37,7 +37,7 @@ from benchmarks.machine import described, publish
 from lightning_eff import SOAP, Muon, Shampoo
 from lightning_eff.optim.optimizers._division.shards import local
 
-TURN = 20  # steps
+TURN = 10  # steps
 RULES: dict[str, Callable[..., Any]] = {
     "Muon": lambda params, **more: Muon(params, 0.01, dtype="float32", **more),
     "SOAP": lambda params, **more: SOAP(params, 0.01, refresh_steps=10, **more),
