@@ -9,9 +9,9 @@ turns in one run, in an order that changes:
 - gathered: every rank gathers all gradients, and steps whole matrices with the same optimizer. Muon did so before it divided
   matrices, with momenta in the place of gradients.
 
-A turn has as many steps as lie between two refreshes of the bases or roots. A step's processor time is the sum over all ranks, since more
-ranks than cores run here. Memory is that of the optimizer's state on the rank with the most of it. Bytes are sent by all ranks
-together; in the gathered arm, they are those of a ring.
+A turn has as many steps as lie between two refreshes of the bases or roots. A step's processor time is the sum over all ranks,
+since more ranks than cores run here. Memory is that of the optimizer's state on each rank. Bytes are sent by all ranks together;
+in the gathered arm, they are those of a ring.
 """
 
 import argparse
