@@ -10,8 +10,8 @@ turns in one run, in an order that changes:
   matrices, with momenta in the place of gradients.
 
 A turn has as many steps as lie between two refreshes of the bases or roots. A step's processor time is the sum over all ranks,
-since more ranks than cores run here. Memory is that of the optimizer's state on each rank. Bytes are sent by all ranks together;
-in the gathered arm, they are those of a ring.
+since more ranks than cores run here. Memory is that of the optimizer's state on each rank. Bytes are sent by all ranks,
+and count as in a ring in the gathered arm.
 """
 
 import argparse
