@@ -46,6 +46,12 @@ class FirstOrder(Optimizer):
     ) -> None:
         """Update ``params`` and ``states`` in place; ``grads`` must not be changed."""
 
+    def prepare(self) -> None:
+        """Do what is due before the groups are updated."""
+
+    def conclude(self) -> None:
+        """Do what is due after all groups are updated."""
+
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all groups once.
@@ -61,6 +67,7 @@ class FirstOrder(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            self.prepare()
             for group in self.param_groups:
                 params, grads = [], []
                 for p in group["params"]:
@@ -78,6 +85,7 @@ class FirstOrder(Optimizer):
                         self.state[p] = self.begin(p)
                 if params:
                     self.update(group, params, grads, [self.state[p] for p in params])
+            self.conclude()
         return loss
 
 

@@ -16,6 +16,12 @@ def limit_of(tensor: Tensor, limits: tuple[int, int]) -> int:
     return limits[0] if tensor.device.type == "cpu" else limits[1]
 
 
+def limit_for(tensor: Tensor, limits: tuple[int, int], sizes: Iterable[int], ranks: int) -> int:
+    """Return :func:`limit_of` for work that ``ranks`` share, which is enough for one of the largest items on each of them."""
+    limit = limit_of(tensor, limits)
+    return ranks * max(limit, max(sizes, default=0)) if ranks > 1 else limit
+
+
 def runs(items: Iterable[_Item], sizes: Iterable[int], limit: int) -> Iterator[list[_Item]]:
     """Split ``items`` into consecutive runs whose sizes sum up to at most ``limit``, or that have one item."""
     run: list[_Item] = []

@@ -9,8 +9,8 @@ from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from typing_extensions import override
@@ -18,9 +18,10 @@ from typing_extensions import override
 from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Count, Fraction
 from lightning_eff.optim.optimizers import _lists as lists
+from lightning_eff.optim.optimizers._division.equal_work import Division
 from lightning_eff.optim.optimizers._first_order import Rate, keep_dtypes
 from lightning_eff.optim.optimizers._matrices import Layout, Split, layout_by_name, layouts_of, named
-from lightning_eff.optim.optimizers._muon.division import Division, part_of, whole_of
+from lightning_eff.optim.optimizers._muon.in_pieces import InPieces
 from lightning_eff.optim.optimizers._muon.orthogonalization import Stack, orthogonalize, polar, product_dtype, stacked
 from lightning_eff.optim.optimizers._muon.scratch import Scratch
 from lightning_eff.optim.optimizers._muon.settings import DTYPES, Decay, Momentum, checked_adam
@@ -29,8 +30,7 @@ from lightning_eff.optim.optimizers._muon.steps import (
     Piece,
     chunks,
     normalize_stack,
-    parts_of,
-    take_step,
+    second_moments,
     take_steps,
 )
 
@@ -57,8 +57,9 @@ class Muon(Optimizer):
 
     Under DDP the ranks divide the matrices and exchange the results, which equal those of one process bit for bit. The ranks
     agree at the first step that their gradients are equal, and check it at each step. If they are not (under
-    :class:`LocalSGD`), every rank does all the work from then on. DTensors (FSDP2, tensor parallelism) are gathered for the
-    products and otherwise stay sharded.
+    :class:`LocalSGD`), every rank does all the work from then on. Of DTensors (FSDP2, tensor parallelism, or both), one rank
+    owns each matrix: it gets the pieces of the momentum, orthogonalizes it, and sends the pieces of the step. The momentum
+    stays sharded. ``sent_bytes`` is the number of bytes that this rank sent in the last step.
 
     Args:
         params: a module, its ``named_parameters()`` or ``parameters()``, or groups of them.
@@ -84,12 +85,13 @@ class Muon(Optimizer):
             they are several times as fast; else float32. Give it to get equal results on different processors.
         num_steps: the number of steps after which ``u`` is 1, for ``momentum`` and ``weight_decay`` that are functions.
             Without it, the caller sets the attribute ``u`` before each step.
-        distributed: whether to divide the matrices over the ranks of the default process group while their gradients are
-            equal. Set it to False if not all ranks step this optimizer.
+        distributed: whether to divide whole matrices over the ranks of the default process group while their gradients are
+            equal. Set it to False if not all ranks step this optimizer. The work on DTensors is always divided.
 
     Raises:
         ValueError: for a value out of range, or if there is no hidden matrix. When a step begins, for the sparse gradient of
-            a matrix, or if ``u`` is needed and unknown.
+            a matrix, if ``u`` is needed and unknown, or if ranks that share a DTensor have gradients of different parameters.
+        RuntimeError: when a step ends, if it failed on another rank.
 
     Example:
         >>> optimizer = Muon(model.parameters(), lr=0.02, weight_decay=0.1)
@@ -139,7 +141,7 @@ class Muon(Optimizer):
         self._layouts: dict[Tensor, Layout] = {}
         self._split: Split = split
         self._adam = adam
-        self._division = Division() if distributed else None
+        self._division = Division(enabled=distributed)
         defaults = {
             "lr": lr,
             "weight_decay": 0.0 if callable(weight_decay) else weight_decay,
@@ -226,6 +228,11 @@ class Muon(Optimizer):
 
     # -- a step
 
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of tensors that this rank sent in the last step; a collective counts as in a ring."""
+        return self._division.messages.sent_bytes
+
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all groups once.
@@ -297,17 +304,25 @@ class Muon(Optimizer):
         for group in self.param_groups:
             for p in group["params"] if group["algorithm"] == "muon" else ():
                 if p.grad is not None:
-                    key = (group["orthogonalization"], group["num_iterations"], hasattr(p, "full_tensor"), p.dtype)
+                    mesh = p.device_mesh if isinstance(p, DTensor) else None
+                    key = (group["orthogonalization"], group["num_iterations"], mesh, p.dtype)
                     alike.setdefault(key, []).append((group, self._begun(p)))
-        if self._division is not None:
-            self._division.agree(
-                [(str(key), [(tuple(p.shape), self._layouts[p]) for _, p in held]) for key, held in alike.items()]
-            )
+        self._division.messages.reset()
+        self._division.agree(
+            [
+                (str((*key[:2], key[3])), [(tuple(p.shape), self._layouts[p]) for _, p in held])
+                for key, held in alike.items()
+                if key[2] is None
+            ]
+        )
         scratch = Scratch()
-        for (method, num_iterations, divided, _), held in alike.items():
-            share = 1 if self._division is None or self._division.idle else dist.get_world_size()
-            for chunk in chunks(held, share):
-                self._step_chunk(chunk, method, num_iterations, scratch, divided=divided)
+        with InPieces(self, self._division, self._layouts, self._dtype, scratch) as in_pieces:
+            for (method, num_iterations, mesh, _), held in alike.items():
+                if mesh is not None:
+                    in_pieces.step(mesh, held, method, num_iterations)
+                    continue
+                for chunk in chunks(held, self._division.share):
+                    self._step_chunk(chunk, method, num_iterations, scratch)
 
     def _begun(self, p: Tensor) -> Tensor:
         """Return the parameter, with a momentum in its state."""
@@ -321,45 +336,32 @@ class Muon(Optimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return p
 
-    def _step_chunk(
-        self, held: list[Held], method: str, num_iterations: int, scratch: Scratch, *, divided: bool
-    ) -> None:
+    def _step_chunk(self, held: list[Held], method: str, num_iterations: int, scratch: Scratch) -> None:
         """Update parameters of one dtype, whose matrices are stacked together."""
         pieces: list[Piece] = []
         blocks: list[Tensor] = []
         u: Tensor | None = None
-        for (group, p), u in zip(held, self._momentum(held, scratch, divided=divided), strict=True):
-            blocks += self._layouts[p].blocks(whole_of(u))
-            pieces += self._pieces(group, p, [block.shape for block in blocks[len(pieces) :]], divided=divided)
+        for (group, p), u in zip(held, self._momentum(held, scratch), strict=True):
+            blocks += self._layouts[p].blocks(u)
+            pieces += self._pieces(group, p, [block.shape for block in blocks[len(pieces) :]])
         del u  # so that the memory of the momenta can be replaced by a larger one
-        parts: dict[Tensor, dict[int, Tensor]] = {}  # the steps of DTensors, by parameter and block
         for stack in self._polar(blocks, method, num_iterations, scratch):
             chosen = [pieces[i] for i in stack.blocks]
             normalize_stack(chosen, stack.x)
-            if not divided:
-                take_steps(chosen, stack.x, scratch)
-                continue
-            for piece, part in zip(chosen, parts_of(chosen, stack.x), strict=True):
-                parts.setdefault(piece.p, {})[piece.index] = part
-        for group, p in held if divided else ():
-            step = part_of(self._joined(p, parts[p]), p)
-            local = p.detach().to_local()  # pyright: ignore[reportAttributeAccessIssue]
-            take_step(local, step, float(group["lr"]), float(group["weight_decay"]), cautious=group["cautious"])
+            take_steps(chosen, stack.x, scratch)
 
-    def _pieces(self, group: dict[str, Any], p: Tensor, shapes: list[torch.Size], *, divided: bool) -> list[Piece]:
+    def _pieces(self, group: dict[str, Any], p: Tensor, shapes: list[torch.Size]) -> list[Piece]:
         """The matrices within a parameter."""
-        none = [None] * len(shapes)
-        targets = none if divided else self._layouts[p].targets(p.detach())
-        moments = self._second_moments(p, shapes) if group["normalization"] == "neuron" else none
-        made = zip(range(len(shapes)), shapes, targets, moments, strict=True)
-        return [Piece(group, p, *one) for one in made]
+        targets = self._layouts[p].targets(p.detach())
+        moments = self._second_moments(p, shapes) if group["normalization"] == "neuron" else [None] * len(shapes)
+        return [Piece(group, p, *one) for one in zip(shapes, targets, moments, strict=True)]
 
-    def _momentum(self, held: list[Held], scratch: Scratch, *, divided: bool) -> list[Tensor]:
+    def _momentum(self, held: list[Held], scratch: Scratch) -> list[Tensor]:
         """Advance the momenta, and return the ``u`` of each parameter."""
         updates: list[Tensor] = []
         sizes = [p.numel() for _, p in held]
         _, one = held[0]
-        rooms = iter(() if divided else scratch.get("updates", [sum(sizes)], one.dtype, one.device).split(sizes))
+        rooms = iter(scratch.get("updates", [sum(sizes)], one.dtype, one.device).split(sizes))
         for _, some in groupby(held, key=lambda one: id(one[0])):
             found = list(some)
             group, params = found[0][0], [p for _, p in found]
@@ -370,8 +372,6 @@ class Muon(Optimizer):
             # u := (1 - mu) g + mu m
             if not group["nesterov"]:
                 updates += buffers
-            elif divided:
-                updates += lists.lerp(grads, buffers, mu)
             else:
                 whole = [next(rooms).view(p.shape) for p in params]
                 updates += [torch.lerp(g, m, mu, out=u) for g, m, u in zip(grads, buffers, whole, strict=True)]
@@ -380,7 +380,7 @@ class Muon(Optimizer):
     def _polar(self, blocks: list[Tensor], method: str, num_iterations: int, scratch: Scratch) -> list[Stack]:
         """The polar factors of ``blocks``, whose memory is used again."""
         settings: Any = {"method": method, "num_iterations": num_iterations}
-        if self._division is None or self._division.idle:
+        if self._division.idle:
             stacks = stacked(blocks, self._dtype, scratch)
             blocks.clear()
             polar(stacks, scratch, **settings)
@@ -388,22 +388,10 @@ class Muon(Optimizer):
         apart = [matrix for block in blocks for matrix in block.unbind(0)]
         sizes = [len(block) for block in blocks]
         settings["dtype"] = self._dtype
-        dtypes = [product_dtype(matrix, self._dtype) for matrix in apart]
+        dtypes = [product_dtype(matrix.shape, matrix.device, self._dtype) for matrix in apart]
         found = iter(self._division.run(apart, lambda chosen: orthogonalize(chosen, **settings), dtypes))
         return stacked([torch.stack([next(found) for _ in range(size)]) for size in sizes], self._dtype, scratch)
 
     def _second_moments(self, p: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
         """The second moments ``S`` of the matrices of each block, stored as one vector."""
-        state = self.state[p]
-        sizes = [shape[0] * max(shape[1:]) for shape in shapes]
-        if "second_moment" not in state:
-            state["second_moment"] = torch.zeros(sum(sizes), dtype=torch.float32, device=p.device)
-        parts = state["second_moment"].split(sizes)
-        return [part.view(shape[0], -1) for part, shape in zip(parts, shapes, strict=True)]
-
-    def _joined(self, p: Tensor, steps: dict[int, Tensor]) -> Tensor:
-        """The steps of a parameter's blocks, joined in one tensor of its shape."""
-        whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-        for index, view in enumerate(self._layouts[p].targets(whole)):
-            view.copy_(steps[index].reshape(view.shape))
-        return whole
+        return second_moments(self.state[p], p, shapes)

@@ -11,8 +11,9 @@ from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Count, Each, Fraction
 from lightning_eff.optim.optimizers import _lists as lists
 from lightning_eff.optim.optimizers._first_order import Eps, Rate
-from lightning_eff.optim.optimizers._kronecker import Fold, Kronecker, multiplied, outer, sides, working
 from lightning_eff.optim.optimizers._matrices import Split
+from lightning_eff.optim.optimizers._two_sided.folding import Fold, multiplied, outer, sides, working
+from lightning_eff.optim.optimizers._two_sided.rule import Kronecker
 
 
 def inverse_root(covariance: Tensor, power: float, eps: float) -> Tensor:
@@ -54,8 +55,10 @@ class Shampoo(Kronecker):
 
     Which parameters are matrices, how they are reshaped and which stay with AdamW is as in :class:`SOAP`. A parameter group
     may say ``"algorithm": "shampoo"`` or ``"adamw"``. The state holds two tensors (d, d) for each side of length ``d``, the
-    momentum, and with ``graft="adam"`` its second moment. Every rank of DDP computes the same step. Sharded parameters are
-    refused.
+    momentum, and with ``graft="adam"`` its second moment.
+
+    Work and state are divided over ranks as in :class:`SOAP`: the roots under DDP, and everything for DTensors (FSDP2, tensor
+    parallelism, or both), of which one rank owns each matrix.
 
     Args:
         params: a module, its ``named_parameters()`` or ``parameters()``, or groups of them.
@@ -71,10 +74,12 @@ class Shampoo(Kronecker):
         merge: the largest product up to which kernels of convolutions are merged into inputs.
         vectors: whether one-dimensional tensors have a factor too.
         split: tensors that hold several matrices, as in :class:`Muon`.
+        distributed: whether to divide the roots of whole parameters, as in :class:`SOAP`.
 
     Raises:
-        ValueError: for a value out of range, if there is no hidden matrix, and for DTensors. When a step begins, for a
-            sparse gradient.
+        ValueError: for a value out of range, or if there is no hidden matrix. When a step begins, for a sparse gradient, or
+            if ranks that share a DTensor have gradients of different parameters.
+        RuntimeError: when a step ends, if it failed on another rank.
 
     Example:
         >>> optimizer = Shampoo(model.parameters(), lr=1e-3, root_steps=10)
@@ -107,6 +112,7 @@ class Shampoo(Kronecker):
         merge: Annotated[int, Count()] = 1024,
         vectors: bool = False,
         split: Split = "auto",
+        distributed: bool = True,
     ) -> None:
         if betas[0] == 1:
             raise ValueError(f"Shampoo(betas={tuple(betas)}): the first must be below 1. The default is (0.9, 0.99).")
@@ -119,13 +125,13 @@ class Shampoo(Kronecker):
             "graft_eps": graft_eps,
             "root_steps": root_steps,
         }
-        super().__init__(params, defaults, split=split, merge=merge, block=block_size, vectors=vectors)
+        super().__init__(
+            params, defaults, split=split, merge=merge, block=block_size, vectors=vectors, distributed=distributed
+        )
 
     @override
-    def begin(self, p: Tensor) -> dict[str, Any]:
-        if p not in self._folds:
-            return {"step": 0}
-        return {"step": 0, "exp_avg": torch.zeros(p.shape, dtype=p.dtype, device=p.device)}
+    def moments(self, like: Tensor) -> dict[str, Any]:
+        return {"exp_avg": torch.zeros(like.shape, dtype=like.dtype, device=like.device)}
 
     @override
     def adam_settings(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -134,56 +140,55 @@ class Shampoo(Kronecker):
         return {**group, "eps": group["graft_eps"], "betas": (b1, b2 if b2 < 1 else 0.999)}
 
     @override
-    def update_folded(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
-    ) -> None:
-        for state in states:
-            state["step"] += 1
-        b1, lr = group["betas"][0], group["lr"]
+    def directions(
+        self, group: dict[str, Any], folds: list[Fold], grads: list[Tensor], states: list[dict[str, Any]]
+    ) -> list[Tensor]:
+        b1 = group["betas"][0]
         # M := b1 M + (1 - b1) G
         lists.lerp_([state["exp_avg"] for state in states], grads, 1 - b1)
-        folds = [self._folds[p] for p in params]
-        updates = [torch.empty(p.shape, dtype=working(p.dtype), device=p.device) for p in params]
+        updates = [torch.empty(g.shape, dtype=working(g.dtype), device=g.device) for g in grads]
         pieces = [(f.apart(g), f.apart(s["exp_avg"])) for f, g, s in zip(folds, grads, states, strict=True)]
         into = [fold.apart(update) for fold, update in zip(folds, updates, strict=True)]
-        for (shape, dtype, _, t), members in self.buckets(params, [s["step"] for s in states]):
-            G, M = (torch.stack([pieces[i][k][j] for i, j in members]).to(working(dtype)) for k in (0, 1))
-            roots = self._roots(group, G, [(states[i], j) for i, j in members], sides(shape), t)
+        buckets = list(self.buckets(folds, grads, [s["step"] for s in states]))
+        due: dict[float, list[tuple[dict[str, Any], str, int]]] = {}  # by the roots' power
+        for (shape, dtype, _, t), members in buckets:
+            G = torch.stack([pieces[i][0][j] for i, j in members]).to(working(dtype))
+            for dim, product in outer(G, kept := sides(shape)).items():
+                owners = [(states[i], f"{j}_{dim}") for i, j in members]
+                self._learn(group, product, owners)
+                if (t - 1) % group["root_steps"] == 0:
+                    due.setdefault(1 / (2 * len(kept)), []).extend((state, name, t) for state, name in owners)
+        for power, some in due.items():
+            self._find_roots(group, power, some)
+        for (shape, dtype, _, t), members in buckets:
+            M = torch.stack([pieces[i][1][j] for i, j in members]).to(working(dtype))
+            roots = {dim: torch.stack([states[i][f"root_{j}_{dim}"] for i, j in members]) for dim in sides(shape)}
             U = multiplied(M.div_(1 - b1**t), roots)
             lists.copy_([into[i][j] for i, j in members], list(U.unbind()))
         if group["graft"] is not None:
             for fold, update, g, state in zip(folds, updates, grads, states, strict=True):
                 self._graft(group, fold, update, g, state)
-        if group["weight_decay"]:
-            lists.mul_(params, 1 - lr * group["weight_decay"])
-        # W := W - lr |A| / |U| U
-        lists.add_(params, [u.to(p.dtype) for u, p in zip(updates, params, strict=True)], alpha=-lr)
+        return updates
 
-    def _roots(
-        self, group: dict[str, Any], G: Tensor, owners: list[tuple[dict[str, Any], int]], kept: list[int], t: int
-    ) -> dict[int, Tensor]:
-        """The inverse roots for each side of a stack of blocks, (n, d, d); moves the covariances on."""
+    def _learn(self, group: dict[str, Any], product: Tensor, owners: list[tuple[dict[str, Any], str]]) -> None:
+        """Move the covariances of one side on, by the products ``G G^T``, (n, d, d)."""
         b2 = group["betas"][1]
-        found: dict[int, Tensor] = {}
-        for dim, product in outer(G, kept).items():
-            name = f"covariance_{{}}_{dim}"
-            if t == 1:
-                for (state, j), one in zip(owners, product, strict=True):
-                    state[name.format(j)] = torch.zeros_like(one)
-            covariances = [state[name.format(j)] for state, j in owners]
-            # L := b2 L + (1 - b2) G G^T
-            if b2 < 1:
-                lists.lerp_(covariances, list(product.unbind()), 1 - b2)
-            else:
-                lists.add_(covariances, list(product.unbind()))
-            if (t - 1) % group["root_steps"] == 0:
-                L = torch.stack(covariances).div_(1 - b2**t if b2 < 1 else 1.0)
-                found[dim] = inverse_root(L, 1 / (2 * len(kept)), group["eps"])
-                for (state, j), root in zip(owners, found[dim], strict=True):
-                    state[f"root_{j}_{dim}"] = root.clone()
-            else:
-                found[dim] = torch.stack([state[f"root_{j}_{dim}"] for state, j in owners])
-        return found
+        for (state, name), one in zip(owners, product, strict=True):
+            if f"covariance_{name}" not in state:
+                state[f"covariance_{name}"] = torch.zeros_like(one)
+        covariances = [state[f"covariance_{name}"] for state, name in owners]
+        # L := b2 L + (1 - b2) G G^T
+        if b2 < 1:
+            lists.lerp_(covariances, list(product.unbind()), 1 - b2)
+        else:
+            lists.add_(covariances, list(product.unbind()))
+
+    def _find_roots(self, group: dict[str, Any], power: float, due: list[tuple[dict[str, Any], str, int]]) -> None:
+        """Compute roots of one power anew; ``due`` has the state, the name and the step of each."""
+        b2, eps = group["betas"][1], group["eps"]
+        L = [state[f"covariance_{name}"] / (1 - b2**t if b2 < 1 else 1.0) for state, name, t in due]
+        for (state, name, _), root in zip(due, self.each(L, lambda C: inverse_root(C, power, eps)), strict=True):
+            state[f"root_{name}"] = root.clone()
 
     def _graft(self, group: dict[str, Any], fold: Fold, update: Tensor, grad: Tensor, state: dict[str, Any]) -> None:
         """Give each matrix of ``U`` the length of the step that is grafted on."""

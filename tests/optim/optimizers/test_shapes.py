@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from lightning_eff import LAMB, LARS, SOAP, ACClip, Adan, Lion, Muon, Shampoo
 from lightning_eff._core._optim import chunks
-from lightning_eff.optim.optimizers import _kronecker
+from lightning_eff.optim.optimizers import _runs
 from lightning_eff.optim.optimizers._muon import orthogonalization, steps
+from lightning_eff.optim.optimizers._two_sided import rule
 from tests.optim.optimizers.test_muon import Reference
 
 MATRICES = {"Muon": Muon, "SOAP": SOAP, "Shampoo": Shampoo}
@@ -67,7 +68,7 @@ def test_each_tensor_moves_as_if_it_were_alone(name: str, monkeypatch: pytest.Mo
                 p.grad, q.grad = grad, grad.clone()
             with monkeypatch.context() as patch:
                 patch.setattr(chunks, "chunk_size", lambda device, limit=limit: limit)
-                for module in (_kronecker, steps):
+                for module in (_runs, rule, steps):
                     patch.setattr(module, "limit_of", lambda tensor, limits, limit=limit: limit)
                 optimizer.step()
             for one in each:

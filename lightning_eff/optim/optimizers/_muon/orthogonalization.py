@@ -89,23 +89,24 @@ def multiplies_bfloat16() -> bool:
     return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
-def product_dtype(matrix: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def product_dtype(shape: Sequence[int], device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which matrices (..., m, n) are orthogonalized.
 
     It depends only on the shape, the device and the processor, so the result of a matrix does not depend on other matrices,
     on the rank or on the step.
 
     Args:
-        matrix: one of them.
+        shape: the shape of one or several.
+        device: their device.
         dtype: the given dtype. None uses bfloat16 on CUDA. On a CPU it uses bfloat16 if the shorter side is 64 or longer and
             :func:`multiplies_bfloat16`, else float32.
     """
     if dtype is not None:
         return dtype
-    if matrix.device.type == "cpu":
-        small = min(matrix.shape[-2:]) < _SMALL
+    if device.type == "cpu":
+        small = min(shape[-2:]) < _SMALL
         return torch.float32 if small or not multiplies_bfloat16() else torch.bfloat16
-    return torch.bfloat16 if matrix.is_cuda else torch.float32
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def orthogonalize(
@@ -189,7 +190,7 @@ def stacked(blocks: Sequence[Tensor], dtype: torch.dtype | None, scratch: Scratc
     stacks: list[Stack] = []
     for shape, indices in by_shape.items():
         some = [blocks[i] for i in indices]
-        sizes, kind = [len(block) for block in some], product_dtype(some[0], dtype)
+        sizes, kind = [len(block) for block in some], product_dtype(some[0].shape, some[0].device, dtype)
         x = scratch.get(f"stack {len(stacks)}", (sum(sizes), *shape), kind, some[0].device)
         lists.copy_(list(x.split(sizes)), some)
         stacks.append(Stack(indices, x))

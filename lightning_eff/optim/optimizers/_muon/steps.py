@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_eff.optim.optimizers import _lists as lists
 from lightning_eff.optim.optimizers._muon.scratch import Scratch
 from lightning_eff.optim.optimizers._muon.settings import SCALES
-from lightning_eff.optim.optimizers._runs import STACKED, limit_of, runs
+from lightning_eff.optim.optimizers._runs import STACKED, limit_for, limit_of, runs
 
 Held = tuple[dict[str, Any], Tensor]  #: a parameter with its group
 
@@ -30,7 +31,7 @@ def chunks(held: Sequence[Held], share: int) -> Iterator[list[Held]]:
         first.setdefault(p.shape, i)
     ordered = sorted(held, key=lambda one: first[one[1].shape])
     sizes = [p.numel() * p.element_size() for _, p in ordered]
-    return runs(ordered, sizes, share * limit_of(ordered[0][1], STACKED))
+    return runs(ordered, sizes, limit_for(ordered[0][1], STACKED, sizes, share))
 
 
 @dataclass(slots=True, eq=False)
@@ -40,15 +41,13 @@ class Piece:
     Attributes:
         group: the parameter's group.
         p: the parameter.
-        index: index of the block in the parameter.
         shape: (j, out, in), of j matrices.
-        target: the part of the parameter as a view; None for a DTensor.
+        target: the part of the parameter as a view; None if only other ranks hold it.
         second_moment: NorMuon's ``S``, shape (j, longer side), or None.
     """
 
     group: dict[str, Any]
     p: Tensor
-    index: int
     shape: torch.Size
     target: Tensor | None
     second_moment: Tensor | None
@@ -67,6 +66,17 @@ class Piece:
     def decay(self) -> float:
         """``lr wd``."""
         return float(self.group["lr"]) * float(self.group["weight_decay"])
+
+
+def second_moments(state: dict[str, Any], p: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return NorMuon's ``S`` for blocks (j, out, in) of a parameter: (j, longer side), views of one vector in its state."""
+    sizes = [shape[0] * max(shape[1:]) for shape in shapes]
+    held = state.get("second_moment")
+    if held is None:
+        state["second_moment"] = held = torch.zeros(sum(sizes), dtype=torch.float32, device=p.device)
+    elif isinstance(held, DTensor):  # as a sharded checkpoint gives it; every rank has all of it
+        state["second_moment"] = held = held.full_tensor()
+    return [part.view(shape[0], -1) for part, shape in zip(held.split(sizes), shapes, strict=True)]
 
 
 def normalize_neurons(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
@@ -154,28 +164,13 @@ def _as(dtype: torch.dtype, x: Tensor, scratch: Scratch) -> Tensor:
     return x if x.dtype == dtype else scratch.get("steps", x.shape, dtype, x.device).copy_(x)
 
 
-def parts_of(pieces: Sequence[Piece], x: Tensor) -> list[Tensor]:
-    """Return ``scale O`` of each piece in the shape of its block; ``x`` as for :func:`take_steps`."""
-    parts = list(x.split([piece.size for piece in pieces]))
-    lists.mul_(parts, [piece.scale for piece in pieces])
-    return parts
-
-
-def take_step(target: Tensor, step: Tensor, lr: float, weight_decay: float, *, cautious: bool) -> None:
-    """Do the same for any part of a parameter, such as a DTensor's local part.
+def take_part(piece: Piece, x: Tensor, scratch: Scratch) -> None:
+    """Do the same for the part of one matrix that this rank holds.
 
     Args:
-        target: ``p``.
-        step: ``O``, of the same shape, with its scale.
-        lr: >= 0.
-        weight_decay: ``wd`` >= 0.
-        cautious: see above.
+        piece: the matrix, with its whole shape, and the part as its target.
+        x: the same part of its ``O``, in the shape of the target. It is overwritten.
+        scratch: memory to work in.
     """
-    step = step.to(target.dtype)
-    if weight_decay and cautious:
-        # O := O + wd p [O p >= 0]
-        step = step + weight_decay * target * (step * target >= 0)
-    elif weight_decay:
-        target.mul_(1 - lr * weight_decay)
-    # p := p - lr O
-    target.sub_(step, alpha=lr)
+    if piece.target is not None:
+        _take([piece], [piece.target], x.unsqueeze(0), scratch)

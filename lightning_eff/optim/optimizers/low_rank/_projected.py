@@ -1,15 +1,16 @@
 """The base of update rules that project each matrix's gradient to a low rank, and keep Adam's moments only there."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_eff.optim.optimizers import _lists as lists
-from lightning_eff.optim.optimizers._kronecker import Fold, Kronecker, working
 from lightning_eff.optim.optimizers._matrices import Split
+from lightning_eff.optim.optimizers._two_sided.folding import Fold, working
+from lightning_eff.optim.optimizers._two_sided.rule import Kronecker
 
 _WHOLE = 2**62  # the kernel of every convolution is merged into its inputs
 
@@ -28,6 +29,8 @@ class Projected(Kronecker):
     Raises:
         ValueError: if no matrix has two sides longer than ``rank``, and as in :class:`Kronecker`.
     """
+
+    divides: ClassVar[bool] = False
 
     def __init__(self, params: nn.Module | Iterable[Any], defaults: dict[str, Any], *, split: Split) -> None:
         self._numbers: dict[Tensor, int] = {}

@@ -73,8 +73,13 @@ class NamedOptimizer:
             self.groups.append([*gathering.merged(dict.fromkeys(mine))])
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return the state of this rank's parameters by name."""
-        return {name: dict(self.optimizer.state[p]) for name, p in self.held.items() if p in self.optimizer.state}
+        """Return the state of this rank's parameters by name; collective if ranks own the state of others' pieces."""
+        shown: dict[Tensor, dict[str, Any]] = {}
+        show = getattr(self.optimizer, "show_state", None)  # of optimizers that divide matrices over ranks
+        if show is not None:
+            show(shown)
+        held = {name: p for name, p in self.held.items() if p in self.optimizer.state}
+        return {name: dict(shown[p] if p in shown else self.optimizer.state[p]) for name, p in held.items()}
 
     def options(self) -> list[Options]:
         """Return each group's options, with the names of its parameters under "params"."""

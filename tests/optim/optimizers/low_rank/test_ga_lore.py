@@ -200,3 +200,9 @@ def test_with_steps_in_the_backward_pass_it_ends_alike_and_releases_gradients(re
 def test_values_out_of_range(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         GaLore(parameters(SHAPES), **settings)
+
+
+def test_parameters_that_are_divided_over_ranks_are_refused(two_processes: dict[str, Any]) -> None:
+    told = two_processes["muon"]["two_sided"]["refused"]
+    assert re.search(r"GaLore: .+ of shape \(\d+, \d+\) is a DTensor, divided over ranks; expected whole", told)
+    assert told.endswith("Use DDP, or Muon, SOAP or Shampoo, which divide the work.")

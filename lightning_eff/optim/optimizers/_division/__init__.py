@@ -1,0 +1,1 @@
+"""Divides the work of matrix optimizers over the ranks of a run."""

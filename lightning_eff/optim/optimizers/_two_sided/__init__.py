@@ -1,0 +1,1 @@
+"""The base of update rules that multiply a matrix from both sides."""
