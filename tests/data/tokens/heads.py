@@ -18,6 +18,13 @@ Head = Callable[["Net", Tensor], Tensor]
 Loss = Callable[["Net", Tensor, Tensor], Tensor]
 
 
+class Capped(nn.Linear):
+    """A head with a forward of its own around that of ``nn.Linear``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 3.0 * torch.tanh(super().forward(input) / 3.0)
+
+
 class Net(pl.LightningModule):
     """Tokens to logits (B, T, V) by ``head``, and their loss by ``loss``; what a variant does not use has no gradient."""
 
@@ -26,6 +33,7 @@ class Net(pl.LightningModule):
         torch.manual_seed(3)
         self.head, self.loss = head, loss
         self.embed, self.inner, self.out = nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V)
+        self.capped = Capped(D, V)
         self.extra, self.scale = nn.Parameter(torch.randn(V)), nn.Parameter(torch.tensor(0.3))
         self.register_buffer("class_weight", torch.rand(V) + 0.5)
 
@@ -73,6 +81,7 @@ HEADS: dict[str, Head] = {
     "addmm": lambda net, h: torch.addmm(net.extra, h.view(-1, D), net.embed.weight.t()).view(B, T, V),
     "cap": lambda net, h: 3.0 * torch.tanh(net.out(h) / 3.0),
     "cap in steps": lambda net, h: (net.out(h) * 2).div(5).tanh().mul(2.5).float(),
+    "cap within a subclass": lambda net, h: net.capped(h),
     "scale": lambda net, h: net.out(h) * 0.25,
     "learned scale": lambda net, h: net.scale.exp() * net.out(h),
     "learned scale, (1,)": lambda net, h: net.out(h) / net.scale.exp().view(1),

@@ -125,7 +125,7 @@ class Maps(TorchFunctionMode):
         if not self.all and id(root) not in self._wanted:
             return None
         module = _linear(sys._getframe(2)) if func is F.linear and self.all else None
-        if module is not None and (id(module) not in self._paths or "forward" in vars(module)):
+        if module is not None and id(module) not in self._paths:
             module = None
         if module is None and id(root) not in self._names:
             return None
@@ -174,7 +174,13 @@ def _linear(frame: FrameType | None) -> nn.Linear | None:
     if frame is None or frame.f_code is not nn.Linear.forward.__code__:
         return None
     found = frame.f_locals.get("self")
-    return found if isinstance(found, nn.Linear) else None
+    return found if is_plain(found) else None
+
+
+def is_plain(module: Any) -> bool:
+    """Return whether a module is an ``nn.Linear`` whose output is that of ``nn.Linear.forward``, with no code around it."""
+    own = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return own and "forward" not in vars(module)
 
 
 def reader() -> str:

@@ -132,8 +132,12 @@ class MultiTokenPrediction(Architecture):
     conflicts: ClassVar[Mapping[str, str]] = {
         "FusedLinearCrossEntropy": "both compute the output layer within the loss",
         "KFAC": "it needs the gradients of each layer's output, so the logits must exist",
+        **dict.fromkeys(
+            ("GhostNorm", "SeqNorm"), "it is for networks with BatchNorm, whose states depend on later tokens"
+        ),
         "PromptTuning": "its prompts are positions without a label",
         "RobustImportanceSampling": "it takes gradients of the next token's loss at the logits, and further tokens have others",
+        "SAF": "it compares the outputs of all losses with those of earlier epochs, and would take further tokens' for others",
     }
     checkpointed = ("_batches", "_checked", "_matched")  # a pass to check again would move what other code counts
 

@@ -14,6 +14,7 @@ import lightning_eff as eff
 from lightning_eff import FusedLinearCrossEntropy, MultiTokenPrediction
 from lightning_eff.data.tokens.ahead.multi_token_prediction import targets_ahead, weight_at
 from tests.cases import Case, classifier
+from tests.data.tokens import heads
 from tests.models import LENGTH, VOCAB, TinyGPT, loader, make_batch, module, trainer
 
 CASES = {
@@ -77,15 +78,28 @@ class ByHand(TinyGPT):
         return by_hand(kept[0], self.head, batch["labels"], transforms, self.weights)
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-@pytest.mark.parametrize("heads", ["own", "shared"])
-def test_training_equals_losses_by_hand(heads: Any, ignored: bool) -> None:
+def with_capped_head(net: TinyGPT) -> TinyGPT:
+    """The network with a head that has a forward of its own around that of ``nn.Linear``."""
+    capped = heads.Capped(net.head.in_features, net.head.out_features, bias=net.head.bias is not None)
+    capped.load_state_dict(net.head.state_dict())
+    net.head = capped
+    return net
+
+
+@pytest.mark.parametrize(
+    ("own", "ignored", "capped"),
+    [(True, False, False), (True, True, False), (False, False, False), (False, True, False), (True, True, True)],
+)
+def test_training_equals_losses_by_hand(own: bool, ignored: bool, capped: bool) -> None:
     torch.manual_seed(0)
-    reference = ByHand([0.5, 0.25], heads == "own")
+    reference = ByHand([0.5, 0.25], own)
     ours = TinyGPT(2, dropout=0.0)
+    if capped:
+        with_capped_head(reference), with_capped_head(ours)
     ours.load_state_dict({k: v for k, v in reference.state_dict().items() if "transforms" not in k})
     stopped().fit(reference, batches("tiny_gpt", ignored))
-    stopped(MultiTokenPrediction((0.5, 0.25), heads=heads)).fit(ours, batches("tiny_gpt", ignored))
+    technique = MultiTokenPrediction((0.5, 0.25), heads="own" if own else "shared")
+    stopped(technique).fit(ours, batches("tiny_gpt", ignored))
     found, expected = dict(ours.named_parameters()), dict(reference.named_parameters())
     assert len(found) == len(expected)
     for name, p in expected.items():
