@@ -1,6 +1,6 @@
 # Needs Python 3.11 or later, make and a C compiler; everything else goes into .venv.
 PYTHON ?= python3
-JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 PYTEST_ARGS ?=
 GPU_ARGS ?=
 
