@@ -216,7 +216,12 @@ class Engine:
         if any(one.faster and one.kind == EXACT and one.trial.recipe for one in found.outcomes):
             return
         near = sorted((one for one in found.outcomes if one.near), key=lambda one: -one.speed.estimate)  # pyright: ignore[reportOptionalMemberAccess]
-        near = near[: min(CLOSEST, together(found.view))]
+        apart = [
+            (one.trial.group == "loader", one.trial.slow) for one in near
+        ]  # measured together only with their own kind
+        near = [one for one, kind in zip(near, apart, strict=True) if kind == apart[0]][
+            : min(CLOSEST, together(found.view))
+        ]
         window = int(self.subject.settings.get("accumulate_grad_batches", 1))
         now = time.monotonic()
         deadline = now + 0.5 * (self.watch.until(FRESH) - now)  # the other half confirms what is found
@@ -236,6 +241,7 @@ class Engine:
             one.speed = speed_up(
                 [*plain[:length], *baseline.turns[:count]], [*own[:length], *track.turns[:count]], one.trial.unit
             )
+            one.count_start(baseline.step_seconds - track.step_seconds)
 
     @staticmethod
     def _skip(found: Findings, trials: Sequence[Trial], why: str) -> None:

@@ -79,6 +79,11 @@ class Outcome:
         """Whether the run is long enough for the seconds of its start."""
         return self.pays_after is None or self.planned is None or self.pays_after < self.planned
 
+    def count_start(self, saved: float) -> None:
+        """Set the batches after which its start has paid for itself, with so many seconds saved per batch."""
+        pays = self.start_seconds > 0 and saved > 0 and self.faster
+        self.pays_after = math.ceil(self.start_seconds / saved) if pays else None
+
     def record(self) -> dict[str, Any]:
         """As JSON."""
         own = {**asdict(self), "trial": self.trial.name, "reason": self.trial.reason, "cost": self.trial.cost}
@@ -112,10 +117,9 @@ def judged(
             found.kind = OTHER
     found.bytes = own.bytes / baseline.bytes if baseline.bytes and own.bytes else 1.0
     extra = own.start_seconds + own.first_seconds - baseline.start_seconds - baseline.first_seconds
-    saved = baseline.step_seconds - own.step_seconds
     if extra > max(1.0, 5 * baseline.step_seconds):
         found.start_seconds = extra
-        found.pays_after = math.ceil(extra / saved) if saved > 0 and found.faster else None
+        found.count_start(baseline.step_seconds - own.step_seconds)
     return found
 
 

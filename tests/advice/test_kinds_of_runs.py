@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -304,7 +305,9 @@ def test_a_stack_that_was_not_measured_again_is_named(monkeypatch: pytest.Monkey
 
 def test_trials_that_came_close_get_the_time_that_no_stack_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     close, far = _outcome(0.98, 1.12, "close"), _outcome(0.8, 0.9, "far")
-    found = Findings("M", View(step_seconds=1e-3), outcomes=[close, far])
+    loader = Outcome(Trial("loader", Change(), EXACT, "it is planted", group="loader"), Interval(1.01, 0.9, 1.2, 6))
+    close.start_seconds = 3.0  # so that it pays only after some batches
+    found = Findings("M", View(step_seconds=1e-3), outcomes=[close, far, loader])
     watch: Any = Watchman(60.0, enabled=False)
     subject: Any = SimpleNamespace(settings={})
     measured: list[Any] = []
@@ -322,6 +325,7 @@ def test_trials_that_came_close_get_the_time_that_no_stack_takes(monkeypatch: py
     assert measured == [["close"]]
     assert close.speed is not None and close.speed.n == 4 and close.faster
     assert close.speed.estimate == pytest.approx((1.05 * 1.15 * 1.1 * 1.1) ** 0.25)
+    assert close.pays_after == math.ceil(3.0 / (1.1 - 1.0))
 
 
 # -- what the headline may say

@@ -189,7 +189,7 @@ class UpdatePeriods(Technique):
         else:
             found = [name for name in trained if meets(name, pattern)]
         if not found:
-            near = ", ".join(nearest(pattern, trained)) or ", ".join(list(trained)[:4])
+            near = ", ".join(nearest(pattern, [*KINDS, *trained])) or ", ".join(list(trained)[:4])
             raise ValueError(
                 f"{WHO}(periods={dict(self.periods)}): {pattern!r} matches no trained parameter; expected one of the kinds"
                 f" {', '.join(map(repr, KINDS))}, or a pattern of names. Nearest: {near}."

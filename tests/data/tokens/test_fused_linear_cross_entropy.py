@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_eff import FusedLinearCrossEntropy
+from lightning_eff.data.tokens._head.finding import site_at
 from lightning_eff.data.tokens._head.stand_in import Logits
 from tests import families, models
 from tests.cases import Case, own_loss
@@ -415,6 +416,13 @@ def test_a_resumed_run_computes_the_heads_that_the_undisturbed_one_does(tmp_path
 
 
 # -- what cannot be
+
+
+def test_a_checkpoint_that_names_a_head_with_a_forward_of_its_own_means_its_product() -> None:
+    net = Net(HEADS["cap within a subclass"], flat)
+    site = site_at(net, "capped", True, V, D)
+    assert site.module is None and site.weight is net.capped.weight and site.name == "capped.weight"
+    assert site_at(net, "out", True, V, D).module is net.out
 
 
 def by_hand(net: Net, z: Tensor, y: Tensor) -> Tensor:

@@ -60,6 +60,8 @@ class Site:
 def site_at(root: nn.Module, name: str, called: bool, classes: int, inputs: int) -> Site:
     """Return the layer of this name: an ``nn.Linear``, or, if it is not called, a parameter."""
     module = root.get_submodule(name) if called else None
+    if module is not None and not is_plain(module):
+        name, module = f"{name}.weight", None  # what its own forward does around the product stays
     if module is None:  # as it is registered, which reading the attribute may not give
         path, _, key = name.rpartition(".")
         weight = root.get_submodule(path)._parameters.get(key)

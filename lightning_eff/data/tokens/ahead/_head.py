@@ -11,7 +11,7 @@ from lightning_eff._core._architecture.derived import Derived, derived
 from lightning_eff._core._architecture.linear_maps import linear_maps
 from lightning_eff._core._architecture.record import tensors_of
 from lightning_eff._core._branches.probing import Divided, probed
-from lightning_eff.data.tokens._head.finding import Site, is_plain
+from lightning_eff.data.tokens._head.finding import Site, site_at
 
 AHEAD = "ahead"
 
@@ -90,9 +90,8 @@ def site_of(root: nn.Module, path: str) -> Site:
     m = root.get_submodule(path)
     weight = _weight(m)
     assert isinstance(weight, nn.Parameter)
-    if is_plain(m):
-        return Site(path, cast(nn.Linear, m), weight, *weight.shape)
-    return Site(f"{path}.weight", None, weight, *weight.shape)
+    called = isinstance(m, nn.Linear)
+    return site_at(root, path if called else f"{path}.weight", called, *weight.shape)
 
 
 def _weight(m: nn.Module) -> Tensor | None:

@@ -147,6 +147,28 @@ class Losses(pl.Callback):
         self.losses.append(outputs["loss"].detach())
 
 
+class Changing(TinyGPT):
+    """From its second batch on, half of its targets are no labels."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits, targets = self(batch["input_ids"]), batch["labels"]
+        if batch_idx:
+            targets = targets.clone()
+            targets[:, ::2] = IGNORED
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_further_tokens_of_a_later_batch_count_only_where_the_target_is_the_label() -> None:
+    torch.manual_seed(0)
+    net, batch = Changing(2, dropout=0.0).double(), make_batch("tiny_gpt", 3, 12)
+    technique = MultiTokenPrediction((1.0,), heads="shared")
+    net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), lr=0.0)
+    stopped(technique, max_steps=2).fit(net, DataLoader([batch] * 2, batch_size=None))  # pyright: ignore[reportArgumentType]
+    at = torch.arange(1, 11, 2)  # the positions whose target is the label, and that have a further one
+    z, y = net(batch["input_ids"])[:, at].detach(), batch["labels"][:, at + 1]
+    torch.testing.assert_close(technique.report()["loss_2"], F.cross_entropy(z.flatten(0, 1), y.flatten()))
+
+
 def test_a_token_counts_if_no_label_up_to_it_is_ignored() -> None:
     labels = torch.tensor([[1, 2, -100, 4, 5, 6], [7, 8, 9, 1, 2, 3]])
     places = torch.arange(12).view(2, 6)
