@@ -108,6 +108,11 @@ def _unfit(users: list[nn.Module], weight: nn.Parameter) -> str | None:
             return "it is tied to an embedding"
         if isinstance(owner, NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention does not call its output layer"
+        kind = _kind(owner)
+        if kind is not None and type(owner).forward is not kind.forward:
+            return (
+                f"{type(owner).__name__} has a forward of its own, and may compute something else than {kind.__name__}"
+            )
     if len({_kind(owner) for owner in users}) > 1 or any(
         owner._parameters.get("weight") is not weight for owner in users
     ):

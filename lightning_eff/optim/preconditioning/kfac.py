@@ -57,9 +57,9 @@ class KFAC(Preconditioner):
     samples, and the log says so. In both cases a constant factor of the loss, and sum or mean, make no difference.
 
     Left alone are embeddings and weights tied to one, norms, transposed convolutions, recurrent networks, computed weights
-    (parametrizations), and ``nn.MultiheadAttention``, which calls none of its layers. A layer without a gradient, such as an
-    expert that sees no token, keeps its factors; a layer without factors keeps its gradient. Compiled modules run uncompiled
-    in steps with statistics.
+    (parametrizations), layers whose class has a forward of its own, and ``nn.MultiheadAttention``, which calls none of its
+    layers. A layer without a gradient, such as an expert that sees no token, keeps its factors; a layer without factors keeps
+    its gradient. Compiled modules run uncompiled in steps with statistics.
 
     It logs ``gradient_norm`` of all gradients, ``direction_norm`` of the preconditioned ones, ``maps`` (the number of layers
     preconditioned in the last step), ``clipping`` (the factor ``nu``), ``statistics`` (the number of steps with statistics),

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_eff import KFAC, SharpnessAwareMinimization, cli
 from lightning_eff.optim.preconditioning import _sampled_labels
+from lightning_eff.optim.preconditioning._maps import maps_of
 from lightning_eff.optim.preconditioning._taps import Taps, last_reached
 from tests.cases import Case, no_map
 from tests.models import flat, hugging_face, loader, trainer
@@ -541,6 +542,19 @@ def test_what_has_no_map_is_refused_with_what_is_left_alone() -> None:
         ValueError, match=r"Left alone: net\.table\.weight, for it is tied to an embedding\. Give one to an"
     ):
         run(Net(Tied()), data(*classes()))
+
+
+def test_layers_with_a_forward_of_their_own_are_left_alone() -> None:
+    """The gradient at their output is not that at ``W a``."""
+
+    class Capped(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).tanh()
+
+    net = nn.Sequential(nn.Linear(4, 5), Capped(5, 3))
+    found, left = maps_of(net, {id(p) for p in net.parameters()})
+    assert [one.name for one in found] == ["0.weight"]
+    assert "Capped has a forward of its own" in left["1.weight"]
 
 
 def test_a_group_without_a_rate_is_refused_unless_nothing_is_clipped() -> None:
