@@ -224,9 +224,10 @@ class Targets:
             chosen = [path for path in found if any(lies_at(path, key) for key in self.named)]
             missing = [key for key in self.named if not any(lies_at(path, key) for path in found)]
             if missing:
+                there = ", ".join(path or "one tensor" for path, _ in held) or "no tensors"
                 raise ValueError(
                     f"{self.who}(labels={list(self.named)}): {missing} became no target of a loss call. Tensors that did:"
-                    f" {_listed(found) or 'none'}. The batch holds {', '.join(path for path, _ in held) or 'no tensors'}."
+                    f" {_listed(found) or 'none'}. The batch holds {there}."
                 )
             return chosen
         if not found:
@@ -379,4 +380,4 @@ def _leave(window: Window) -> None:
 
 
 def _listed(found: Mapping[str, Sequence[TargetCall]]) -> str:
-    return ", ".join(f"{path} (F.{calls[0].fn.__name__})" for path, calls in found.items())
+    return ", ".join(f"{path or 'the batch itself'} (F.{calls[0].fn.__name__})" for path, calls in found.items())

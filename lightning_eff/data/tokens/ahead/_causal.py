@@ -35,15 +35,16 @@ def sees_later(hidden: Tensor, outputs: Sequence[Tensor], labels: Tensor) -> str
     Args:
         hidden: the output layer's input, (B, T, D) or (B T, D).
         outputs: the outputs of embeddings in the same pass.
-        labels: (B, T); negative ones do not count.
+        labels: (B, T'), with as many tokens or one more, of which the step takes a part; negative ones do not count.
     """
-    samples, length = labels.shape
-    if hidden.shape[:-1].numel() != samples * length:
-        return f"gets {tuple(hidden.shape)}, not one hidden state for each of the labels {tuple(labels.shape)}"
-    outputs = [t for t in outputs if t.ndim == 3 and t.shape[:2] == labels.shape]
-    if not outputs or not hidden.requires_grad:
-        return f"was not seen to get hidden states of looked-up tokens of the labels' shape {tuple(labels.shape)}"
-    counts = labels >= 0
+    samples, length = len(labels), hidden.shape[:-1].numel() // len(labels)
+    outputs = [t for t in outputs if t.ndim == 3 and t.shape[:2] == (samples, length)]
+    if hidden.shape[:-1].numel() != samples * length or not outputs or not hidden.requires_grad:
+        return (
+            f"gets {tuple(hidden.shape)}, and was not seen to get one hidden state for each looked-up token of the"
+            f" {samples} texts with the labels {tuple(labels.shape)}"
+        )
+    counts = labels[:, :length] >= 0
     sample = int(counts.sum(1).argmax())
     places = counts[sample].nonzero().flatten().tolist() or [*range(length)]
     at = places[

@@ -147,6 +147,27 @@ class Losses(pl.Callback):
         self.losses.append(outputs["loss"].detach())
 
 
+class Slicing(TinyGPT):
+    """It takes inputs and targets from one tensor (B, T + 1), as many training scripts do."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def test_inputs_and_targets_may_be_parts_of_one_tensor() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCAB, (3, 13))
+    plain = TinyGPT(2, dropout=0.0)
+    sliced = Slicing(2, dropout=0.0)
+    sliced.load_state_dict(plain.state_dict())
+    given: Any = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    for net, batch in ((plain, given), (sliced, ids)):
+        stopped(MultiTokenPrediction((0.5, 0.25))).fit(net, DataLoader([batch] * 3, batch_size=None))
+    for (name, p), q in zip(plain.named_parameters(), sliced.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-12, atol=1e-12, msg=name)
+
+
 class Changing(TinyGPT):
     """From its second batch on, half of its targets are no labels."""
 
