@@ -21,7 +21,7 @@ from lightning_eff.bench.results import now, write_json
 from lightning_eff.tune.arguments import in_memory
 from lightning_eff.tune.config import Choices, Recipes, parsed
 from lightning_eff.tune.confirm import RECIPE, Bench
-from lightning_eff.tune.inspection import profiling
+from lightning_eff.tune.inspection import probing, profiling
 from lightning_eff.tune.inspection.looking import Look
 from lightning_eff.tune.reports.writing import recipe
 from lightning_eff.tune.search import chosen, require_extra
@@ -101,12 +101,13 @@ class NarrowTuner:
             tell: a function that is called with a line about each stage.
 
         Raises:
-            ValueError: for a config or budget that cannot be used, or a target that is not logged.
+            ValueError: for a config or budget that cannot be used, a target that is not logged, or a narrow model that MuP
+                cannot take as the base.
             RuntimeError: if one of the two does not train.
         """
         return self._look(tell or (lambda line: None))[2]
 
-    def _look(self, say: Tell) -> tuple[profiling.Found, Tuner, Look]:
+    def _look(self, say: Tell) -> tuple[profiling.Found, Tuner, Look, WideRecipes]:
         self.out.mkdir(parents=True, exist_ok=True)
         file = self.out / PLAN
         plan = {
@@ -140,7 +141,39 @@ class NarrowTuner:
             raise UsageError(f"--narrow: {look.space.own_left_out.get('rate', 'the learning rate is not searched')}.")
         space = replace(look.space, own=own, techniques={})
         recipes = Recipes(self._narrow_paths, space, scheduled=look.recipes.scheduled)
-        return found, tuner, Look(look.found, space, recipes)
+        base = parsed(self._narrow_paths)["model"]
+        wide = WideRecipes(
+            self.paths,
+            {name: base[name] for name in ("class_path", "init_args") if base.get(name) is not None},
+            recipes,
+            scheduled=found.run.decayed_rate or found.run.manual_optimization,
+        )
+        if not saved.get("runs"):
+            self._check(wide, tuner, found.steps, say)
+            write_json(file, {**saved, "runs": True})
+        return found, tuner, Look(look.found, space, recipes), wide
+
+    def _check(self, recipes: WideRecipes, tuner: Tuner, steps: int, say: Tell) -> None:
+        """Train the wide model for two steps with MuP, before any time is spent on a search.
+
+        Raises:
+            ValueError: if they do not run.
+        """
+        say("two steps of the wide model with MuP")
+        own = {
+            setting.name: probing.middle(setting.range) if setting.value is None else setting.value
+            for setting in recipes.space.own
+        }
+        arm = recipes.arm(RECIPE, Choices(own), steps, self.out / "configs")
+        one, places = self.wide, tuner._places(1)
+        try:
+            why = probing.failure(
+                arm, "MuP", places, target=one.target, steps=steps, seed=one.seed, threads=one.threads
+            )
+        finally:
+            places.close()
+        if why is not None:
+            raise UsageError(f"--narrow: the wide model does not train with this narrow model as its base. {why}")
 
     def _profile(self, paths: Sequence[str]) -> profiling.Found:
         one = self.wide
@@ -163,7 +196,7 @@ class NarrowTuner:
         Raises:
             ModuleNotFoundError: without Optuna (the extra ``tune``) or matplotlib (``bench``).
             ValueError: if the search time is too short, and as in :meth:`look`.
-            RuntimeError: if the narrow model trains in none of its trials.
+            RuntimeError: if the narrow model trains in none of its trials, or the wide one with the values found in none.
         """
         require_extra()
         drawing.require_extra()
@@ -172,7 +205,7 @@ class NarrowTuner:
         if one.search is None:
             raise UsageError("NarrowTuner(search=None): there is no time to search. Set search='1h'.")
         time = Timetable(one.search, SHARES)
-        found, tuner, look = self._look(say)
+        found, tuner, look, recipes = self._look(say)
         narrow = tuner._durations(look.found)
         confirming = found.durations(one.budget, narrow.process, len(one.seeds), one.jobs).bench(LEAST)
         searched = tuner._searched()  # before it was interrupted
@@ -194,13 +227,6 @@ class NarrowTuner:
         best = search.best("baseline")
         assert best is not None
         choices = chosen(best)
-        base = parsed(self._narrow_paths)["model"]
-        recipes = WideRecipes(
-            self.paths,
-            {name: base[name] for name in ("class_path", "init_args") if base.get(name) is not None},
-            look.recipes,
-            scheduled=found.run.decayed_rate or found.run.manual_optimization,
-        )
         bench = Bench(
             recipes,
             Choices(),
@@ -219,7 +245,12 @@ class NarrowTuner:
         )
         say(f"confirming {choices.describe()} on the wide model; about {in_words(confirming)}")
         results = bench.run("confirm", {RECIPE: choices}, controls=True)
-        summary, steps = results["summary"][RECIPE], results["calibration"][RECIPE]["steps"]
+        summary = results["summary"][RECIPE]
+        if RECIPE not in results["calibration"]:
+            raise RuntimeError(
+                f"tune --narrow: {summary['sentence']} The narrow model's best was {choices.describe()}."
+            )
+        steps = results["calibration"][RECIPE]["steps"]
         sentence = f"{choices.describe()}, found on the narrow model and carried over by MuP: {summary['sentence']}"
         (self.out / "recipe.yaml").write_text(recipe(recipes, choices, steps, sentence))
         record = {

@@ -25,11 +25,13 @@ HERE = "tests.tune.test_narrowing.Wide"
 class Wide(Regression):
     """The regression at any width."""
 
-    def __init__(self, width: int = 64, lr: float = 3e-3, weight_decay: float = 0.01) -> None:
+    def __init__(self, width: int = 64, lr: float = 3e-3, weight_decay: float = 0.01, extra: bool = False) -> None:
         super().__init__(lr, weight_decay)
         self.net = nn.Sequential(
             nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
         )
+        if extra:
+            self.net.append(nn.Linear(1, 1))
 
 
 def configs(folder: Path) -> tuple[str, str]:
@@ -114,6 +116,17 @@ def test_other_callbacks_stay_and_the_baseline_has_no_mup(tmp_path: Path) -> Non
     assert recipes.overlay(Choices(), 10) == {}
     callbacks = recipes.overlay(Choices({"rate": 0.1}), 10)["trainer"]["callbacks"]
     assert [one["class_path"].rpartition(".")[2] for one in callbacks] == ["RichProgressBar", "MuP"]
+
+
+def test_a_narrow_model_that_is_no_base_is_refused_before_the_search(tmp_path: Path) -> None:
+    wide, _ = configs(tmp_path)
+    deeper = tmp_path / "deeper.yaml"
+    deeper.write_text("model: {init_args: {width: 16, extra: true}}\n")
+    settings: dict[str, Any] = {"target": "val_loss", "budget": 2.0, "search": "20m", "threads": 1, "jobs": 1}
+    tuner = NarrowTuner([wide], [str(deeper)], out=tmp_path / "out", **settings)
+    with pytest.raises(UsageError, match=r"--narrow: the wide model does not train .* differ in the parameters net\.5"):
+        tuner.run(progress=False)
+    assert not list((tmp_path / "out").glob("**/trials.json"))
 
 
 def test_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_eff._core.search_space import Choice, Integer, Range
+from lightning_eff.bench.arms import Arm
 from lightning_eff.bench.pace import Pace
 from lightning_eff.bench.running.jobs import KILLED, Job
 from lightning_eff.bench.running.places import Places
@@ -111,13 +112,27 @@ def refused(
         arm = recipes.arm(name, Choices(techniques={name: usual(one)}), steps, folder)
     except (ValueError, TypeError) as error:  # its constructor refuses these settings
         return str(error)
-    pace = Pace(target, steps=max(steps, STEPS), sweep=STEPS)
-    (record,) = places.do([Job(arm, seed, pace, f"probe-{one.cls.__name__}", threads, limit)])
-    if record["status"] == "finished":
-        return None
-    if limit is not None and str(record["error"]).startswith(KILLED):
+    why = failure(arm, one.cls.__name__, places, target=target, steps=steps, seed=seed, threads=threads, limit=limit)
+    if limit is not None and str(why).startswith(KILLED):
         return f"{SLOW} {in_words(limit)}, and each of its runs would. Name it with --include to try it"
-    return reason(record)
+    return why
+
+
+def failure(
+    arm: Arm,
+    name: str,
+    places: Places,
+    *,
+    target: str,
+    steps: int,
+    seed: int,
+    threads: int,
+    limit: float | None = None,
+) -> str | None:
+    """Return why two steps of an arm do not run, or None. The arguments are those of :func:`refused`."""
+    pace = Pace(target, steps=max(steps, STEPS), sweep=STEPS)
+    (record,) = places.do([Job(arm, seed, pace, f"probe-{name}", threads, limit)])
+    return None if record["status"] == "finished" else reason(record)
 
 
 def reason(record: dict[str, Any]) -> str:
