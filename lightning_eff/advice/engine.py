@@ -17,7 +17,7 @@ from lightning_eff.advice.applied import LargerBatch
 from lightning_eff.advice.intervals import EXACT, PRECISION, Turn, keeps_numbers, speed_up, tolerance
 from lightning_eff.advice.limits import busy, conflict, largest, together
 from lightning_eff.advice.looking import View, in_short, look
-from lightning_eff.advice.outcomes import Outcome, Stack, judged, noise_between
+from lightning_eff.advice.outcomes import Outcome, Stack, closest, judged, noise_between
 from lightning_eff.advice.problems import NOT_FINITE, Problem, Problems, became_not_finite
 from lightning_eff.advice.progress import Watchman
 from lightning_eff.advice.suggestions import Suggestion, suggestions
@@ -215,13 +215,7 @@ class Engine:
         """Where no trial made the run faster, use the time that a stack would take for those that came closest."""
         if any(one.faster and one.kind == EXACT and one.trial.recipe for one in found.outcomes):
             return
-        near = sorted((one for one in found.outcomes if one.near), key=lambda one: -one.speed.estimate)  # pyright: ignore[reportOptionalMemberAccess]
-        apart = [
-            (one.trial.group == "loader", one.trial.slow) for one in near
-        ]  # measured together only with their own kind
-        near = [one for one, kind in zip(near, apart, strict=True) if kind == apart[0]][
-            : min(CLOSEST, together(found.view))
-        ]
+        near = closest(found.outcomes, min(CLOSEST, together(found.view)))
         window = int(self.subject.settings.get("accumulate_grad_batches", 1))
         now = time.monotonic()
         deadline = now + 0.5 * (self.watch.until(FRESH) - now)  # the other half confirms what is found

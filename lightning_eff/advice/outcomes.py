@@ -1,7 +1,7 @@
 """Results of trials, and of the stack that they add up to."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -88,6 +88,20 @@ class Outcome:
         """As JSON."""
         own = {**asdict(self), "trial": self.trial.name, "reason": self.trial.reason, "cost": self.trial.cost}
         return {**own, "change": self.trial.change.record(), "code": self.trial.code, "faster": self.faster}
+
+
+def closest(outcomes: Iterable[Outcome], count: int) -> list[Outcome]:
+    """The outcomes nearest to a gain, the best first; only those that can be measured beside the first.
+
+    Trials of loaders and trials with a slow first step are each measured apart.
+
+    Args:
+        outcomes: of all trials.
+        count: of outcomes, at most.
+    """
+    near = sorted((one for one in outcomes if one.near), key=lambda one: -one.speed.estimate)  # pyright: ignore[reportOptionalMemberAccess]
+    kinds = [(one.trial.group == "loader", one.trial.slow) for one in near]
+    return [one for one, kind in zip(near, kinds, strict=True) if kind == kinds[0]][:count]
 
 
 def judged(
