@@ -6,6 +6,7 @@ less time.
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +168,9 @@ class NarrowTuner:
         arm = recipes.arm(RECIPE, Choices(own), steps, self.out / "configs")
         one, places = self.wide, tuner._places(1)
         try:
+            began = time.monotonic()
+            places.start()
+            write_json(tuner.out / "start.json", {"process_seconds": time.monotonic() - began})
             why = probing.failure(
                 arm, "MuP", places, target=one.target, steps=steps, seed=one.seed, threads=one.threads
             )
@@ -204,14 +208,14 @@ class NarrowTuner:
         one = self.wide
         if one.search is None:
             raise UsageError("NarrowTuner(search=None): there is no time to search. Set search='1h'.")
-        time = Timetable(one.search, SHARES)
+        timetable = Timetable(one.search, SHARES)
         found, tuner, look, recipes = self._look(say)
         narrow = tuner._durations(look.found)
         confirming = found.durations(one.budget, narrow.process, len(one.seeds), one.jobs).bench(LEAST)
         searched = tuner._searched()  # before it was interrupted
-        seconds = time.left - searched - confirming
+        seconds = timetable.left - searched - confirming
         if seconds < narrow.trial(SHARES) and not searched:
-            least = math.ceil(time.spent + confirming + narrow.trial(SHARES))
+            least = math.ceil(timetable.spent + confirming + narrow.trial(SHARES))
             raise UsageError(
                 f"--search {one.search:g}s is too short: a trial takes about {in_words(narrow.trial(SHARES))}, and the"
                 f" confirmation on the wide model {in_words(confirming)}. Set --search to {least}s or more."
