@@ -54,8 +54,9 @@ def top_key(path: str) -> str | int:
 def num_samples(batch: Any) -> int:
     """Return the number of samples B in the batch.
 
-    :mod:`lightning_eff._core._samples.counting` decides where the run gives a count. Otherwise B is the leading size that
-    most tensors share, or the first tensor's leading size on a tie.
+    :mod:`lightning_eff._core._samples.counting` decides where the run gives a count. Otherwise B is the length of the batch's
+    lists, if each tensor has as many rows or lies in a list with one item per sample; the leading size that most tensors share;
+    or the first tensor's leading size on a tie.
 
     Raises:
         ValueError: if the batch holds no tensor with a leading dimension, and has no count itself.
@@ -65,6 +66,8 @@ def num_samples(batch: Any) -> int:
     if told is not None:
         return told
     sizes = [tensor.shape[0] for _, tensor in found if tensor.ndim > 0]
+    if len(set(sizes)) > 1 and (listed := _length_of_lists(batch, found)) is not None:
+        return listed
     if not sizes:
         raise ValueError(
             f"Got a batch of type {type(batch).__name__} without a tensor that has a batch dimension; expected tensors with"
@@ -75,6 +78,23 @@ def num_samples(batch: Any) -> int:
     if rule is not None:
         rule.doubt(sizes, most)
     return most
+
+
+def _length_of_lists(batch: Any, found: Sequence[tuple[str, Tensor]]) -> int | None:
+    """Return the number of samples for which all tensors have a row each, or lie in lists with one item per sample."""
+    held = [item for _, item in _items(batch) if tensors(item)]
+    lists = [item for item in held if isinstance(item, list | tuple) and not hasattr(item, "_fields")]
+    lengths = {len(item) for item in lists}
+    if len(lengths) != 1:
+        return None
+    size = lengths.pop()
+    if len(lists) < len(held):
+        inside = sample_of(batch, size)
+    elif any(map(_ragged, lists)):
+        inside = dict(found)
+    else:
+        return None
+    return size if all(path in inside or t.ndim == 0 or t.shape[0] == size for path, t in found) else None
 
 
 def map_tensors(batch: Any, fn: Callable[[Tensor], Any]) -> Any:
@@ -89,8 +109,8 @@ def map_tensors(batch: Any, fn: Callable[[Tensor], Any]) -> Any:
 def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
     """Return the batch with only the samples ``index``, in that order.
 
-    Tensors and arrays with B rows are indexed, and so are lists or tuples with one item per sample. Other values, such
-    as a mask that all samples share, stay unchanged.
+    Tensors and arrays with B rows are indexed, and so are lists or tuples with one item per sample (:func:`sample_of`). Other
+    values, such as a mask that all samples share, stay unchanged.
 
     Args:
         batch: the batch.
@@ -104,32 +124,92 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
     size = num_samples(batch) if size is None else size
     at = index.tolist()
 
-    def pick(value: Any) -> Any:
+    def pick(value: Any, listed: bool = False) -> Any:
         if isinstance(value, Tensor):
             return value.index_select(0, index.to(value.device)) if value.ndim > 0 and value.shape[0] == size else value
         if isinstance(value, np.ndarray):
             return value[at] if value.ndim > 0 and value.shape[0] == size else value
         if isinstance(value, PackedSequence):
             raise ValueError(_PACKED)
+        inner = _lists_samples(value, size)
         if isinstance(value, Mapping):
-            return _with_items(value, {key: pick(item) for key, item in value.items()})
+            return _with_items(value, {key: pick(item, inner) for key, item in value.items()})
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(pick(item) for item in value))
+            return type(value)(*(pick(item, inner) for item in value))
         if isinstance(value, list | tuple):
-            by_sample = len(value) == size and not any(
-                tensor.ndim > 0 and tensor.shape[0] == size for _, tensor in tensors(value)
-            )
-            return type(value)([value[i] for i in at] if by_sample else [pick(item) for item in value])
+            by_sample = _by_sample(value, size, listed)
+            return type(value)([value[i] for i in at] if by_sample else [pick(item, inner) for item in value])
         if is_dataclass(value) and not isinstance(value, type):
             other = copy.copy(value)
             for f in fields(value):
-                object.__setattr__(other, f.name, pick(getattr(value, f.name)))  # also if frozen
+                object.__setattr__(other, f.name, pick(getattr(value, f.name), inner))  # also if frozen
             return other
         if keeps_tensors(value):
             raise ValueError(f"G{_closed(value)}")
         return value
 
     return pick(batch)
+
+
+def sample_of(batch: Any, size: int) -> dict[str, int]:
+    """Return the sample of every tensor that lies in a list with one item per sample, by path.
+
+    A list of ``size`` items holds samples if none of its tensors has ``size`` rows, if its items are alike but for their
+    numbers of rows, or if another list beside it holds samples. Otherwise its items are columns: each has a row per sample.
+
+    Args:
+        batch: the batch.
+        size: the number of samples.
+    """
+    found: dict[str, int] = {}
+
+    def look(value: Any, path: str, listed: bool) -> None:
+        by_sample = (
+            isinstance(value, list | tuple) and not hasattr(value, "_fields") and _by_sample(value, size, listed)
+        )
+        if by_sample:
+            found.update({inner: i for i, item in enumerate(value) for inner, _ in tensors(item, f"{path}[{i}]")})
+            return
+        inner = _lists_samples(value, size)
+        for name, item in _items(value):
+            look(item, f"{path}{name}", inner)
+
+    look(batch, "", False)
+    return found
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    """Return what a container of :func:`tensors` holds, with the parts of the paths."""
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [(f"[{i}]", item) for i, item in enumerate(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(f".{f.name}", getattr(value, f.name)) for f in fields(value)]
+    return []
+
+
+def _lists_samples(value: Any, size: int) -> bool:
+    """Return whether a container holds a list of tensors that can only have one item per sample."""
+    lists = [item for _, item in _items(value) if isinstance(item, list | tuple) and not hasattr(item, "_fields")]
+    return any(_by_sample(item, size, False) and bool(tensors(item)) for item in lists)
+
+
+def _by_sample(value: Sequence[Any], size: int, listed: bool) -> bool:
+    """Return whether a list has one item per sample; ``listed`` says that another list beside it has."""
+    if len(value) != size:
+        return False
+    return listed or _ragged(value) or not any(t.ndim > 0 and t.shape[0] == size for _, t in tensors(value))
+
+
+def _ragged(value: Sequence[Any]) -> bool:
+    """Return whether the items of a list are alike but for their numbers of rows, as objects in images are."""
+    items = [tensors(item) for item in value]
+    if len({tuple(path for path, _ in item) for item in items}) != 1:
+        return False
+    columns = [[t for _, t in column] for column in zip(*items, strict=True)]
+    alike = [len({(t.dtype, t.shape[1:]) for t in column}) == 1 for column in columns]
+    return any(same and len({t.shape[:1] for t in column}) > 1 for same, column in zip(alike, columns, strict=True))
 
 
 def keeps_tensors(value: Any) -> bool:
@@ -167,10 +247,14 @@ def _closed(value: Any) -> str:
 
 
 def check_indexed(batch: Any, size: int) -> None:
-    """Raise ``ValueError`` unless samples can be selected: at least half of the batch's tensors have ``size`` rows."""
+    """Raise ``ValueError`` unless samples can be selected.
+
+    They can if half or more of the batch's tensors have ``size`` rows, not counting those in lists of samples.
+    """
     if (closed := first_opaque(batch)) is not None:
         raise ValueError(f"g{_closed(closed)}")
-    leading = [t.shape[0] for _, t in tensors(batch) if t.ndim > 0 and t.shape[0] > 1]
+    inside = sample_of(batch, size)
+    leading = [t.shape[0] for path, t in tensors(batch) if t.ndim > 0 and t.shape[0] > 1 and path not in inside]
     if 2 * sum(n == size for n in leading) < len(leading):
         raise ValueError(
             f"got a batch of {size} samples whose tensors have the leading sizes {sorted(set(leading))[:5]}; expected {size},"
@@ -189,7 +273,7 @@ def join(batches: Sequence[Any]) -> Any:
         ValueError: if the batches differ in structure, or their tensors have shapes that do not fit together.
     """
     sizes = [num_samples(batch) for batch in batches]
-    return _joined(list(batches), sizes, "")
+    return _joined(list(batches), sizes, "", False)
 
 
 def _with_items(mapping: Any, items: dict[Any, Any]) -> Any:
@@ -202,7 +286,7 @@ def _with_items(mapping: Any, items: dict[Any, Any]) -> Any:
     return other
 
 
-def _joined(parts: list[Any], sizes: list[int], path: str) -> Any:
+def _joined(parts: list[Any], sizes: list[int], path: str, listed: bool) -> Any:
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         raise ValueError(
@@ -222,34 +306,34 @@ def _joined(parts: list[Any], sizes: list[int], path: str) -> Any:
         return first if same else _differ(path)
     if isinstance(first, PackedSequence):
         raise ValueError(_PACKED)
+    inner = any(_lists_samples(part, size) for part, size in zip(parts, sizes, strict=True))
     if isinstance(first, Mapping):
         if any(part.keys() != first.keys() for part in parts):
             raise ValueError(f"Got batches with the keys {[list(part) for part in parts]}; expected the same in all.")
-        return _with_items(first, {key: _joined([p[key] for p in parts], sizes, f"{path}[{key!r}]") for key in first})
+        made = {key: _joined([p[key] for p in parts], sizes, f"{path}[{key!r}]", inner) for key in first}
+        return _with_items(first, made)
     if isinstance(first, list | tuple):
-        return _joined_sequence(parts, sizes, path)
+        return _joined_sequence(parts, sizes, path, listed, inner)
     if is_dataclass(first) and not isinstance(first, type):
         other = copy.copy(first)
         for f in fields(first):
             values = [getattr(part, f.name) for part in parts]
-            object.__setattr__(other, f.name, _joined(values, sizes, f"{path}.{f.name}"))  # also if frozen
+            object.__setattr__(other, f.name, _joined(values, sizes, f"{path}.{f.name}", inner))  # also if frozen
         return other
     return first if all(part == first for part in parts) else _differ(path)
 
 
-def _joined_sequence(parts: list[Any], sizes: list[int], path: str) -> Any:
+def _joined_sequence(parts: list[Any], sizes: list[int], path: str, listed: bool, inner: bool) -> Any:
     first = parts[0]
-    by_sample = all(
-        len(part) == size and not any(t.ndim > 0 and t.shape[0] == size for _, t in tensors(part))
-        for part, size in zip(parts, sizes, strict=True)
-    )
+    both = list(zip(parts, sizes, strict=True))
+    by_sample = all(len(part) == size for part, size in both) and any(_by_sample(*one, listed) for one in both)
     if by_sample and not hasattr(first, "_fields"):
         return type(first)([item for part in parts for item in part])
     if any(len(part) != len(first) for part in parts):
         raise ValueError(
             f"Got batches of {[len(part) for part in parts]} items at {path or 'their top'}; expected as many in all."
         )
-    made = [_joined(list(items), sizes, f"{path}[{i}]") for i, items in enumerate(zip(*parts, strict=True))]
+    made = [_joined(list(items), sizes, f"{path}[{i}]", inner) for i, items in enumerate(zip(*parts, strict=True))]
     return type(first)(*made) if hasattr(first, "_fields") else type(first)(made)
 
 

@@ -14,7 +14,16 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding, BatchFeature
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_eff._core.batches import check_indexed, map_tensors, num_samples, num_tokens, select, tensors
+from lightning_eff._core.batches import (
+    check_indexed,
+    join,
+    map_tensors,
+    num_samples,
+    num_tokens,
+    sample_of,
+    select,
+    tensors,
+)
 
 X = torch.arange(20).reshape(5, 4)
 Y = torch.arange(5) * 10
@@ -92,6 +101,59 @@ def test_samples_are_chosen_in_batches_of_any_make(name: str) -> None:
     assert same(found, expected), found
     assert same(select(batch, torch.arange(num_samples(batch))), batch)
     assert same(batch, BATCHES[name][0]), "the batch itself was changed"
+
+
+def objects(*counts: int) -> list[dict[str, Tensor]]:
+    """The targets of a detector: of each image, as many boxes and labels as it has objects."""
+    return [{"boxes": torch.full((n, 4), i), "labels": torch.full((n,), i)} for i, n in enumerate(counts)]
+
+
+IMAGES = [torch.full((3, 8 + i, 8), i) for i in range(3)]
+LISTED = {  # batches of three samples, by what shows that their lists have one item per sample
+    "by chance as many objects": {"image": torch.arange(3), "objects": objects(1, 3, 2)},
+    "by chance as many channels": [IMAGES, objects(1, 3, 2)],
+    "as many objects everywhere, beside others": [[torch.zeros(2), torch.ones(1), torch.ones(2)], objects(3, 3, 3)],
+    "as many boxes": {"image": torch.arange(3), "boxes": [torch.zeros(3, 4), torch.ones(2, 4), torch.ones(3, 4)]},
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_with_one_item_per_sample_are_never_columns(name: str) -> None:
+    batch = LISTED[name]
+    lists = [value for value in (batch.values() if isinstance(batch, dict) else batch) if isinstance(value, list)]
+    found = select(batch, torch.tensor([2, 0]), 3)
+    chosen = [value for value in (found.values() if isinstance(found, dict) else found) if isinstance(value, list)]
+    assert lists
+    for old, new in zip(lists, chosen, strict=True):
+        assert same(new, [old[2], old[0]])
+    inside = sample_of(batch, 3)
+    assert set(inside.values()) == {0, 1, 2} and len(inside) == sum(len(tensors(value)) for value in lists)
+    assert all(f"[{sample}]" in path for path, sample in inside.items())
+    check_indexed(batch, 3)
+
+
+@pytest.mark.parametrize("name", [name for name in LISTED if "everywhere" not in name])  # there, a part says no size
+def test_lists_with_one_item_per_sample_are_joined(name: str) -> None:
+    batch = LISTED[name]
+    parts = [select(batch, torch.tensor(index), 3) for index in ([0], [0, 1, 2], [2, 0])]
+    assert [num_samples(part) for part in parts] == [1, 3, 2]
+    assert same(join(parts), select(batch, torch.tensor([0, 0, 1, 2, 2, 0]), 3))
+
+
+def test_columns_as_many_as_samples_stay_columns() -> None:
+    mask = torch.zeros(7, 7)
+    batch = [torch.arange(4), torch.arange(8).reshape(4, 2), mask, [torch.arange(4), torch.zeros(4, 3)]]
+    assert sample_of(batch, 4) == {}
+    assert same(select(batch, torch.tensor([1]))[:2], [torch.tensor([1]), torch.tensor([[2, 3]])])
+    views = [{"x": torch.zeros(2, 3)}, {"x": torch.ones(2, 3)}]  # of each sample
+    assert same(select(views, torch.tensor([1]), 2), [{"x": torch.zeros(1, 3)}, {"x": torch.ones(1, 3)}])
+
+
+def test_lists_of_one_length_count_samples() -> None:
+    assert num_samples((IMAGES, objects(1, 3, 2))) == 3
+    assert num_samples((IMAGES[:2], objects(5, 3))) == 2, "channels are most"
+    assert num_samples([[X[:4], X[:4]], [X, X]]) == 4, "of two loaders"
+    assert num_samples([X, Y]) == 5
 
 
 def test_dataclasses() -> None:

@@ -122,3 +122,12 @@ def test_the_size_that_the_user_logs_is_trusted_most() -> None:
     rule.hear(tensors(batch), [6])
     rule.learn(tensors(batch), len(batch.nodes))
     assert rule.count(batch, tensors(batch)) == 6
+
+
+def test_a_size_that_only_one_batch_has_by_chance_counts_nothing_later() -> None:
+    """Four images, one with four objects; then four images whose objects are fewer."""
+    rule = Counting()
+    for counts in ((1, 4, 2, 2), (1, 2, 2, 3)):
+        batch = [torch.zeros(3, 8, 8)] * 4, [torch.zeros(n) for n in counts]
+        rule.learn(tensors(batch), 4)
+        assert rule.count(batch, tensors(batch)) == 4

@@ -10,7 +10,8 @@ is only the last resort. The sources in their order of trust are:
    class that is not a container, ``PackedSequence`` and nested tensors.
 4. The leading size, if all tensors share it.
 5. The number of indices, whatever the tensors' sizes.
-6. The leading size of most tensors. If there are many sizes, a warning says so once.
+6. The length of lists with one item per sample, if all tensors lie in such lists.
+7. The leading size of most tensors. If there are many sizes, a warning says so once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,6 +107,8 @@ class Counting:
         kept = fitting if before is None else [place for place in before if place in fitting]
         if kept or (exact and fitting):
             self._places[kind] = kept or fitting
+        elif exact:
+            self._places.pop(kind, None)  # another dimension had that size by chance
 
     def hear(self, found: list[tuple[str, Tensor]], said: list[int]) -> None:
         """Learn from the ``batch_size`` of the step's calls of ``self.log``, if it had any."""

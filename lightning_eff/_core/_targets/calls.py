@@ -32,6 +32,7 @@ class TargetCall:
         factors: for a part of a batch, the factor of its loss on its own target and on each of the others, relative to a plain
             mean over parts; empty if all are 1.
         whole: whether the target is the labels themselves, so that element i belongs to label i.
+        sample: the sample that all elements belong to, where the labels lie in a list with one item per sample; else None.
     """
 
     fn: Callable[..., Tensor]
@@ -42,6 +43,7 @@ class TargetCall:
     others: tuple[Tensor, ...] = ()
     factors: tuple[float, ...] = ()
     whole: bool = False
+    sample: int | None = None
 
     @property
     def input(self) -> Tensor:
@@ -78,6 +80,8 @@ class TargetCall:
     @property
     def element_samples(self) -> Tensor:
         """The sample of each element, in the elements' shape; -1 if it belongs to no label."""
+        if self.sample is not None:
+            return torch.where(self.element_places >= 0, self.sample, -1)
         per_sample = max(math.prod(self.shape[1:]), 1)
         return self.element_places.div(per_sample, rounding_mode="floor")
 

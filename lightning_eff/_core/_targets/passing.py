@@ -33,6 +33,7 @@ class Window(TorchFunctionMode):
         self.scored = scored
         self.change = change
         self.shapes = shapes
+        self.samples: Mapping[str, int] = {}  # of labels in a list with one item per sample, by path
         self.follower = Follower()
         self.made: list[tuple[TargetCall, Tensor]] = []  # changed calls and their results
         self.elsewhere: list[str] = []  # calls whose targets do not come from labels
@@ -109,7 +110,8 @@ class Window(TorchFunctionMode):
             return fn(**arguments)
         shape = self.shapes[trace.label]
         others, factors = tuple(trace.others), self.factors()
-        call = TargetCall(fn, arguments, trace.label, shape, trace.places, others, factors, trace.whole)
+        sample = self.samples.get(trace.label)
+        call = TargetCall(fn, arguments, trace.label, shape, trace.places, others, factors, trace.whole, sample)
         output = self.change(call)
         if (output.ndim > 0) != (call.reduction == "none"):
             raise ValueError(

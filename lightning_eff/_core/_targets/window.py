@@ -17,7 +17,7 @@ from lightning_eff._core._targets.followed import can_follow
 from lightning_eff._core._targets.leaks import Leaks, Level, depends_on_labels, leaked, rolled
 from lightning_eff._core._targets.passing import Window
 from lightning_eff._core._targets.seen import none_seen, not_of_them
-from lightning_eff._core.batches import first_opaque, lies_at, map_tensors, num_samples, tensors
+from lightning_eff._core.batches import first_opaque, lies_at, map_tensors, num_samples, sample_of, tensors
 from lightning_eff._core.losses import LossNotVisible, loss_of
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
@@ -152,6 +152,7 @@ class Targets:
         if others is not None:
             named = {path: tensor for path, tensor in named.items() if path in others}
         window = Window(change, {path: tensor.shape for path, tensor in named.items()}, scored=self.scored)
+        window.samples = sample_of(batch, num_samples(batch))
         window.follower.by_class = self._by_class and not self.session.divided and can_follow(named.values())
         for path, tensor in named.items():
             beside = [] if others is None else others[path]
@@ -325,6 +326,7 @@ class Targets:
         With labels ``beside`` those held, by path, loss calls get the targets that these give.
         """
         window = Window(_beside if beside else TargetCall.plain, {path: tensor.shape for path, tensor in held})
+        window.samples = sample_of(batch, num_samples(batch))
         window.leaks = leaks
         for path, tensor in held:
             window.follower.begin(path, tensor, beside.get(path, ()) if beside else ())

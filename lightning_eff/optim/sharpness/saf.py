@@ -125,6 +125,7 @@ class SAF(Trajectory):
         self._learnt: Step | None = None
         self._told: set[str] = set()
         self._dtype = torch.float32
+        self._size = 0  # samples of the batch
 
     # -- the run
 
@@ -176,6 +177,7 @@ class SAF(Trajectory):
     @override
     def describe(self, session: Session, calls: list[tuple[str, TargetCall]]) -> Any:
         for _, call in calls:
+            _check_rows(call, self._size)
             self._dtype = (
                 call.scores.dtype if call is calls[0][1] else torch.promote_types(self._dtype, call.scores.dtype)
             )
@@ -210,6 +212,7 @@ class SAF(Trajectory):
     @override
     def earlier(self, step: Step, batch: Any) -> Callable[[str, TargetCall], Earlier | None]:
         indices = self._indices(step, batch)
+        self._size = len(indices)
         counts = self.session.progress.u >= self.start and self._epoch >= self.lag
         stores = (
             self._stores if counts else {}
@@ -335,9 +338,24 @@ class SAF(Trajectory):
 
 def _places(store: ScoreStore, call: TargetCall, indices: Tensor) -> Tensor:
     """The places of the call's elements in the store, in one dimension; -1 for elements without a label."""
+    _check_rows(call, len(indices))
     places, rows = call.element_places.flatten(), max(math.prod(call.shape[1:]), 1)
     samples = indices.to(places.device)[call.element_samples.flatten().clamp(min=0)]
     return torch.where(places >= 0, store.places(samples, places % rows), -1)
+
+
+def _check_rows(call: TargetCall, size: int) -> None:
+    """Raise ``ValueError`` unless the labels have one row for each of the batch's ``size`` samples."""
+    if call.sample is not None or call.shape[:1] != (size,):
+        held = (
+            "lie in a list with one item per sample"
+            if call.sample is not None
+            else f"have the shape {tuple(call.shape)}"
+        )
+        raise ValueError(
+            f"SAF: the labels {call.label} {held}, so their rows are not the {size} samples of the batch, by which scores are"
+            f" stored. Let the collate_fn stack the labels of samples into one tensor ({size}, ...), or {_OR_MESA}."
+        )
 
 
 def _epochs(trainer: Trainer) -> float:

@@ -414,12 +414,14 @@ def test_the_store_may_stay_in_cpu_memory() -> None:
 
 def test_ranks_whose_first_batches_differ_have_room_for_the_longest() -> None:
     technique, calls = SAF(lag=1, start=0.0), []
+    technique._size = 2
     session: Any = SimpleNamespace(
         loaders=SimpleNamespace(num_samples=5),
         trainer=SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu"))),
     )
     for dtype, rows in ((torch.bfloat16, 2), (torch.float32, 4), (torch.bfloat16, 3)):
-        calls.append(("y 3 #0", SimpleNamespace(scores=torch.zeros(2, rows, 3, dtype=dtype), shape=(2, rows))))
+        call = SimpleNamespace(scores=torch.zeros(2, rows, 3, dtype=dtype), shape=(2, rows), sample=None)
+        calls.append(("y 3 #0", call))
     told = [technique.describe(session, calls[i:]) for i in (2, 1, 0)]
     technique.begin(session, [{"y 3 #0": [rows, 3]} for rows in (3, 4, 2)])
     (store,) = technique._stores.values()
@@ -536,6 +538,33 @@ def test_a_loader_that_does_not_tell_samples_is_refused(data: Any, message: str)
     before = flat(net).clone()
     with pytest.raises(ValueError, match=message):
         trainer(SAF(lag=1, start=0.0), max_epochs=3).fit(net, data())
+    assert torch.equal(flat(net), before)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_labels_without_a_row_per_sample_are_refused(stacked: bool) -> None:
+    """A detector's labels are of objects: in a list with one item per image, or those of all images one after the other."""
+
+    class Detector(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            images, labels = batch
+            z = self(torch.stack(list(images)))
+            if stacked:
+                counts = torch.tensor([1, 2, 1, 2])[: len(z)]
+                return F.cross_entropy(z.repeat_interleave(counts, 0), labels)
+            return torch.stack([F.cross_entropy(z[i].expand(len(y), -1), y) for i, y in enumerate(labels)]).mean()
+
+    def collate(items: list[Any]) -> Any:
+        images, labels = zip(*[(x, y.expand(1 + i % 2)) for i, (x, y) in enumerate(items)], strict=True)
+        return images, torch.cat(labels) if stacked else labels
+
+    net = Detector()
+    before = flat(net).clone()
+    message = r"have the shape \(6,\), so" if stacked else "lie in a list with one item per sample, so"
+    with pytest.raises(ValueError, match=f"SAF: the labels .* {message} their rows are not the 4 samples"):
+        trainer(SAF(lag=1, start=0.0), max_epochs=3).fit(
+            net, DataLoader(Samples("classifier", 20), 4, collate_fn=collate)
+        )
     assert torch.equal(flat(net), before)
 
 
