@@ -113,11 +113,15 @@ def find_sequences(batch: Any, keys: Sequence[str | int] | None, multiple_of: in
     )
     if keys is None:
         integers = [t for _, t in named if t.ndim == 2 and _is_integer(t)]
-        if not integers:
-            raise ValueError(f"{who}: found no integer tensor of shape (B, T) in the batch: {listed}. {mend}")
         # positions (1, T) and masks (T, T) that all samples share do not show the number of samples
-        size = num_samples([t for t in integers if t.shape[0] not in (1, t.shape[1])] or integers)
-        chosen = [t for t in integers if t.shape[0] == size]
+        own = [t for t in integers if t.shape[0] not in (1, t.shape[1])] or integers
+        size, rows = (num_samples(batch), num_samples(own)) if own else (0, 0)
+        chosen = [t for t in integers if t.shape[0] == size] if size > 1 else []
+        if not chosen and (size == 1 or rows == 1):
+            chosen = [t for t in integers if t.shape[0] == rows]
+        if not chosen:
+            of = f" of {size} samples" if integers else ""
+            raise ValueError(f"{who}: found no integer tensor of shape (B, T) in the batch{of}: {listed}. {mend}")
     else:
         by_key = [[t for path, t in named if lies_at(path, key)] for key in keys]
         chosen = [t for found in by_key for t in found]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_eff._core.batches import lies_at, tensors
+from lightning_eff._core.batches import lies_at, num_samples, tensors
 
 _SPECIAL = (
     "pad_token_id",
@@ -38,8 +38,8 @@ def found_tokens(batch: Any, keys: Sequence[str | int] | None, *, who: str) -> l
 
     Args:
         batch: tensors in a dict, tuple, list or dataclass.
-        keys: names or positions of the tokens. None takes ``input_ids``, or the only integer tensor (B, T) whose name is not
-            that of a mask, a position, a type or a label.
+        keys: names or positions of the tokens. None takes ``input_ids``, or the only integer tensor (B, T) with a row per
+            sample whose name is not that of a mask, a position, a type or a label.
         who: the technique's name, for messages.
 
     Raises:
@@ -47,6 +47,9 @@ def found_tokens(batch: Any, keys: Sequence[str | int] | None, *, who: str) -> l
     """
     whole = [(p, t) for p, t in tensors(batch) if not (t.is_floating_point() or t.is_complex()) and t.ndim == 2]
     whole = [(path, t) for path, t in whole if t.dtype != torch.bool]
+    if keys is None and whole:
+        rows = (num_samples(batch), 1)  # one row of packed texts
+        whole = [(path, t) for path, t in whole if t.shape[0] in rows]
     if keys is not None:
         found = [(path, t) for path, t in whole if any(lies_at(path, key) for key in keys)]
     else:

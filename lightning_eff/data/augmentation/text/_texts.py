@@ -11,10 +11,11 @@ from typing_extensions import override
 from lightning_eff._core._needs.needs import Need
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._targets.window import Targets
-from lightning_eff._core.batches import map_tensors, tensors
+from lightning_eff._core.batches import lies_at, map_tensors, tensors
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Step
 from lightning_eff.data.augmentation._engine import BASELINE, Augmentation
+from lightning_eff.data.augmentation._lookups import lookups
 from lightning_eff.data.augmentation._tokens import configured_special_tokens, found_tokens
 
 
@@ -90,8 +91,16 @@ class TextAugmentation(Augmentation):
             if not self._targets.labels(step, batch):  # the step skips this batch
                 self._note(0.0)
                 return proceed(batch)
+            on_all_ranks(self.session, lambda: self._read(step, batch))
             self._checked = True
         return super()._link(step, batch, proceed)
+
+    def _read(self, step: Step, batch: Any) -> None:
+        """Raise ``ValueError`` if the tokens, which no ``keys`` name, are looked up in no embedding: columns of categories."""
+        found = found_tokens(batch, self.keys, who=type(self).__name__)
+        unnamed = [ids for path, ids in found if self.keys is None and not lies_at(path, "input_ids")]
+        if unnamed and not (calls := lookups(step, batch)).of(unnamed):
+            raise calls.none(unnamed[0], who=type(self).__name__)
 
     @override
     def change(self, step: Step, batch: Any, generator: Generator) -> tuple[Any, float] | None:

@@ -1,5 +1,6 @@
 """TokenNoise: how often tokens change, into what, and what never changes: labels, padding and special tokens."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import lightning_eff as eff
 from lightning_eff.data.augmentation.text.token_noise import noised
 from tests.cases import Case, classifier
 from tests.data.augmentation.modules import Ids, chi_squared, train
-from tests.models import hugging_face, make_batch, module
+from tests.models import hugging_face, make_batch, module, trainer
 from tests.runs import fit_yaml
 
 _NONE = "found no tokens in the batch"
@@ -197,3 +199,49 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_yaml(tmp_path: Path) -> None:
     names: Any = {"model": "tests.models.TinyGPT", "data": "tests.data.augmentation.modules.Texts"}
     fit_yaml(tmp_path, "TokenNoise", {"rate": 0.2, "special_tokens": [0]}, max_steps=4, **names)
+
+
+class Columns(pl.LightningModule):
+    """A table: each column of categories has its own embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(n, 4) for n in (3, 9, 5)])
+        self.head = nn.Linear(12, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(torch.cat([table(x[:, i]) for i, table in enumerate(self.tables)], -1)), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Edges(Columns):
+    """Graphs: the ends (2, E) of edges between all their nodes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        edges, y = batch
+        return F.cross_entropy(self.head.weight.T.mean(0) + edges.float().mean() * self.head.bias.expand(len(y), -1), y)
+
+
+def _edges(items: list[Any]) -> tuple[Tensor, Tensor]:
+    return torch.cat([x.expand(3, 3) for x, _ in items])[:, :2].T, torch.tensor([int(y) for _, y in items])
+
+
+@pytest.mark.parametrize("technique", [eff.TokenNoise(), eff.EDA(operations=["swap"])])
+@pytest.mark.parametrize(
+    ("module", "collate", "message"),
+    [
+        (Columns, None, r"no nn\.Embedding was called on the tokens \(4, 3\).*Name other tokens with keys="),
+        (Edges, _edges, r"found no tokens in the batch: \[0\] \(2, 12\) int64"),
+    ],
+)
+def test_integers_that_are_no_tokens_are_left(technique: Any, module: Any, collate: Any, message: str) -> None:
+    data = [(torch.tensor([i % 3, i % 9, i % 5]), torch.tensor(i % 2)) for i in range(12)]
+    net = module()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match=f"^{type(technique).__name__}: {message}"):
+        train_on = DataLoader(data, 4, collate_fn=collate)  # pyright: ignore[reportArgumentType]
+        trainer(copy.deepcopy(technique), max_steps=3).fit(net, train_on)
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
