@@ -319,7 +319,16 @@ class _Search:
 
     def _loss(self, batch: Any) -> Tensor | None:
         step = self._session.own_step
-        loss = loss_of(step(batch, *((self._batch_idx,) if takes_index(step) else ())))
+        try:
+            loss = loss_of(step(batch, *((self._batch_idx,) if takes_index(step) else ())))
+        except Exception as e:  # such as of targets that must be within [0, 1]
+            if not self._made_up:
+                raise
+            raise ValueError(
+                f"{WHO}(batches=0): training_step of {type(self._session.module).__name__} fails on normal noise in place of"
+                f" the batch's numbers, with {type(e).__name__} ({e}). Set batches=1 or more to use batches of data. The"
+                " weights are unchanged."
+            ) from e
         if isinstance(loss, Tensor) and torch.is_grad_enabled() and loss.grad_fn is None:
             raise ValueError(
                 f"{WHO}: training_step returned a loss that does not depend on any parameter. Return one that requires grad."

@@ -17,7 +17,7 @@ from lightning_eff.model.initialization.meta_init import _Search, gradient_quoti
 from tests.cases import Case
 from tests.model.initialization.begun import Convolutions, begun
 from tests.model.initialization.test_zero_projections import Encoder, tokens
-from tests.models import TinyClassifier, TinyGPT, hugging_face, make_batch, trainer
+from tests.models import TinyClassifier, TinyGPT, flat, hugging_face, make_batch, trainer
 from tests.runs import fit_yaml
 
 
@@ -291,6 +291,25 @@ def test_what_cannot_be_differentiated_again_is_refused_by_name(monkeypatch: pyt
         monkeypatch.setattr(ByHand, "square", function)
         with pytest.raises(ValueError, match=f"loss of ByHand cannot .* of {function.__name__} has no derivative"):
             begun(ByHand, features(), MetaInit(steps=2))
+
+
+def test_a_step_that_takes_no_noise_is_told_to_use_data() -> None:
+    """An autoencoder's pixels are targets in [0, 1]."""
+
+    class Autoencoder(TinyClassifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            pixels = batch[0]
+            reconstructed = self(pixels).mean(1, keepdim=True).expand_as(pixels).sigmoid()
+            return F.binary_cross_entropy(reconstructed, pixels)
+
+    one = torch.rand(4, 8), torch.zeros(4, dtype=torch.long)
+    data: Any = DataLoader([one] * 4, batch_size=None)  # pyright: ignore[reportArgumentType]
+    net = Autoencoder()
+    before = flat(net).clone()
+    with pytest.raises(ValueError, match=r"^MetaInit\(batches=0\): .* between 0 and 1\)\. Set batches=1"):
+        trainer(MetaInit(steps=2)).fit(net, data)
+    assert torch.equal(flat(net), before)
+    trainer(MetaInit(steps=2, batches=1)).fit(net, data)
 
 
 def test_what_is_not_finite_is_refused_and_weights_are_as_they_were() -> None:
