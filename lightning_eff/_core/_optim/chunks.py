@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-_CACHED = 2**15  # elements per thread of a CPU: torch gives each thread as many, and they stay in its cache
+_CACHED = 2**16  # elements per thread of a CPU: torch gives each thread as many, and they stay in its cache
 _ELSEWHERE = 2**22  # on other devices: few kernel launches, and 16 MiB for each temporary of float32
 
 
