@@ -55,8 +55,8 @@ def num_samples(batch: Any) -> int:
     """Return the number of samples B in the batch.
 
     :mod:`lightning_eff._core._samples.counting` decides where the run gives a count. Otherwise B is the length of the batch's
-    lists, if each tensor has as many rows or lies in a list with one item per sample; the leading size that most tensors share;
-    or the first tensor's leading size on a tie.
+    lists, if each tensor has as many rows or lies in a list with one item per sample. Else it is the leading size that most
+    tensors share, or the first tensor's on a tie.
 
     Raises:
         ValueError: if the batch holds no tensor with a leading dimension, and has no count itself.
@@ -154,8 +154,8 @@ def select(batch: Any, index: Tensor, size: int | None = None) -> Any:
 def sample_of(batch: Any, size: int) -> dict[str, int]:
     """Return the sample of every tensor that lies in a list with one item per sample, by path.
 
-    A list of ``size`` items holds samples if none of its tensors has ``size`` rows, if its items are alike but for their
-    numbers of rows, or if another list beside it holds samples. Otherwise its items are columns: each has a row per sample.
+    A list of ``size`` items holds samples if none of its tensors has ``size`` rows, or if its items are alike but for their
+    numbers of rows. It also does if another list in the same container holds samples. Otherwise each item has a row per sample.
 
     Args:
         batch: the batch.
@@ -196,7 +196,7 @@ def _lists_samples(value: Any, size: int) -> bool:
 
 
 def _by_sample(value: Sequence[Any], size: int, listed: bool) -> bool:
-    """Return whether a list has one item per sample; ``listed`` says that another list beside it has."""
+    """Return whether a list has one item per sample; ``listed`` says that another list in its container has."""
     if len(value) != size:
         return False
     return listed or _ragged(value) or not any(t.ndim > 0 and t.shape[0] == size for _, t in tensors(value))
