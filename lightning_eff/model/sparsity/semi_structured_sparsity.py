@@ -19,7 +19,8 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, OtherWeights
 from lightning_eff.model.sparsity._masks.arguments import Dense, Weights
 from lightning_eff.model.sparsity._masks.finding import Weight, chosen
-from lightning_eff.model.sparsity._masks.masked import before_clipping, neighbours, no_time, stepped
+from lightning_eff.model.sparsity._masks.masked import neighbours, no_time, stepped
+from lightning_eff.model.sparsity._masks.turns import before_clipping
 from lightning_eff.model.sparsity._masks.two_of_four import laid_out, mask_of
 from lightning_eff.model.sparsity._random_mask import RandomMask
 
@@ -179,7 +180,7 @@ class SemiStructuredSparsity(OtherWeights):
     @override
     def on_optimizers(self, session: Session) -> None:
         self._parameters = stepped(session, self._axes, who=WHO)
-        before_clipping(session, self._gradients)
+        before_clipping(session, lambda _: self._gradients())
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:

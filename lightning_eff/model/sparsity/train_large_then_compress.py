@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import is_conv1d
@@ -190,6 +191,16 @@ class TrainLargeThenCompress(Masked):
         found = chosen(module, self.names, self.dense, self.block, who=WHO, masked=then)
         return {name: weight for name, weight in found.items() if name in then} if then else found
 
+    @override
+    def check(self, session: Session) -> None:
+        module = session.module
+        if self.patience is not None and not module.automatic_optimization:
+            raise ValueError(
+                f"{WHO}(patience={self.patience}): {type(module).__name__} has automatic_optimization=False, so its"
+                " training_step need not return the loss whose curve ends the dense training. Set patience=None, and `latest`"
+                " to the fraction of the budget at which it ends."
+            )
+
     # -- the dense training, and its curve
 
     @override
@@ -267,7 +278,7 @@ class TrainLargeThenCompress(Masked):
     # -- the end
 
     @override
-    def after_step(self, session: Session) -> None:
+    def after_step(self, session: Session, optimizer: Optimizer) -> None:
         self._rounded = False
 
     @override
