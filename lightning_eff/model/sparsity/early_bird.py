@@ -110,7 +110,8 @@ class EarlyBird(ActsLate, Masked):
         rate: the learning rate of the coefficients.
 
     Raises:
-        ValueError: for a value out of range. At setup, if ``of="channels"`` and there is no BatchNorm with trainable scales.
+        ValueError: for a value out of range. At setup, if ``of="channels"`` and there is no BatchNorm with trainable scales, or
+            for heads under manual optimization, where ``training_step`` returns no loss in which they could be found.
             On the first batch, before any weight has changed, if no heads or hidden units are found.
 
     Example:

@@ -59,7 +59,9 @@ class GraSP(Scored):
     The score of a weight is ``-theta Hg``: half of the change of the squared norm of the gradient ``g`` when the weight is
     removed, with the loss's Hessian ``H``. The weights with the highest scores are pruned. Meanwhile, logits are divided by
     ``temperature``, so that the network's confidence at its initial weights has no influence. The step is differentiated
-    twice, on ``batches`` batches of each rank, and holds both graphs; attention uses operations with second derivatives.
+    twice, on ``batches`` batches of each rank, and holds both graphs; attention uses operations with second derivatives. In a
+    module that steps several optimizers itself, such as a GAN, each optimizer's weights are scored and compared by the loss
+    of its own steps.
 
     Use it to get a sparse network in one training. **It saves no time** in training, as ``RigL``: masked products cost the
     same as dense ones. Its benefit is the choice of how many weights each layer keeps: with masks shuffled within layers,

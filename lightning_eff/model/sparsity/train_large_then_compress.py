@@ -108,16 +108,19 @@ class TrainLargeThenCompress(Masked):
             training.
         window: the number of optimizer steps per value of the curve.
         gain: the fraction by which the loss must fall.
-        patience: the number of values without a gain that end the dense training. None trains until ``latest``.
+        patience: the number of values without a gain that end the dense training. None trains until ``latest``, as modules
+            with manual optimization must, because they need not return their loss.
         latest: the fraction of the budget at which the dense training ends at the latest.
         retrain: the fraction of the budget for pruning and retraining, at most ``1 - latest``.
         rounds: the number of times it prunes.
-        scope: where the smallest weights are chosen. "global" compares all weights together, "layer" each weight separately.
+        scope: where the smallest weights are chosen. "global" compares all weights together (of several optimizers, those of
+            each), "layer" each weight separately.
         names: the weights to mask, see ``RigL``.
         dense: the weights to leave alone, see ``RigL``.
 
     Raises:
-        ValueError: for a value out of range. At setup, if there is nothing to mask or a name matches nothing.
+        ValueError: for a value out of range. At setup, if there is nothing to mask, a name matches nothing, or the module uses
+            manual optimization and ``patience`` is not None.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=50, callbacks=[TrainLargeThenCompress(0.6, bits=8)])

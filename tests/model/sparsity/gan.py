@@ -30,7 +30,7 @@ class GAN(pl.LightningModule):
         shared: one fake batch for both steps, whose graph outlives the discriminator's step, as in DCGAN's example; otherwise
             a fake batch for each step, and ``toggle_optimizer``.
         critic: the number of discriminator steps per batch.
-        clip: the norm to which ``clip_gradients`` clips; None does not clip.
+        clip: the norm to which ``clip_gradients`` clips; None does not clip. A negative one is clipped to by torch's function.
         every: batches between two steps of the generator.
         by: how the step is taken: "step", "closure" (which calls backward), or "torch" (without Lightning's wrappers).
     """
@@ -68,7 +68,9 @@ class GAN(pl.LightningModule):
 
             def closure() -> None:
                 self.manual_backward(loss())
-                if self.clip is not None:
+                if self.clip is not None and self.clip < 0:
+                    nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], -self.clip)
+                elif self.clip is not None:
                     self.clip_gradients(optimizer, self.clip, "norm")
 
             if self.by == "closure":
@@ -110,11 +112,17 @@ class Plain:
 
     Args:
         net: trained in place.
+        penalties: by parameter, a factor of the l1 norm in the loss.
         after: called after each step, with the optimizer and the dense gradient of each of its parameters.
     """
 
-    def __init__(self, net: GAN, after: Callable[[Any, dict[str, Tensor]], None] | None = None) -> None:
-        self.net, self.masks, self.after = net, Masks(), after
+    def __init__(
+        self,
+        net: GAN,
+        after: Callable[[Any, dict[str, Tensor]], None] | None = None,
+        penalties: dict[str, float] | None = None,
+    ) -> None:
+        self.net, self.masks, self.after, self.penalties = net, Masks(), after, penalties or {}
         self._generator, self._discriminator = net.configure_optimizers()
 
     @torch.no_grad()
@@ -134,9 +142,9 @@ class Plain:
             for name, p in held.items():
                 assert p.grad is not None
                 dense[name] = p.grad.clone()
-                p.grad.mul_(self.masks.get(name, torch.ones(())))
+                p.grad.add_(p.sign(), alpha=self.penalties.get(name, 0.0)).mul_(self.masks.get(name, torch.ones(())))
         if self.net.clip is not None:
-            nn.utils.clip_grad_norm_(own, self.net.clip)
+            nn.utils.clip_grad_norm_(own, abs(self.net.clip))
         optimizer.step()
         with torch.no_grad():
             for name, p in held.items():
