@@ -9,7 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_eff import SET, SNIP, BlockSparsity, EarlyBird, GraSP, LotteryTickets, RigL, TrainLargeThenCompress
+from lightning_eff import (
+    SET,
+    SNIP,
+    BlockSparsity,
+    EarlyBird,
+    GraSP,
+    LotteryTickets,
+    RigL,
+    SemiStructuredSparsity,
+    TrainLargeThenCompress,
+)
 from lightning_eff.model.sparsity._random_mask import RandomMask
 from lightning_eff.model.sparsity.rig_l import cosine_fraction
 from tests.model.sparsity.gan import GAN, Masks, Plain, Zeros, batches, gan_loader, run
@@ -103,6 +113,62 @@ def test_the_generator_can_be_masked_alone() -> None:
     other = Plain(GAN())
     other.put(technique.masks)
     other.train(batches(4))
+    same(net, other.net)
+
+
+class TwoOfFour(Plain):
+    """Straight-through training of dense weights, of which the module holds the two largest of every four inputs."""
+
+    def __init__(self, net: GAN, names: list[str], decay: float) -> None:
+        super().__init__(net)
+        self.names, self.decay, self.dense = names, decay, dict[str, Tensor]()
+        self.mask(names)
+
+    @torch.no_grad()
+    def mask(self, names: list[str]) -> None:
+        for name in names:
+            p = self.net.get_parameter(name)
+            self.dense[name] = p.clone()
+            inputs = 0 if p.ndim == 4 else 1  # a transposed convolution is (in, out, ...)
+            rows = p.abs().movedim(inputs, -1).unflatten(-1, (-1, 4))
+            kept = torch.zeros_like(rows).scatter_(-1, rows.topk(2, dim=-1).indices, 1.0)
+            self.masks[name] = kept.flatten(-2).movedim(-1, inputs) > 0
+            p.mul_(self.masks[name])
+
+    def step(self, optimizer: Any, loss: Any) -> None:
+        self.net.zero_grad()
+        loss().backward()
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        names = [name for name in self.names if any(self.net.get_parameter(name) is p for p in own)]
+        with torch.no_grad():
+            for name in names:
+                p = self.net.get_parameter(name)
+                p.copy_(self.dense[name])
+                assert p.grad is not None
+                p.grad.add_(p * ~self.masks[name], alpha=self.decay)
+        if self.net.clip is not None:
+            nn.utils.clip_grad_norm_(own, self.net.clip)
+        optimizer.step()
+        self.mask(names)
+
+
+@pytest.mark.parametrize("until", [1.0, 0.5])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "torch's clipping"])
+def test_two_of_four_trains_as_in_plain_pytorch(kind: str, until: float) -> None:
+    net, technique = GAN(**KINDS[kind]), SemiStructuredSparsity(0.01, until=until)
+    trainer(technique, max_epochs=1).fit(net, gan_loader(6))
+    names = ["generator.0.weight", "generator.4.weight", "discriminator.3.weight"]
+    assert [*technique.masks] == names
+    other = TwoOfFour(GAN(**KINDS[kind]), names, 0.01)
+    if until == 1.0:
+        other.train(batches(6))
+    else:
+        other.train(batches(3))
+        for name in names:
+            other.net.get_parameter(name).data.copy_(other.dense[name])
+        dense = Plain(other.net)
+        dense._generator, dense._discriminator = other._generator, other._discriminator
+        dense.train(batches(6)[3:], 3)
     same(net, other.net)
 
 
@@ -254,15 +320,17 @@ def test_the_penalty_on_scales_is_added_once_per_step(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["one graph for both steps", "toggled, several steps"])
-@pytest.mark.parametrize("name", TECHNIQUES)
+@pytest.mark.parametrize("name", [*TECHNIQUES, "SemiStructuredSparsity"])
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, kind: str, tmp_path: Path) -> None:
+    made = TECHNIQUES.get(name, lambda: SemiStructuredSparsity(until=0.6))
+
     def fit(*callbacks: pl.Callback, **settings: Any) -> dict[str, Tensor]:
-        net, t = GAN(**KINDS[kind]), trainer(TECHNIQUES[name](), *callbacks, max_epochs=2)
+        net, t = GAN(**KINDS[kind]), trainer(made(), *callbacks, max_epochs=2)
         t.fit(net, gan_loader(5), **settings)
         return final_state(net, t)
 
     whole = fit(SaveBatches(tmp_path))
-    for batch in (1, 4, 5, 7):
+    for batch in (1, 4, 5, 6, 7):
         assert differences(whole, fit(ckpt_path=tmp_path / f"batch={batch}.ckpt")) == [], f"after batch {batch}"
 
 
@@ -272,12 +340,15 @@ class Unnormed(GAN):
         self.generator[2] = nn.Identity()
 
 
-def test_what_needs_a_returned_loss_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"EarlyBird\(of=None\): Unnormed has automatic_optimization=False, so its training_step"
-    ):
+def test_what_cannot_work_is_refused() -> None:
+    told = "has automatic_optimization=False, so its training_step"
+    with pytest.raises(ValueError, match=rf"EarlyBird\(of=None\): Unnormed {told} returns no loss"):
         trainer(EarlyBird(), max_epochs=1).fit(Unnormed(), gan_loader(2))
-    with pytest.raises(
-        ValueError, match=r"TrainLargeThenCompress\(patience=3\): GAN has automatic_optimization=False, so"
-    ):
+    with pytest.raises(ValueError, match=rf"TrainLargeThenCompress\(patience=3\): GAN {told} need not return"):
         trainer(TrainLargeThenCompress(), max_epochs=1).fit(GAN(), gan_loader(2))
+    net = GAN()
+    net.configure_optimizers = lambda: torch.optim.LBFGS(net.parameters())
+    with pytest.raises(
+        ValueError, match="SemiStructuredSparsity: GAN has automatic_optimization=False and steps LBFGS"
+    ):
+        trainer(SemiStructuredSparsity(), max_epochs=1).fit(net, gan_loader(2))

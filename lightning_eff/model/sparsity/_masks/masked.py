@@ -277,7 +277,7 @@ class Masked(Technique):
             session,
             lambda o: self._gradients(session, o),
             lambda o: self._stepped(session, o),
-            lambda: self._went_backward(session),
+            backward=lambda: self._went_backward(session),
         )
 
     @torch.no_grad()

@@ -25,12 +25,20 @@ def before_clipping(session: Session, fn: Turn) -> None:
     session.patches.set(session.module, "configure_gradient_clipping", configure_gradient_clipping)
 
 
-def around_steps(session: Session, before: Turn, after: Turn, backward: Callable[[], None]) -> list[RemovableHandle]:
+def around_steps(
+    session: Session,
+    before: Turn,
+    after: Turn,
+    *,
+    backward: Callable[[], None] | None = None,
+    skipped: Turn | None = None,
+) -> list[RemovableHandle]:
     """Call ``before`` once the gradients of a step are complete, and ``after`` when the step is over, with its optimizer.
 
     Under automatic optimization, ``before`` is called before clipping. Under manual optimization, it is called once per step:
     before the first ``clip_gradients`` with this optimizer, or without one when the optimizer steps. ``backward`` is then
-    also called after each ``manual_backward``, because a module may clip gradients itself.
+    also called after each ``manual_backward``, because a module may clip gradients itself, and ``skipped`` instead of
+    ``after`` if a gradient scaler skips the step.
     """
     if session.module.automatic_optimization:
         before_clipping(session, before)
@@ -72,12 +80,16 @@ def around_steps(session: Session, before: Turn, after: Turn, backward: Callable
         try:
             return step(optimizer, *args, **kwargs)
         finally:
-            complete.discard(id(optimizer))  # a gradient scaler may have skipped the step
+            if id(optimizer) in complete:
+                complete.discard(id(optimizer))
+                if skipped is not None:
+                    skipped(optimizer)
 
     @functools.wraps(manual)
     def manual_backward(*args: Any, **kwargs: Any) -> None:
         manual(*args, **kwargs)
-        backward()
+        if backward is not None:
+            backward()
 
     session.patches.set(module, "clip_gradients", clip_gradients)
     session.patches.set(strategy, "optimizer_step", optimizer_step)
