@@ -1,11 +1,14 @@
 """Masks of a GAN that steps its optimizers itself, against the same training in plain PyTorch."""
 
+import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -169,6 +172,41 @@ def test_two_of_four_trains_as_in_plain_pytorch(kind: str, until: float) -> None
         dense = Plain(other.net)
         dense._generator, dense._discriminator = other._generator, other._discriminator
         dense.train(batches(6)[3:], 3)
+    same(net, other.net)
+
+
+class Scaled(Precision):
+    """Skips every fourth step, as a gradient scaler does after an overflow."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+        closure()
+        self._after_closure(model, optimizer)
+        self.steps += 1
+        return None if self.steps % 4 == 0 else optimizer.step(**kwargs)
+
+
+@pytest.mark.parametrize("name", ["EarlyBird", "SemiStructuredSparsity"])
+def test_steps_that_a_gradient_scaler_skips_change_nothing(name: str) -> None:
+    kind = KINDS["toggled, several steps"]
+    technique = (
+        SemiStructuredSparsity(0.01) if name != "EarlyBird" else EarlyBird(0.5, window=50, penalty=0.05, interval=4)
+    )
+    net = GAN(**kind)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "EarlyBird: the run ended")
+        trainer(technique, max_epochs=1, plugins=[Scaled()]).fit(net, gan_loader(8))
+    names = ["generator.0.weight", "generator.4.weight", "discriminator.3.weight"]
+    other = (
+        TwoOfFour(GAN(**kind), names, 0.01)
+        if name != "EarlyBird"
+        else Plain(GAN(**kind), penalties={"generator.2.weight": 0.05})
+    )
+    step, steps = other.step, itertools.count(1)
+    other.step = lambda optimizer, loss: loss() if next(steps) % 4 == 0 else step(optimizer, loss)
+    other.train(batches(8))
     same(net, other.net)
 
 
