@@ -47,14 +47,14 @@ class Computed:
         """Return the name of the source whose zeros are the weight's zeros, or None.
 
         It is found by setting part of a source to zero for a moment. The test includes a whole row and a whole column of zeros,
-        because weight normalisation divides by their norm.
+        because weight normalisation divides by their norm. A single row or column is the whole weight, which is not tested.
         """
         for name, p in self.sources.items():
             if p.is_meta or isinstance(p, DTensor) or p.ndim < 2:
                 continue
             before = p.detach().clone()
             parts = [(torch.arange(p.numel(), device=p.device).view(p.shape) % 3 > 0).to(p.dtype)]
-            for dim in range(2):
+            for dim in (dim for dim in range(2) if p.shape[dim] > 1):
                 parts.append(
                     torch.ones_like(p).detach().index_fill_(dim, torch.zeros(1, dtype=torch.int64, device=p.device), 0)
                 )

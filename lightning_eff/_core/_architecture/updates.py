@@ -1,33 +1,46 @@
 """Trial passes of a step that updates the module itself, as under manual optimization."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_eff._core.patches import Patches
 
 
 @contextmanager
-def without_updates(module: LightningModule) -> Iterator[None]:
+def without_updates(
+    module: LightningModule,
+    stepping: Callable[[Optimizer], None] | None = None,
+    backward: Callable[..., None] | None = None,
+) -> Iterator[None]:
     """Let ``training_step`` call ``manual_backward`` and ``step`` without any lasting effect.
 
     Gradients are computed without autograd's accumulation, so DDP's hooks do not fire. Optimizers and schedulers do not step.
     On exit each parameter has its previous value, gradient and ``requires_grad``, because a step may also write to weights
     itself, such as those of a moving average.
+
+    Args:
+        module: the module, in a fit with manual optimization.
+        stepping: called in place of each optimizer's step, with the optimizer.
+        backward: called in place of ``manual_backward``; None computes plain gradients.
     """
     trainer = module.trainer
     kept = [(p, p.detach().clone(), p.grad, p.requires_grad) for p in module.parameters()]
     patches = Patches()
-    patches.set(module, "manual_backward", _backward_of(module))
+    patches.set(module, "manual_backward", backward or backward_of(module))
     own = module.optimizers()  # Lightning's wrappers, which count steps
     for optimizer in (*trainer.optimizers, *(own if isinstance(own, list) else [own])):
-        patches.set(optimizer, "step", _no_step)
+        patches.set(
+            optimizer, "step", functools.partial(_no_step, getattr(optimizer, "_optimizer", optimizer), stepping)
+        )
     for config in trainer.lr_scheduler_configs:
-        patches.set(config.scheduler, "step", _no_step)
+        patches.set(config.scheduler, "step", _nothing)
     try:
         for p, _, _, _ in kept:
             p.grad = None
@@ -40,7 +53,9 @@ def without_updates(module: LightningModule) -> Iterator[None]:
             p.data.copy_(value)
 
 
-def _backward_of(module: LightningModule) -> Any:
+def backward_of(module: LightningModule) -> Callable[..., None]:
+    """Return a ``manual_backward`` that adds gradients to ``grad`` without autograd's accumulation."""
+
     def manual_backward(
         loss: Tensor,
         gradient: Tensor | None = None,
@@ -59,5 +74,14 @@ def _backward_of(module: LightningModule) -> Any:
     return manual_backward
 
 
-def _no_step(closure: Any = None, *args: Any, **kwargs: Any) -> Any:
-    return closure() if callable(closure) else None
+def _no_step(
+    optimizer: Any, stepping: Callable[[Optimizer], None] | None, closure: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    output = closure() if callable(closure) else None
+    if stepping is not None:
+        stepping(optimizer)
+    return output
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None

@@ -81,7 +81,8 @@ class ActsLate(Technique):
 
     def _run_length(self, trainer: Trainer) -> Length:
         batches = trainer.num_training_batches
-        known = math.isfinite(batches) and batches > 0
+        automatic = trainer.lightning_module.automatic_optimization  # else a batch may have any number of steps
+        known = automatic and math.isfinite(batches) and batches > 0
         epoch = math.ceil(batches / trainer.accumulate_grad_batches) if known else math.inf
         limits = self.session.progress.limits()
         if not limits or limits.keys() - {"max_steps", "max_epochs"}:

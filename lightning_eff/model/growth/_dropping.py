@@ -1,5 +1,6 @@
 """The base of techniques that skip blocks at random in training."""
 
+import math
 from abc import abstractmethod
 from typing import Any, ClassVar
 
@@ -29,9 +30,26 @@ def draw(keep: list[float], generator: Generator) -> frozenset[int]:
     return frozenset(index for index, (number, p) in enumerate(zip(numbers, keep, strict=True)) if number >= p)
 
 
+def at_least_one(keep: list[float], dropped: frozenset[int]) -> tuple[list[float], frozenset[int]]:
+    """Return the probabilities and the draw if the likeliest block, the first such, is kept where all were drawn.
+
+    Its probability becomes ``p + prod_i (1 - p_i)``. A network of no block may not run: it may have a loss of all routers.
+
+    Args:
+        keep: the probabilities ``p_i`` of :func:`draw`.
+        dropped: what it drew.
+    """
+    nothing = math.prod(1.0 - p for p in keep)
+    if nothing == 0.0:
+        return keep, dropped
+    first = keep.index(max(keep))
+    likely = [*keep[:first], keep[first] + nothing, *keep[first + 1 :]]
+    return likely, dropped - {first} if len(dropped) == len(keep) else dropped
+
+
 class Dropping(Technique):
     """Keeps each block with a probability, drawn per optimizer step; the residual branch of a kept block is scaled by
-    ``1/p``.
+    ``1/p``. At least one block runs in every step.
 
     A subclass says where the blocks are (:meth:`find`) and how likely each is kept (:meth:`probabilities`).
     """
@@ -133,7 +151,7 @@ class Dropping(Technique):
         keep = self.probabilities(session, sum(stack.active for stack in self._stacks))
         numbers = session.generator(self.name(), session.trainer.global_step)
         needed = self._needed if session.divided else self._look_for_needed(session)
-        at = 0
+        at, drawn = 0, frozenset[int]()
         for i, stack in enumerate(self._stacks):
             stack.keep, at = keep[at : at + stack.active], at + stack.active
             if stack.carries is None:  # no block has run yet, so what a dropped one must return is unknown
@@ -144,7 +162,13 @@ class Dropping(Technique):
                 stack.keep[needed[1]] = 1.0
             for index in stack.reshapes:
                 stack.keep[index : index + 1] = [1.0] * (index < stack.active)
-            stack.dropped = draw(stack.keep, numbers)
+            drawn |= {at - stack.active + index for index in draw(stack.keep, numbers)}
+        every, drawn = at_least_one([p for stack in self._stacks for p in stack.keep], drawn)
+        at = 0
+        for stack in self._stacks:
+            stack.keep = every[at : at + stack.active]
+            stack.dropped = frozenset(index for index in range(stack.active) if at + index in drawn)
+            at += stack.active
         self._dropped = sum(len(stack.dropped) for stack in self._stacks)
         if all(len(stack.reshapes) == len(stack) for stack in self._stacks):
             raise ValueError(

@@ -75,9 +75,10 @@ class StochasticDepth(Dropping):
 
     All stacks of the most frequent block class take part, such as the stages of a ResNet, and ``l`` counts through
     them. Blocks that change their input's shape are always kept. A block is dropped with everything in it, such as a
-    ReLU behind the sum or a post-norm. In "batch" mode, DDP runs with ``find_unused_parameters``, and one block is
-    always kept in two cases. Where blocks pass further tensors on (T5's position bias), it is the first block. Where
-    nothing outside the blocks is trained (adapters, freezing), it is the first block that trains.
+    ReLU behind the sum or a post-norm. In "batch" mode, DDP runs with ``find_unused_parameters``, and at least one
+    block runs in every step: the first one where none is drawn, which its ``p_l`` counts. One block is always kept in
+    two cases. Where blocks pass further tensors on (T5's position bias), it is the first block. Where nothing outside
+    the blocks is trained (adapters, freezing), it is the first block that trains.
 
     A block must return its input plus something; norms, activations and changes of shape around the sum are allowed.
     The first training step checks this before anything is updated. It also checks that each block feeds the next one,

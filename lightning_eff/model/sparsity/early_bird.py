@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Count, Fraction, Number
@@ -52,13 +53,23 @@ def step_coefficients(c: Tensor, gradient: Tensor, *, rate: float, penalty: floa
     return torch.where((c == 0) | (after.abs() < 1e-6), 0.0, after)
 
 
-def smallest(scores: Sequence[Tensor], units: Sequence[Units], sparsity: float) -> list[Tensor]:
-    """The units to keep: the largest channels or neurons of all layers, and the largest heads of each layer, at least one."""
+def smallest(
+    scores: Sequence[Tensor], units: Sequence[Units], sparsity: float, networks: Sequence[int] | None = None
+) -> list[Tensor]:
+    """The units to keep: the largest channels or neurons of all layers, and the largest heads of each layer, at least one.
+
+    Args:
+        scores: by unit.
+        units: the units of each layer.
+        sparsity: the fraction of units to prune.
+        networks: the number of the network of each layer, as of a GAN's two, which are pruned separately; None is one.
+    """
     kept: list[Tensor] = [torch.empty(0)] * len(units)
-    groups = [[i for i, u in enumerate(units) if u.kind == kind] for kind in ("channel", "neuron")]
-    for group in [*groups, *([i] for i, u in enumerate(units) if u.kind == "head")]:
-        if not group:
-            continue
+    groups: dict[tuple[str, int], list[int]] = {}
+    for i, u in enumerate(units):
+        apart = i if u.kind == "head" else networks[i] if networks else 0
+        groups.setdefault((u.kind, apart), []).append(i)
+    for group in groups.values():
         every = torch.cat([scores[i] for i in group])
         parts = largest(every, max(round((1.0 - sparsity) * every.numel()), 1)).split([units[i].number for i in group])
         for i, part in zip(group, parts, strict=True):
@@ -99,7 +110,8 @@ class EarlyBird(ActsLate, Masked):
         rate: the learning rate of the coefficients.
 
     Raises:
-        ValueError: for a value out of range. At setup, if ``of="channels"`` and there is no BatchNorm with trainable scales.
+        ValueError: for a value out of range. At setup, if ``of="channels"`` and there is no BatchNorm with trainable scales, or
+            for heads under manual optimization, where ``training_step`` returns no loss in which they could be found.
             On the first batch, before any weight has changed, if no heads or hidden units are found.
 
     Example:
@@ -182,6 +194,12 @@ class EarlyBird(ActsLate, Masked):
                 )
         if known:
             return {name: Weight(name, shapes[name]) for name in known}
+        if not getattr(module, "automatic_optimization", True):
+            raise ValueError(
+                f"{WHO}(of={self.of!r}): {type(module).__name__} has automatic_optimization=False, so its training_step returns"
+                " no loss whose graph shows attention heads and feed-forward networks. Use of='channels' with BatchNorm layers,"
+                " or LotteryTickets."
+            )
         maps = prunable(module)  # heads and neurons are found among these, on the first batch
         if not maps:
             self._refuse(module)
@@ -217,13 +235,14 @@ class EarlyBird(ActsLate, Masked):
         super().on_batch_start(session, batch, batch_idx)
 
     @override
-    def before_step(self, session: Session) -> None:
+    def before_step(self, session: Session, optimizer: Optimizer) -> None:
         self._moving = {}
         if self.masks:
             return
+        own = set(self.names_of(optimizer))
         for u in self.units:
             p = self.parameter(u.names[0])
-            if p.grad is None:
+            if p.grad is None or u.names[0] not in own:
                 continue
             if u.kind == "channel":
                 # g_γ ← g_γ + λ sign(γ)
@@ -237,7 +256,7 @@ class EarlyBird(ActsLate, Masked):
 
     @override
     @torch.no_grad()
-    def after_step(self, session: Session) -> None:
+    def after_step(self, session: Session, optimizer: Optimizer) -> None:
         moving, self._moving = self._moving, {}
         for u in self.units:
             if u.names[0] in moving:
@@ -251,7 +270,7 @@ class EarlyBird(ActsLate, Masked):
         step = session.trainer.global_step
         if self.masks or not self.units or step == self._step:
             return
-        if session.epoch_complete() if self.interval is None else step % self.interval == 0:
+        if session.epoch_complete() if self.interval is None else step // self.interval > self._step // self.interval:
             self._look_at_units(session, step)
 
     def _look_at_units(self, session: Session, step: int) -> None:
@@ -261,7 +280,8 @@ class EarlyBird(ActsLate, Masked):
             else self.coefficients[u.names[0]].abs()
             for u in self.units
         ]
-        kept = smallest(scores, self.units, self.sparsity)
+        network = {name: i for i, names in enumerate(self.together()) for name in names}
+        kept = smallest(scores, self.units, self.sparsity, [network[u.names[0]] for u in self.units])
         self._recent = [*self._recent, torch.cat(kept)][-self.window :]
         self._count += 1
         if len(self._recent) == self.window:

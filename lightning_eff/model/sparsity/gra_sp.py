@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_eff._core._architecture.updates import backward_of
 from lightning_eff._core._arguments.kinds import Count, Number
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core.session import Session
@@ -58,7 +59,9 @@ class GraSP(Scored):
     The score of a weight is ``-theta Hg``: half of the change of the squared norm of the gradient ``g`` when the weight is
     removed, with the loss's Hessian ``H``. The weights with the highest scores are pruned. Meanwhile, logits are divided by
     ``temperature``, so that the network's confidence at its initial weights has no influence. The step is differentiated
-    twice, on ``batches`` batches of each rank, and holds both graphs; attention uses operations with second derivatives.
+    twice, on ``batches`` batches of each rank, and holds both graphs; attention uses operations with second derivatives. In a
+    module that steps several optimizers itself, such as a GAN, each optimizer's weights are scored and compared by the loss
+    of its own steps.
 
     Use it to get a sparse network in one training. **It saves no time** in training, as ``RigL``: masked products cost the
     same as dense ones. Its benefit is the choice of how many weights each layer keeps: with masks shuffled within layers,
@@ -114,41 +117,67 @@ class GraSP(Scored):
                     " cross_entropy or binary_cross_entropy_with_logits, so it has no logits to divide. Set temperature=1; no"
                     " weight has changed."
                 )
-            products = {name: torch.zeros_like(one) for name, one in g.items()}
-
-            def multiply() -> None:
-                for batch in data:
-                    self._multiply(session, batch, batch_idx, g, products, 1 / len(data))
-
-            on_all_ranks(session, multiply)
+            products = on_all_ranks(session, lambda: self._products(session, data, batch_idx, g))
         return {
             name: -gradient_flow(self.parameter(name).detach(), agreed(session, hg)) for name, hg in products.items()
         }
 
-    def _multiply(
-        self,
-        session: Session,
-        batch: Any,
-        batch_idx: int,
-        g: Mapping[str, Tensor],
-        products: Mapping[str, Tensor],
-        part: float,
-    ) -> None:
-        """Add ``part`` of ``H g`` on a batch to ``products``."""
-        loss = self.loss(session, batch, batch_idx, 2)
-        assert loss is not None, "this batch had a loss before"
-        parameters = [self.parameter(name) for name in g]
-        second: Sequence[Tensor | None] = ()
-        with watched(loss) as derived:
-            first = torch.autograd.grad(derived.loss, parameters, create_graph=True, allow_unused=True)
-            dot: Any = sum((f * one).sum() for f, one in zip(first, g.values(), strict=True) if f is not None)
-            second = torch.autograd.grad(dot, parameters, allow_unused=True)
-        if derived.reason:
+    def _products(
+        self, session: Session, data: Sequence[Any], batch_idx: int, g: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """``H g`` of each weight, the mean over the batches."""
+        if not session.module.automatic_optimization:
+            return self._of_steps(session, data, batch_idx, g)
+        products = {name: torch.zeros_like(one) for name, one in g.items()}
+        for batch in data:
+            loss = self.loss(session, batch, batch_idx, 2)
+            assert loss is not None, "this batch had a loss before"
+            parameters = [self.parameter(name) for name in g]
+            second: Sequence[Tensor | None] = ()
+            with watched(loss) as derived:
+                first = torch.autograd.grad(derived.loss, parameters, create_graph=True, allow_unused=True)
+                dot: Any = sum((f * one).sum() for f, one in zip(first, g.values(), strict=True) if f is not None)
+                second = torch.autograd.grad(dot, parameters, allow_unused=True)
+            self._check(session, derived.reason)
+            for product, hg in zip(products.values(), second, strict=True):
+                if hg is not None:
+                    product += (1 / len(data)) * hg
+        return products
+
+    def _of_steps(
+        self, session: Session, data: Sequence[Any], batch_idx: int, g: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """``H g`` with the loss that each optimizer's step minimises, under manual optimization."""
+        plain, reasons = backward_of(session.module), [""]
+
+        def backward(loss: Tensor, gradient: Tensor | None = None, *_: Any, inputs: Any = None, **kwargs: Any) -> None:
+            with watched(loss) as derived:
+                plain(derived.loss, gradient, retain_graph=True, create_graph=True, inputs=inputs)
+            reasons.append(derived.reason)
+
+        def multiply(names: list[str]) -> dict[str, Tensor]:
+            first = {name: f for name in names if (f := self.parameter(name).grad) is not None and f.requires_grad}
+            if not first:
+                return {}
+            dot: Any = sum((f * g[name]).sum() for name, f in first.items())
+            parameters = [self.parameter(name) for name in names]
+            second: Sequence[Tensor | None] = ()
+            with watched(dot) as derived:
+                second = torch.autograd.grad(derived.loss, parameters, retain_graph=True, allow_unused=True)
+            reasons.append(derived.reason)
+            return {
+                name: torch.zeros_like(g[name]) if hg is None else hg for name, hg in zip(names, second, strict=False)
+            }
+
+        products = self.over_steps(session, data, batch_idx, multiply, passes=2, backward=backward)
+        self._check(session, max(reasons))
+        return products
+
+    def _check(self, session: Session, reason: str) -> None:
+        """Raise ``ValueError`` if there is a reason why there are no second derivatives."""
+        if reason:
             raise ValueError(
                 f"{WHO}: the loss of {type(session.module).__name__} cannot be differentiated twice"
-                f" ({derived.reason}). Use other operations in the module, or SNIP, which differentiates once; no weight has"
+                f" ({reason}). Use other operations in the module, or SNIP, which differentiates once; no weight has"
                 " changed."
             )
-        for product, hg in zip(products.values(), second, strict=True):
-            if hg is not None:
-                product += part * hg

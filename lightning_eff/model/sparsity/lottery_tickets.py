@@ -31,16 +31,22 @@ class LotteryTickets(Masked):
     Use it to find a sparse network that trains well, or as a reference for cheaper ways to choose masks. **It saves no time:
     it costs** ``rounds`` trainings in addition to the last one, whose products are as dense as before. Learning rates are not
     reset: use a schedule that repeats with each period, or a constant learning rate. A checkpoint also holds the early
-    weights and optimizer state. It finds weights as ``RigL`` does. It logs ``sparsity``, ``kept`` (elements) and ``rounds``
-    (so far).
+    weights and optimizer state.
+
+    It also prunes GANs and other modules that step several optimizers themselves (``automatic_optimization = False``). The
+    weights of each optimizer are then pruned by the same fraction, and all networks, buffers and optimizer states are reset,
+    as in Chen et al. 2021; ``names=["generator.*"]`` prunes the generator alone. An average of weights that the module itself
+    keeps is reset, but not masked.
+
+    It finds weights as ``RigL`` does. It logs ``sparsity``, ``kept`` (elements) and ``rounds`` (so far).
 
     Args:
         rounds: the number of times it prunes. 0 is plain training.
         share: the fraction of the remaining weights to prune each time. 0.2 is the paper's. Also accepted as ``amount``.
         rewind: the fraction of the first period at which weights are saved for the reset. 0 saves the initial weights; large
             networks need a little more (Frankle et al. 2019).
-        scope: where the smallest weights are chosen. "global" compares all weights together, "layer" each weight separately,
-            as in the paper for small networks.
+        scope: where the smallest weights are chosen. "global" compares all weights together (of several optimizers, those of
+            each), "layer" each weight separately, as in the paper for small networks.
         names: the weights to mask, see ``RigL``.
         dense: the weights to leave alone, see ``RigL``.
 
@@ -53,6 +59,7 @@ class LotteryTickets(Masked):
     References:
         Frankle & Carbin 2018, "The Lottery Ticket Hypothesis: Finding Sparse, Trainable Neural Networks", arXiv:1803.03635.
         Frankle et al. 2019, "Stabilizing the Lottery Ticket Hypothesis", arXiv:1903.01611.
+        Chen et al. 2021, "GANs Can Play Lottery Tickets Too", arXiv:2106.00134.
     """
 
     saves = "no time: it finds a sparse network that trains well, at the cost of several trainings"
@@ -120,29 +127,33 @@ class LotteryTickets(Masked):
     def _now(self, session: Session) -> dict[str, Any]:
         module = session.module
         held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        states: dict[str, Any] = {}
-        for optimizer in session.optimizers:
-            for name, p in module.named_parameters():
-                if optimizer.state.get(p):
-                    states[name] = deepcopy(dict(optimizer.state[p]))
+        states = [
+            {n: deepcopy(dict(o.state[p])) for n, p in module.named_parameters() if o.state.get(p)}
+            for o in session.optimizers
+        ]
         return {"weights": {name: t.detach().clone() for name, t in held.items()}, "states": states}
 
     @torch.no_grad()
     def _set_back(self, session: Session) -> None:
-        """Reset weights, buffers and the optimizer's state, and set masked weights to zero."""
+        """Reset weights, buffers and the optimizers' states, and set masked weights to zero."""
         assert self._then is not None, "they are saved in the first period"
         module = session.module
         for name, t in (*module.named_parameters(), *module.named_buffers()):
             then = self._then["weights"].get(name)
             if then is not None and then.shape == t.shape:  # the shape of a cache may have changed
                 t.copy_(then)
-        for optimizer in session.optimizers:
+        if not module.automatic_optimization:  # gradients of other weights, for a step in a later batch
+            module.zero_grad()
+        states = self._then["states"]
+        if isinstance(states, dict):  # a checkpoint of an earlier version, with one optimizer
+            states = [states]
+        for optimizer, then in zip(session.optimizers, states, strict=True):
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for name, p in module.named_parameters():
                 if id(p) in held:
                     optimizer.state.pop(p, None)
-                    if name in self._then["states"]:
-                        optimizer.state[p] = deepcopy(self._then["states"][name])
+                    if name in then:
+                        optimizer.state[p] = deepcopy(then[name])
         self.apply()
         self.clear_state(session, {name: ~mask for name, mask in self.masks.items()})
 

@@ -41,7 +41,9 @@ class RigL(Rewired):
     the dense matrix, summed over micro-batches and ranks. They start at zero, so growth does not change the function, and
     with momenta of zero. Under Adam, whose step count continues, the first step of such an element is about three times the
     learning rate. The step in which masks change is taken as usual; the paper skips it. Masks are the same on all ranks, and
-    resume exactly.
+    resume exactly. A module that steps several optimizers itself, such as a GAN, changes the masks of each optimizer's
+    weights by that optimizer's steps and gradients. Clip with ``self.clip_gradients`` there, since other functions see the
+    dense gradients of such a step.
 
     Use it to get a sparse network, for storage or for hardware that profits from zeros, in a single training. **It saves no
     time**: weights are masked in dense products, which cost the same as before. SViTE's vision transformers had 49 % fewer

@@ -1,6 +1,6 @@
 """SemiStructuredSparsity: 2:4 sparsity in every product, learned by SR-STE (Mishra et al. 2021; Zhou et al. 2021)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Annotated, Any, ClassVar
@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_eff._core._arguments.kinds import Fraction, Number
@@ -19,7 +21,8 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, OtherWeights
 from lightning_eff.model.sparsity._masks.arguments import Dense, Weights
 from lightning_eff.model.sparsity._masks.finding import Weight, chosen
-from lightning_eff.model.sparsity._masks.masked import before_clipping, neighbours, no_time, stepped
+from lightning_eff.model.sparsity._masks.masked import neighbours, no_time, stepped
+from lightning_eff.model.sparsity._masks.turns import around_steps
 from lightning_eff.model.sparsity._masks.two_of_four import laid_out, mask_of
 from lightning_eff.model.sparsity._random_mask import RandomMask
 
@@ -68,8 +71,9 @@ class SemiStructuredSparsity(OtherWeights):
     The callback's state holds the dense weights, and a resumed fit continues from them. A step needs an additional copy of
     the masked weights. Weights are found as in ``RigL``. Weights whose inputs (with ``tiles``, also outputs) are not
     multiples of 4 are skipped and logged, and so are ``nn.Bilinear`` and, without ``tiles``, experts' matrices in one tensor.
-    They are refused if you name them. It logs ``sparsity`` of the masked weights in the last step (0.5, or 0 once it is
-    dense) and ``kept`` (elements).
+    They are refused if you name them. A module that steps several optimizers itself, such as a GAN, works too; ``decay`` then
+    counts in gradient norms only if it clips by ``self.clip_gradients``. It logs ``sparsity`` of the masked weights in the
+    last step (0.5, or 0 once it is dense) and ``kept`` (elements).
 
     Args:
         decay: the strength that pulls masked elements to zero, lambda_W. 2e-4 is the paper's, 0 is the plain straight-through
@@ -81,8 +85,8 @@ class SemiStructuredSparsity(OtherWeights):
         dense: patterns of weights to leave alone.
 
     Raises:
-        ValueError: for a value out of range. At setup, if there is nothing to mask, a name matches nothing, or a named weight
-            cannot be 2:4.
+        ValueError: for a value out of range. At setup, if there is nothing to mask, a name matches nothing, a named weight
+            cannot be 2:4, or the module steps LBFGS itself.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=10, callbacks=[SemiStructuredSparsity(tiles=True, until=0.7)])
@@ -95,10 +99,11 @@ class SemiStructuredSparsity(OtherWeights):
 
     saves = "no time here: weights that some accelerators multiply at twice the throughput"
     paper = "Mishra et al. 2021, arXiv:2104.08378"
-    constraints = "automatic optimization; an additional copy of the masked weights"
+    constraints = "an additional copy of the masked weights"
     search_space = SearchSpace({"tiles": Choice((False, True))}, no_time)
     control = Control("a fixed random mask of half of the weights", _control)
     conflicts: ClassVar[Mapping[str, str]] = neighbours(WHO)
+    needs_automatic_optimization: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = True
     needs_optimizer: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"until": 0.0, "names": []}
@@ -120,6 +125,8 @@ class SemiStructuredSparsity(OtherWeights):
         self._axes: dict[str, tuple[int, ...]] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._held: dict[str, Tensor] | None = None  # the dense weights, while the module holds the masked ones
+        self._handles: list[RemovableHandle] = []
+        self._stepped = False  # whether an optimizer made a step in the last batch
         self._names: list[str] = []  # of a checkpoint, or of a run that has ended
         self._on, self._total = True, 0
         self._finished = False
@@ -179,12 +186,18 @@ class SemiStructuredSparsity(OtherWeights):
     @override
     def on_optimizers(self, session: Session) -> None:
         self._parameters = stepped(session, self._axes, who=WHO)
-        before_clipping(session, self._gradients)
+        if not session.module.automatic_optimization and any(isinstance(o, LBFGS) for o in session.optimizers):
+            raise ValueError(
+                f"{WHO}: {type(session.module).__name__} has automatic_optimization=False and steps LBFGS itself, whose"
+                f" evaluations of the loss within a step would see dense weights. Use another optimizer, or remove {WHO}."
+            )
+        self._handles = around_steps(session, self._before, self._after, skipped=self._after)
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
-        if not in_window(session.trainer, session.module, stepped=False):
+        if not in_window(session.trainer, session.module, stepped=self._stepped):
             self._on = self.until == 1.0 or session.progress.u < self.until
+        self._stepped = False
 
     @contextmanager
     def _view(self, session: Session) -> Iterator[None]:
@@ -196,14 +209,21 @@ class SemiStructuredSparsity(OtherWeights):
                 yield
 
     @override
-    @torch.no_grad()
     def put_in(self, session: Session) -> None:
         if self._held is not None or not self._on or not self._parameters:
             return
-        self.masks = {n: mask_of(p, self._axes[n], tiles=self.tiles) for n, p in self._parameters.items()}
-        self._held = {n: p.detach().clone() for n, p in self._parameters.items()}
-        for name, mask in self.masks.items():
-            self._parameters[name].masked_fill_(~mask, 0.0)
+        self._held = {}
+        self._mask(self._parameters)
+
+    @torch.no_grad()
+    def _mask(self, names: Iterable[str]) -> None:
+        """Put masked weights in place of these dense ones."""
+        assert self._held is not None
+        for name in names:
+            p = self._parameters[name]
+            self.masks[name] = mask_of(p, self._axes[name], tiles=self.tiles)
+            self._held[name] = p.detach().clone()
+            p.masked_fill_(~self.masks[name], 0.0)
 
     @override
     @torch.no_grad()
@@ -213,13 +233,30 @@ class SemiStructuredSparsity(OtherWeights):
         for name, w in (held or {}).items():
             named[name].copy_(w)
 
-    def _gradients(self) -> None:
+    def _own(self, optimizer: Optimizer) -> list[str]:
+        """The weights that this optimizer trains."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [name for name, p in self._parameters.items() if id(p) in own]
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer) -> None:
+        """Let the optimizer see its dense weights, and add the decay to their gradients."""
+        names = self._own(optimizer)
+        if self._held is not None:  # within a step that calls the optimizer itself
+            for name in names:
+                self._parameters[name].copy_(self._held.pop(name))
         if not self._on or self.decay == 0.0:
             return
-        for name, mask in self.masks.items():
+        for name in names:
             p = self._parameters[name]
-            if p.grad is not None:
-                sr_ste(p.grad, p.detach(), mask, decay=self.decay)
+            if p.grad is not None and name in self.masks:
+                sr_ste(p.grad, p.detach(), self.masks[name], decay=self.decay)
+
+    def _after(self, optimizer: Optimizer) -> None:
+        """Mask its weights again for the rest of a step that calls the optimizer itself."""
+        self._stepped = True
+        if self._held is not None:
+            self._mask(name for name in self._own(optimizer) if name not in self._held)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -230,6 +267,9 @@ class SemiStructuredSparsity(OtherWeights):
     @override
     def detach(self, session: Session) -> None:
         super().detach(session)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         if not self._finished:
             self.masks = {}
 
@@ -252,12 +292,13 @@ class SemiStructuredSparsity(OtherWeights):
     @override
     def state_dict(self) -> dict[str, Any]:
         dense = self._held
-        if dense is None and self._on and self._session is not None:
-            dense = {n: p.detach() for n, p in self._parameters.items()}
-        return {"dense": dense, "on": self._on, "names": self._names}
+        if (dense is not None or self._on) and self._session is not None:
+            dense = {n: p.detach() for n, p in self._parameters.items()} | (dense or {})
+        return {"dense": dense, "on": self._on, "names": self._names, "stepped": self._stepped}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.neutral or (self._session is not None and not self._session.fitting):
             return  # the checkpoint's own weights are validated or tested
         self._held, self._on, self._names = state_dict["dense"], state_dict["on"], state_dict["names"]
+        self._stepped = state_dict.get("stepped", False)  # checkpoints of earlier versions have none

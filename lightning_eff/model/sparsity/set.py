@@ -32,7 +32,8 @@ class SET(Rewired):
     Args:
         sparsity: the fraction of the masked weights that is zero. 0 is plain training.
         distribution: how zeros are distributed, "erk" or "uniform", see ``RigL``.
-        interval: the number of optimizer steps between two changes. The paper changes masks after each epoch.
+        interval: the number of optimizer steps between two changes, counted for each optimizer. The paper changes masks after
+            each epoch.
         fraction: the fraction of the kept elements that moves. 0.3 is the paper's. Also accepted as ``zeta``.
         until: the fraction of the budget after which masks stay. 1 is the paper's.
         block: rows and columns of the blocks that are masked together, see ``RigL``.

@@ -31,7 +31,8 @@ class SNIP(Scored):
 
     The score of a weight is ``|g theta|``: how much the loss changes with a factor on the weight. ``g`` is the mean gradient
     over ``batches`` training batches of each rank. The largest scores of all weights together are kept, so some layers keep a
-    larger fraction than others.
+    larger fraction than others. In a module that steps several optimizers itself, such as a GAN, the gradients are those with
+    which each optimizer would step, and scores are compared among its own weights.
 
     Use it to get a sparse network in one training. **It saves no time** in training, as ``RigL``: masked products cost the
     same as dense ones. Its benefit is the choice of how many weights each layer keeps: with masks shuffled within layers,

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_eff._core._architecture.linear_maps import is_conv1d
@@ -107,16 +108,19 @@ class TrainLargeThenCompress(Masked):
             training.
         window: the number of optimizer steps per value of the curve.
         gain: the fraction by which the loss must fall.
-        patience: the number of values without a gain that end the dense training. None trains until ``latest``.
+        patience: the number of values without a gain that end the dense training. None trains until ``latest``, as modules
+            with manual optimization must, because they need not return their loss.
         latest: the fraction of the budget at which the dense training ends at the latest.
         retrain: the fraction of the budget for pruning and retraining, at most ``1 - latest``.
         rounds: the number of times it prunes.
-        scope: where the smallest weights are chosen. "global" compares all weights together, "layer" each weight separately.
+        scope: where the smallest weights are chosen. "global" compares all weights together (of several optimizers, those of
+            each), "layer" each weight separately.
         names: the weights to mask, see ``RigL``.
         dense: the weights to leave alone, see ``RigL``.
 
     Raises:
-        ValueError: for a value out of range. At setup, if there is nothing to mask or a name matches nothing.
+        ValueError: for a value out of range. At setup, if there is nothing to mask, a name matches nothing, or the module uses
+            manual optimization and ``patience`` is not None.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=50, callbacks=[TrainLargeThenCompress(0.6, bits=8)])
@@ -189,6 +193,16 @@ class TrainLargeThenCompress(Masked):
         then = self._found
         found = chosen(module, self.names, self.dense, self.block, who=WHO, masked=then)
         return {name: weight for name, weight in found.items() if name in then} if then else found
+
+    @override
+    def check(self, session: Session) -> None:
+        module = session.module
+        if self.patience is not None and not module.automatic_optimization:
+            raise ValueError(
+                f"{WHO}(patience={self.patience}): {type(module).__name__} has automatic_optimization=False, so its"
+                " training_step need not return the loss whose curve ends the dense training. Set patience=None, and `latest`"
+                " to the fraction of the budget at which it ends."
+            )
 
     # -- the dense training, and its curve
 
@@ -267,7 +281,7 @@ class TrainLargeThenCompress(Masked):
     # -- the end
 
     @override
-    def after_step(self, session: Session) -> None:
+    def after_step(self, session: Session, optimizer: Optimizer) -> None:
         self._rounded = False
 
     @override

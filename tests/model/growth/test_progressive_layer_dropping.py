@@ -1,5 +1,6 @@
 """Progressive layer dropping: the rule's numbers, an unbiased branch, and dropped blocks that do no work."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.steps import silent
 from lightning_eff._core.technique import techniques_of
 from lightning_eff.model.growth import _dropping
-from lightning_eff.model.growth._dropping import draw, keep_probabilities
+from lightning_eff.model.growth._dropping import at_least_one, draw, keep_probabilities
 from lightning_eff.model.growth.progressive_layer_dropping import theta
 from tests.cases import Case, no_blocks
 from tests.core.nop import Nop
@@ -112,6 +113,18 @@ def test_draws_agree_with_their_probabilities() -> None:
     both = (1 - keep[4]) * (1 - keep[5])
     assert abs(together - both) < 4 * math.sqrt(both * (1 - both) / draws)
     assert draw([1.0] * 5, keyed_generator(0)) == frozenset()
+
+
+@pytest.mark.parametrize("keep", [[0.6, 0.3], [0.875, 0.75, 0.625, 0.5], [0.2, 0.7, 0.7], [1.0, 0.5]])
+def test_at_least_one_block_is_kept_and_its_probability_is_exact(keep: list[float]) -> None:
+    """Summed over all draws with their probabilities."""
+    likely = [0.0] * len(keep)
+    for dropped in itertools.product([False, True], repeat=len(keep)):
+        chance = math.prod(1 - p if gone else p for p, gone in zip(keep, dropped, strict=True))
+        _, left = at_least_one(keep, frozenset(i for i, gone in enumerate(dropped) if gone))
+        assert len(left) < len(keep) or chance == 0.0
+        likely = [sum_ + chance * (i not in left) for i, sum_ in enumerate(likely)]
+    assert at_least_one(keep, frozenset())[0] == pytest.approx(likely)
 
 
 # -- T: E[output] is the full block's
@@ -290,7 +303,9 @@ def test_with_stacking_the_depth_is_that_of_the_active_blocks(order: int) -> Non
     assert calls.rows[0]["keep"] == [1.0, 1.0]
     for row in calls.rows[1:]:
         active = 2 if row["step"] < 6 else 4
-        assert row["keep"] == pytest.approx(keep_probabilities(0.5, num_blocks=active))
+        expected = keep_probabilities(0.5, num_blocks=active)
+        expected[0] += math.prod(1 - p for p in expected)  # the first block runs where none is drawn
+        assert row["keep"] == pytest.approx(expected)
         assert row["called"] == [i for i in range(active) if i not in row["dropped"]]
 
 

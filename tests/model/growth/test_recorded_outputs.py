@@ -120,6 +120,15 @@ def test_a_dropped_block_has_its_place_among_the_hidden_states(name: str) -> Non
     assert counts(net) == (7, 6 if name in EXPERTS else None)
 
 
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_block_runs_in_each_step_although_all_could_be_dropped(name: str) -> None:
+    """A loss of routers cannot be computed without any."""
+    pl.seed_everything(1, verbose=False)
+    net = Recorded(name, 2)
+    trainer(ProgressiveLayerDropping(theta_min=0.1, gamma=1e6), max_steps=40).fit(net, loader("llama", 80))
+    assert {routers for _, routers in net.seen} == {1, 2}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prefix_is_exactly_the_shallow_model(name: str) -> None:
     """Its hidden states, its routers' loss and so its weights, bit for bit."""

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_eff import SNIP, GraSP, LotteryTickets, RigL
 from lightning_eff.model.sparsity._masks.masked import Masked
+from tests.model.sparsity.gan import GAN, Zeros, batches
 from tests.model.sparsity.sparse import Counts, flat_mask
 from tests.models import TinyGPT, make_batch, trainer
 
@@ -45,6 +46,24 @@ def together(steps: int) -> dict[str, Any]:
     for name, build in TECHNIQUES.items():
         counts = run(build(), int(os.environ["RANK"]), steps)
         own = {"leaks": counts.leaks, "masks": [flat_mask(one).int().tolist() for one in counts.masks]}
+        ranks: list[Any] = [None, None]
+        torch.distributed.all_gather_object(ranks, own)
+        found[name] = ranks
+    return found
+
+
+def gans() -> dict[str, Any]:
+    """Of each technique on a GAN, on both ranks: what leaked, the masks at the end, and the weights."""
+    found: dict[str, Any] = {}
+    for name, build in {**TECHNIQUES, "RigL": lambda: RigL(sparsity=0.5, interval=2, until=1.0)}.items():
+        pl.seed_everything(3, verbose=False)
+        net, technique = GAN(shared=False), build()
+        data: DataLoader[Any] = DataLoader(batches(8)[int(os.environ["RANK"]) :: 2], batch_size=None)  # pyright: ignore[reportArgumentType]
+        ddp: dict[str, Any] = {"strategy": "ddp_find_unused_parameters_true", "devices": 2}
+        zeros = Zeros(technique)
+        trainer(technique, zeros, max_epochs=1, use_distributed_sampler=False, **ddp).fit(net, data)
+        weights = {n: p.detach().flatten().tolist() for n, p in net.named_parameters()}
+        own = {"leaks": zeros.leaks, "masks": flat_mask(technique.masks).int().tolist(), "weights": weights}
         ranks: list[Any] = [None, None]
         torch.distributed.all_gather_object(ranks, own)
         found[name] = ranks

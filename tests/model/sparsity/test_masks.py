@@ -18,3 +18,11 @@ def test_two_processes_have_the_masks_of_one_with_all_samples() -> None:
         for ours, theirs in zip(first["masks"], alone, strict=True):
             assert sum(ours) == sum(theirs)
             assert sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 2, name
+
+
+def test_ranks_have_the_same_masks_and_weights_of_a_gan() -> None:
+    for name, (first, second) in launch("tests.model.sparsity.masks_jobs", "gans", world_size=2).items():
+        assert first["leaks"] == second["leaks"] == [], name
+        assert first["masks"] == second["masks"], name
+        assert 0 < sum(first["masks"]) < len(first["masks"]), name
+        assert first["weights"] == second["weights"], name

@@ -23,6 +23,7 @@ CASES = {
         active=lambda: TrainLargeThenCompress(sparsity=0.5, window=2, patience=20, latest=0.5, retrain=0.5, rounds=2),
         neutral=lambda: TrainLargeThenCompress(sparsity=0.0, bits=None),
         lost=(no_map, "classifier", "no trainable weight of a linear layer or convolution"),
+        refuses_manual=True,  # with patience
     )
 }
 

@@ -28,8 +28,10 @@ class Policy(Augmentation):
     Attributes:
         pixels: the range of the images' values.
         fill: the value of pixels from outside of the image, from 0 (black) to 1 (white).
+        independent: whether each image tensor of a batch has draws of its own.
     """
 
+    independent = False
     constraints = (
         "needs kornia (the extra `augmentation`), automatic optimization, images (B, C, H, W) with a known range of values,"
         " and one label per image"
@@ -130,14 +132,20 @@ class Policy(Augmentation):
     def changed(self, batch: Any, generator: Generator) -> tuple[Any, float]:
         """Return the batch with changed images, and the fraction of them that is changed."""
         found = self.images(batch)
-        acts = torch.rand(len(found[0]), generator=generator, dtype=torch.float32) < self.prob
-        drawn = self.draw(len(acts), generator)
-        acts &= self.touched(drawn)
+        draws = [self._drawn(len(found[0]), generator) for _ in (found if self.independent else found[:1])]
         with torch.no_grad():
             whole = [self.pixels.whole(t) for t in found]
             self._clipped = torch.stack([beyond(p) for p in whole]).amax()
-            made = {id(t): self._replaced(t, p.clamp(0, 1), acts, drawn) for t, p in zip(found, whole, strict=True)}
-        return replaced(batch, made), float(acts.float().mean())
+            made: dict[int, Tensor] = {}
+            for i, (t, p) in enumerate(zip(found, whole, strict=True)):
+                made[id(t)] = self._replaced(t, p.clamp(0, 1), *draws[i if self.independent else 0])
+        return replaced(batch, made), float(torch.cat([acts for acts, _ in draws]).float().mean())
+
+    def _drawn(self, count: int, generator: Generator) -> tuple[Tensor, Any]:
+        """Return which of ``count`` images are changed, and what is drawn for them."""
+        acts = torch.rand(count, generator=generator, dtype=torch.float32) < self.prob
+        drawn = self.draw(count, generator)
+        return acts & self.touched(drawn), drawn
 
     def _replaced(self, images: Tensor, p: Tensor, acts: Tensor, drawn: Any) -> Tensor:
         """Return the images, bit for bit unchanged where ``acts`` is false."""

@@ -65,7 +65,8 @@ class RandAugment(Policy):
 
     With ``initial_magnitude``, the magnitude changes linearly over the budget and ends at ``magnitude``. EfficientTrain raises
     it from 0 to 9 while its images gain frequencies, and EfficientNetV2 raises it with the size of the images. Combine it with
-    :class:`EfficientTrain` or :class:`ProgressiveResizing`. Small images need less regularization.
+    :class:`EfficientTrain` or :class:`ProgressiveResizing`. Small images need less regularization. For the views of
+    self-supervised learning, set ``independent=True``; otherwise all views of an image get the same operations.
 
     Color is only defined for one or three channels (and changes nothing with one). With other channels, leave it out of
     ``operations``.
@@ -84,6 +85,8 @@ class RandAugment(Policy):
         scale: the largest value of pixels before normalisation, such as 1 or 255.
         fill: the value of pixels from outside of the image, from 0 (black) to 1 (white).
         prob: the probability that an image is changed. 0 is plain training. Also accepted as ``p``.
+        independent: whether each image tensor of a batch has draws of its own, as the views of self-supervised learning need.
+            False changes all tensors of a sample alike, such as the images of two cameras.
         until: the fraction of the budget after which images are left unchanged. 0 is plain training.
         keys: the names or positions of the images in the batch, floating point or uint8, shape (B, C, H, W). None takes all
             such tensors.
@@ -102,7 +105,7 @@ class RandAugment(Policy):
     References:
         Cubuk et al. 2019, "RandAugment: Practical automated data augmentation with a reduced search space", arXiv:1909.13719.
         A growing magnitude: Wang et al. 2022, "EfficientTrain", arXiv:2211.09703. Tan & Le 2021, "EfficientNetV2",
-        arXiv:2104.00298.
+        arXiv:2104.00298. For self-supervised learning: Koçyiğit et al. 2023, arXiv:2212.05611.
     """
 
     paper = "Cubuk et al. 2019, arXiv:1909.13719"
@@ -125,6 +128,7 @@ class RandAugment(Policy):
         scale: Scale = 1.0,
         fill: Fill = 0.5,
         prob: ImageProbability = 1.0,
+        independent: bool = False,
         until: Until = 1.0,
         keys: Keys = None,
     ) -> None:
@@ -132,6 +136,7 @@ class RandAugment(Policy):
         self.num_operations = num_operations
         self.magnitude = magnitude
         self.initial_magnitude = initial_magnitude
+        self.independent = independent
         self.operations = PAPERS if operations is None else tuple(operations)
 
     @property

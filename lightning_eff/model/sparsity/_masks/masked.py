@@ -1,8 +1,7 @@
 """The base of techniques that keep weights at zero by masks."""
 
-import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ from lightning_eff._core.session import Session
 from lightning_eff._core.technique import LOCAL_STEPS, Technique
 from lightning_eff.model.sparsity._masks.arguments import Distribution
 from lightning_eff.model.sparsity._masks.finding import Block, Weight, chosen
+from lightning_eff.model.sparsity._masks.turns import around_steps
 
 _ROOM = (
     "BlockSparsity",
@@ -96,18 +96,6 @@ def stepped(session: Session, names: Iterable[str], *, who: str) -> dict[str, nn
     return found
 
 
-def before_clipping(session: Session, fn: Callable[[], None]) -> None:
-    """Call ``fn`` before gradients are clipped, once they are summed over micro-batches and ranks."""
-    clip = session.module.configure_gradient_clipping
-
-    @functools.wraps(clip)
-    def configure_gradient_clipping(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        fn()
-        clip(optimizer, *args, **kwargs)
-
-    session.patches.set(session.module, "configure_gradient_clipping", configure_gradient_clipping)
-
-
 class Masked(Technique):
     """A technique that keeps some weights at exactly zero.
 
@@ -115,7 +103,8 @@ class Masked(Technique):
 
     * gradients of masked weights are set to zero before clipping, once they are summed over micro-batches and ranks, so that
       norms are those of the sparse network and momenta of masked weights stay zero;
-    * masked weights are zero after each optimizer step, for every optimizer;
+    * masked weights are zero after each optimizer step, for every optimizer. A step changes no weight of another optimizer,
+      because a graph that needs it may be waiting for its backward pass;
     * checkpoints hold the masks, and their ``state_dict`` is the plain module's with zeros in it.
 
     Attributes:
@@ -124,6 +113,7 @@ class Masked(Technique):
         sparsity: the fraction that is zero in the end.
     """
 
+    needs_automatic_optimization: ClassVar[bool] = False
     needs_optimizer: ClassVar[bool] = True
     neutral_at: ClassVar[Mapping[str, Any]] = {"sparsity": 0.0, "names": []}
     checkpointed = ("masks",)
@@ -153,6 +143,7 @@ class Masked(Technique):
         self.masks, self.weights = {}, {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._handles: list[RemovableHandle] = []
+        self._held: dict[int, list[str]] = {}  # the weights of each optimizer, by its id
         self._dirty = True
         self._kept = self._total = 0
 
@@ -162,11 +153,15 @@ class Masked(Technique):
     def begin(self, session: Session, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
         """The first masks, the same on all ranks; None if this batch cannot show them and its step will be skipped."""
 
-    def before_step(self, session: Session) -> None:
-        """Called when gradients are complete and not masked yet."""
+    def before_step(self, session: Session, optimizer: Optimizer) -> None:
+        """Called when this optimizer's gradients are complete; those of :meth:`undecided` are not masked yet."""
 
-    def after_step(self, session: Session) -> None:
-        """Called after an optimizer step, when masked weights are zero."""
+    def after_step(self, session: Session, optimizer: Optimizer) -> None:
+        """Called after a step of this optimizer, when masked weights are zero."""
+
+    def undecided(self, session: Session) -> Collection[str]:
+        """Weights whose next step needs the gradients of masked elements. Only asked under manual optimization."""
+        return ()
 
     def asked(self) -> dict[str, Any]:
         """The settings that determine the masks; a resumed run must have the checkpoint's."""
@@ -178,20 +173,34 @@ class Masked(Technique):
         """The parameter of that name."""
         return self._parameters[name]
 
+    def names_of(self, optimizer: Optimizer) -> list[str]:
+        """The weights that this optimizer trains. Under automatic optimization, all weights are its own."""
+        return self._held.get(id(optimizer), [*self.weights])
+
+    def together(self) -> list[list[str]]:
+        """The weights in groups that are compared with each other: those of each optimizer, as of a GAN's two networks."""
+        groups: dict[int, list[str]] = {}
+        for name in self.weights:
+            owner = next((i for i, held in enumerate(self._held.values()) if name in held), -1)
+            groups.setdefault(owner, []).append(name)
+        return [*groups.values()]
+
     @torch.no_grad()
-    def put(self, masks: Mapping[str, Tensor]) -> None:
-        """Take these masks, and set masked weights to zero."""
+    def put(self, masks: Mapping[str, Tensor], only: Iterable[str] | None = None) -> None:
+        """Take these masks, and set masked weights to zero, those named by ``only`` or all."""
         self.masks = {name: mask.to(self._parameters[name].device) for name, mask in masks.items()}
         self._kept = sum(int(mask.sum()) for mask in self.masks.values())
         self._total = sum(mask.numel() for mask in self.masks.values())
-        self.apply()
+        self.apply(only)
 
     @torch.no_grad()
-    def apply(self) -> None:
-        """Set masked weights to zero."""
-        for name, mask in self.masks.items():
-            self._parameters[name].mul_(mask)
-        self._dirty = False
+    def apply(self, only: Iterable[str] | None = None) -> None:
+        """Set masked weights to zero, those named by ``only`` or all."""
+        for name in self.masks if only is None else only:
+            if name in self.masks:
+                self._parameters[name].mul_(self.masks[name])
+        if only is None:
+            self._dirty = False
 
     def tell_of_empty(self) -> None:
         """Report weights of which nothing is left."""
@@ -260,20 +269,37 @@ class Masked(Technique):
             )
         if self.masks:
             self.put(self.masks)
-        before_clipping(session, lambda: self._gradients(session))
-        self._handles = [o.register_step_post_hook(lambda *_: self._stepped(session)) for o in session.optimizers]
+        for o in session.optimizers:
+            own = {id(p) for group in o.param_groups for p in group["params"]}
+            if not session.module.automatic_optimization:
+                self._held[id(o)] = [name for name in self.weights if id(self._parameters[name]) in own]
+        self._handles = around_steps(
+            session,
+            lambda o: self._gradients(session, o),
+            lambda o: self._stepped(session, o),
+            backward=lambda: self._went_backward(session),
+        )
 
     @torch.no_grad()
-    def _gradients(self, session: Session) -> None:
-        self.before_step(session)
-        for name, mask in self.masks.items():
-            g = self._parameters[name].grad
-            if g is not None:
-                g.mul_(mask)
+    def _gradients(self, session: Session, optimizer: Optimizer) -> None:
+        self.before_step(session, optimizer)
+        self._mask_gradients(self.names_of(optimizer))
 
-    def _stepped(self, session: Session) -> None:
-        self.apply()
-        self.after_step(session)
+    @torch.no_grad()
+    def _mask_gradients(self, names: Iterable[str]) -> None:
+        for name in names:
+            g = self._parameters[name].grad
+            if g is not None and name in self.masks:
+                g.mul_(self.masks[name])
+
+    @torch.no_grad()
+    def _went_backward(self, session: Session) -> None:
+        graphs = {n for n in self.masks if (g := self._parameters[n].grad) is not None and g.requires_grad}
+        self._mask_gradients(self.masks.keys() - self.undecided(session) - graphs)
+
+    def _stepped(self, session: Session, optimizer: Optimizer) -> None:
+        self.apply(self.names_of(optimizer))
+        self.after_step(session, optimizer)
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
@@ -295,7 +321,7 @@ class Masked(Technique):
     def detach(self, session: Session) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._parameters = [], {}
+        self._handles, self._parameters, self._held = [], {}, {}
 
     @override
     def report(self) -> dict[str, float | int | Tensor]:

@@ -1,4 +1,4 @@
-"""Masks the smallest of the weights that are left, in the whole network or in each weight."""
+"""Masks the smallest of the weights that are left, in each network or in each weight."""
 
 from collections.abc import Callable
 
@@ -25,14 +25,14 @@ def smallest_masked(
     Args:
         technique: the technique with the present masks.
         session: the run.
-        scope: "global" compares all weights together, "layer" each weight separately.
+        scope: "global" compares all weights of an optimizer together, "layer" each weight separately.
         count: the number to keep, given the number of elements.
     """
     sizes = {
         name: agreed(session, technique.parameter(name).detach().abs().float()).masked_fill(~mask, -1.0)
         for name, mask in technique.masks.items()
     }
-    groups = [[*sizes]] if scope == "global" else [[name] for name in sizes]
+    groups = technique.together() if scope == "global" else [[name] for name in sizes]
     masks: dict[str, Tensor] = {}
     for names in groups:
         every = torch.cat([sizes[name].flatten() for name in names])

@@ -1,7 +1,7 @@
 """Masks that change during the run: some weights are dropped, and as many others grow from zero."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -67,7 +67,8 @@ class Rewired(ActsLate, Masked):
     def _reset(self) -> None:
         super()._reset()
         self._moved = self._changes = 0
-        self._growth: dict[str, Tensor] | None = None
+        self._growth: dict[str, Tensor] = {}
+        self._made: list[int] = []  # steps of each optimizer, under manual optimization
 
     @abstractmethod
     def share(self, u: float) -> float:
@@ -97,32 +98,51 @@ class Rewired(ActsLate, Masked):
     def begin(self, session: Session, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         return random_masks(self, session)
 
+    def _due(self, session: Session, optimizer: Optimizer) -> int:
+        """The number of this optimizer's next step if masks of its weights change then, else 0."""
+        if session.module.automatic_optimization:
+            step = session.trainer.global_step + 1
+        else:  # the trainer counts the steps of all optimizers together
+            self._made += [0] * (len(session.optimizers) - len(self._made))
+            step = self._made[_index(session, optimizer)] + 1
+        idle = not self.masks or step % self.interval or session.progress.u >= self.until
+        return 0 if idle else step
+
     @override
-    def before_step(self, session: Session) -> None:
-        self._growth = None
-        step = session.trainer.global_step + 1
-        if not self.masks or step % self.interval or session.progress.u >= self.until:
-            return
-        found = {name: self.growth(session, name, step) for name in self.masks}
-        self._growth = {name: growth for name, growth in found.items() if growth is not None}
+    def undecided(self, session: Session) -> Collection[str]:
+        return {name for o in session.optimizers if self._due(session, o) for name in self.names_of(o)}
+
+    @override
+    def before_step(self, session: Session, optimizer: Optimizer) -> None:
+        step = self._due(session, optimizer)
+        for name in self.names_of(optimizer):
+            growth = self.growth(session, name, step) if step else None
+            self._growth.pop(name, None)
+            if growth is not None:
+                self._growth[name] = growth
 
     @override
     @torch.no_grad()
-    def after_step(self, session: Session) -> None:
-        growth, self._growth = self._growth, None
-        if growth is None:
+    def after_step(self, session: Session, optimizer: Optimizer) -> None:
+        if not session.module.automatic_optimization:
+            self._due(session, optimizer)
+            self._made[_index(session, optimizer)] += 1
+        names = [name for name in self.names_of(optimizer) if name in self._growth]
+        if not names:
             return
         share, block = self.share(session.progress.u), self.block
         new, changed = dict(self.masks), dict[str, Tensor]()
-        for name, scores in growth.items():
+        for name in names:
             weight, mask = self.weights[name], self.masks[name]
             magnitude = agreed(session, self.parameter(name).detach().abs())
             kept = weight.pool(mask.float(), block) > 0
-            after = drop_and_grow(weight.pool(magnitude, block), weight.pool(scores, block), kept, share)
+            after = drop_and_grow(
+                weight.pool(magnitude, block), weight.pool(self._growth.pop(name), block), kept, share
+            )
             new[name] = weight.spread(after, block)
             changed[name] = new[name] ^ mask
         self._tell(changed)
-        self.put(new)
+        self.put(new, changed)
         self.clear_state(session, changed)
 
     def _tell(self, changed: Mapping[str, Tensor]) -> None:
@@ -157,12 +177,17 @@ class Rewired(ActsLate, Masked):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "moved": [self._moved, self._changes]}
+        return {**super().state_dict(), "moved": [self._moved, self._changes], "made": list(self._made)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._moved, self._changes = state_dict["moved"]
+        self._made = list(state_dict.get("made", []))  # checkpoints of earlier versions have none
+
+
+def _index(session: Session, optimizer: Optimizer) -> int:
+    return next(i for i, o in enumerate(session.optimizers) if o is optimizer)
 
 
 def drawn(session: Session, who: str, name: str, step: int, like: Tensor) -> Tensor:

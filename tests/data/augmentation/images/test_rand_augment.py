@@ -16,6 +16,7 @@ from lightning_eff.data.augmentation.images._operations import OPERATIONS, opera
 from lightning_eff.data.augmentation.images.rand_augment import PAPERS, rand_augment
 from tests.cases import Case
 from tests.data.augmentation.modules import ON_IMAGES, Own, batches, chi_squared, conv_next, train, vit
+from tests.models import trainer
 from tests.runs import fit_yaml
 
 pytest.importorskip("kornia")
@@ -141,6 +142,55 @@ def test_draws_follow_from_seed_and_step_and_rank() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, made(0), strict=True))
     assert not torch.equal(first[0], first[1])
     assert all(not torch.equal(a, b) for other in (made(1), made(0, Rank())) for a, b in zip(first, other, strict=True))
+
+
+class Siamese(pl.LightningModule):
+    """Two views of each image, which are the same before augmentation.
+
+    Attributes:
+        given: the views of each step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+        )
+        self.given: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.given.append(batch)
+        return F.mse_loss(self.encoder(batch["first"]), self.encoder(batch["second"]).detach())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_views_have_draws_of_their_own_if_asked() -> None:
+    def made(*others: Any, **settings: Any) -> list[dict[str, Tensor]]:
+        pl.seed_everything(0, verbose=False)
+        x = torch.rand(8, 3, 32, 32)
+        net, technique = Siamese(), eff.RandAugment(2, prob=0.9, **settings)
+        data: Any = torch.utils.data.DataLoader([{"first": x, "second": x.clone()}] * 4, batch_size=None)  # pyright: ignore[reportArgumentType]
+        trainer(technique, *others, max_epochs=1).fit(net, data)
+        return net.given
+
+    alike, own = made(), made(independent=True)
+    for same, different in zip(alike, own, strict=True):
+        assert torch.equal(same["first"], same["second"])
+        assert torch.equal(different["first"], same["first"])
+        changed = [not torch.equal(a, b) for a, b in zip(different["first"], different["second"], strict=True)]
+        assert sum(changed) > 4
+    # what Koçyiğit et al. combine: images and magnitudes that grow together, and a cyclic learning rate
+    together = made(
+        eff.ProgressiveResizing(0.5, until=0.5),
+        eff.LearningRateSchedule("sgdr", cycles=2),
+        initial_magnitude=0.0,
+        independent=True,
+    )
+    sides = [[views[name].shape[-1] for views in together] for name in ("first", "second")]
+    assert sides[0] == sides[1] and sides[0][0] < sides[0][-1] == 32
 
 
 @pytest.mark.parametrize("build", [vit, conv_next], ids=["vit", "convnext"])
