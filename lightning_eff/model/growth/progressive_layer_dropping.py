@@ -59,7 +59,7 @@ class ProgressiveLayerDropping(Dropping):
     block's input as its output.
 
     At least one block runs in every step. If none is drawn, which the paper's rule allows, the first block runs. At
-    ``theta_min=0.5`` this concerns 1 step in 171 with 4 blocks, and 1 in 75 million with 12. Its ``p_1`` counts this.
+    ``theta_min=0.5`` this concerns 1 step in 171 with 4 blocks, and 1 in 76 million with 12. Its ``p_1`` counts this.
     One block is always kept in two cases. Where blocks pass further tensors on (T5's position bias), it is the first
     block. Where nothing outside the blocks is trained (adapters, freezing), it is the first block that trains. With
     :class:`ProgressiveStacking`, ``L`` counts the blocks that run.

@@ -16,6 +16,7 @@ from lightning_eff import (
     SET,
     SNIP,
     BlockSparsity,
+    DiffAugment,
     EarlyBird,
     GraSP,
     LotteryTickets,
@@ -352,6 +353,45 @@ def test_the_penalty_on_scales_is_added_once_per_step(kind: str) -> None:
     other = Plain(GAN(**KINDS[kind]), penalties={"generator.2.weight": 0.05})
     other.train(batches(5))
     same(net, other.net)
+
+
+class Both(GAN):
+    """The generator's first layer is in both optimizers, and gradients of earlier batches are kept."""
+
+    def configure_optimizers(self) -> Any:
+        g, d = super().configure_optimizers()
+        d.add_param_group({"params": [self.generator[0].weight], "lr": 0.01})
+        return g, d
+
+    def losses(self, real: Tensor, fake: Tensor) -> Tensor:
+        return super().losses(real, fake) + self.get_parameter("generator.0.weight").pow(2).sum()
+
+
+def test_each_optimizer_gets_its_own_states_back_and_old_gradients_go() -> None:
+    net, technique = Both(shared=False), LotteryTickets(1, share=0.5, rewind=0.5)
+    states: list[list[Tensor]] = []
+    gradients: list[int] = []
+
+    class Look(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            held = [o.state.get(net.generator[0].weight, {}) for o in trainer.optimizers]
+            states.append([t.clone() for state in held for t in state.values() if t is not None])
+            gradients.append(sum(p.grad is not None for p in net.parameters()))
+
+    trainer(technique, Look(), max_epochs=1).fit(net, gan_loader(8))
+    mask = technique.masks["generator.0.weight"]
+    assert len(states[2]) == 4, "Adam's step and moments, and SGD's momentum"
+    for then, now in zip(states[2], states[4], strict=True):
+        assert torch.equal(now, then * mask if then.shape == mask.shape else then)
+    assert gradients[3] > 0 and gradients[4] == 0
+
+
+def test_tickets_are_found_with_differentiable_augmentation() -> None:
+    net, technique, augment = GAN(), LotteryTickets(2, share=0.5), DiffAugment(["translation", "cutout"])
+    zeros = Zeros(technique)
+    trainer(technique, augment, zeros, max_epochs=1).fit(net, gan_loader(9))
+    assert zeros.leaks == [] and technique.report()["rounds"] == 2
+    assert augment.report()["calls"] == 3, "of the discriminator in the last batch"
 
 
 # -- resuming, and what is refused
