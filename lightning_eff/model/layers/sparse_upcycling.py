@@ -17,7 +17,8 @@ from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count, Each, Either, Number, OneOf
-from lightning_eff._core._branches.tracing import traced
+from lightning_eff._core._branches.sharded_step import step_of
+from lightning_eff._core._branches.tracing import looked_at
 from lightning_eff._core._needs.needs import UNTRIED, Need, Part, Reasons
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._stack.finding import repeated
@@ -26,7 +27,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.model.layers._experts.finding import Network, check_same, networks_of, sights_of
+from lightning_eff.model.layers._experts.finding import Looked, Network, check_same, networks_of
 from lightning_eff.model.layers._experts.module import Dispatch, ExpertLinear, Seen, dispatches
 
 WHO = "SparseUpcycling"
@@ -57,7 +58,7 @@ class SparseUpcycling(Architecture):
     in causal blocks, as in the paper. Sequences are routed separately, so outputs do not depend on other samples; the paper
     routes groups of sequences. A module that joins samples and tokens before the network has one group per batch.
 
-    Use it when a dense checkpoint exists and there is time to train on, for more than about a tenth of its training so far.
+    Use it when a dense checkpoint exists, and time to train on for about half of the dense training, as in the paper.
     **It starts from the weights that the module has**: load the dense checkpoint first, and call ``fit`` without
     ``ckpt_path``. Optimizer states start anew, as in the paper's language models. With ``normalize=True``, a token that some
     expert computes first gets the dense network's output, and a token without an expert gets zero. **It changes the model**:
@@ -139,6 +140,7 @@ class SparseUpcycling(Architecture):
     def _reset(self) -> None:
         self._dispatches: Mapping[str, Dispatch] = {}
         self._checked = False
+        self._seen: list[Seen] = []
         self._last: dict[str, float | int | Tensor] = {}
 
     @override
@@ -215,6 +217,7 @@ class SparseUpcycling(Architecture):
     @override
     def attach(self, session: Session) -> None:
         session.chain.add(Stage.REWEIGHT, self._link)
+        session.chain.add(Stage.SAVE, self._record, order=1)
 
     @override
     def on_model(self, session: Session) -> None:
@@ -237,23 +240,34 @@ class SparseUpcycling(Architecture):
         }
         if not blocks:
             return True
-        with sights_of(blocks) as sights:
-            if traced(session, batch, batch_idx, who=WHO) is None:
-                return False
-        for block, seen in sights.items():
+        looked = Looked(blocks)
+        with looked_at(session), looked.hooked():
+            output = step_of(session, batch, batch_idx)
+            looked.look()
+        session.chain.cost.add(batch)
+        for block, seen in looked.sights.items():
             if seen is not None and seen.causal:
                 raise ValueError(_leaks(block, "in the first batch"))
-        return True
+        return output is not None
 
-    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
-        seen: list[Seen] = []
+    def _record(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        """Record the routing of a pass of the training step itself, and not of passes that other code runs to look at it."""
+        if not torch.is_grad_enabled():
+            return proceed(batch)
         for dispatch in self._dispatches.values():
-            dispatch.seen = seen
+            dispatch.seen = self._seen
         try:
-            output = proceed(batch)
+            return proceed(batch)
         finally:
             for dispatch in self._dispatches.values():
                 dispatch.seen = None
+
+    def _link(self, step: Step, batch: Any, proceed: Proceed) -> Any:
+        self._seen = []
+        try:
+            output = proceed(batch)
+        finally:
+            seen, self._seen = self._seen, []
         if not seen:
             return output
         self._last = {
@@ -268,8 +282,8 @@ class SparseUpcycling(Architecture):
             return output
         if not all(t.requires_grad for t in losses):
             raise ValueError(
-                f"{WHO}: a feed-forward network ran without a graph, as under gradient checkpointing with use_reentrant=True, so"
-                " its balance loss would have no gradient. Set use_reentrant=False in checkpoint, or balance=0."
+                f"{WHO}: a feed-forward network ran without a graph, as under gradient checkpointing with use_reentrant=True,"
+                " so its balance loss would have no gradient. Set use_reentrant=False in checkpoint, or balance=0."
             )
         whole = loss + self.balance * torch.stack(losses).sum().to(loss.dtype)
         return {**output, "loss": whole} if isinstance(output, Mapping) else whole

@@ -4,7 +4,7 @@ Two passes over a batch, or over made-up inputs, show this, without a trace.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -103,19 +103,35 @@ def sight(given: Tensor, made: Tensor) -> Sight | None:
     return Sight(alone[0], causal=not bool(seen_from(first)[tuple(later)] != 0))
 
 
-@contextmanager
-def sights_of(blocks: Mapping[str, nn.Module]) -> Iterator[dict[str, Sight | None]]:
-    """Look at each call of blocks, by their paths; the last call of a block counts."""
-    found: dict[str, Sight | None] = {}
+class Looked:
+    """The calls of blocks in a pass.
 
-    def ran(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    Args:
+        blocks: the blocks by their paths.
+
+    Attributes:
+        sights: what the outputs of each block depend on, after :meth:`look`.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self.sights: dict[str, Sight | None] = {}
+        self._blocks = blocks
+        self._calls: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def hooked(self) -> AbstractContextManager[None]:
+        """Note the calls; the last call of a block counts."""
+        return _hooked(self._blocks, self._note)
+
+    def look(self) -> None:
+        """Take gradients, while the module is as it was in the pass, because it may be recomputed."""
+        self.sights = {path: sight(*call) for path, call in self._calls.items()}
+        self._calls.clear()
+
+    def _note(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         try:
-            found[path] = sight(hidden_of(args, kwargs), split_output(output)[0])
-        except (TypeError, RuntimeError):  # its hidden state is not among them, or has no graph
-            found[path] = None
-
-    with _hooked(blocks, ran):
-        yield found
+            self._calls[path] = hidden_of(args, kwargs), split_output(output)[0]
+        except TypeError:  # its hidden state is not among them
+            self._calls.pop(path, None)
 
 
 def networks_of(root: nn.Module, batch: Any, *, who: str) -> Found:
@@ -155,11 +171,12 @@ def networks_of(root: nn.Module, batch: Any, *, who: str) -> Found:
 
     layers = {m.path: m.module for found in fit for m in found}
     blocks = {path: block for stack in stacks for path, block in stack.named_blocks.items()}
-    with _alive(root, layers.values()), _hooked(layers, ran), sights_of(blocks) as sights:
-        run_again(root, batch, probe.of, who=who)
+    looked = Looked(blocks)
+    with _alive(root, layers.values()), _hooked(layers, ran), looked.hooked():
+        run_again(root, batch, probe.of, looked.look, who=who)
     networks: list[Network] = []
     for found in fit:
-        made = _network(found, order, stacks, sights)
+        made = _network(found, order, stacks, looked.sights)
         if isinstance(made, str):
             left[f"{found[-1].path}.weight"] = made
         else:
@@ -230,7 +247,7 @@ def check_same(root: nn.Module, batch: Any, found: Found, networks: Sequence[Net
     hint = f"Leave its block out of blocks=, or remove {who}."
     try:
         with _alive(root, parts), _hooked(layers, ran):
-            run_again(root, batch, found.of, who=who)
+            run_again(root, batch, found.of, lambda: None, who=who)
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         raise ValueError(
             f"{who}: {type(root).__name__} does not compute with experts in its feed-forward networks, such as {networks[0]}:"
@@ -261,18 +278,20 @@ def _hooked(modules: Mapping[str, nn.Module], note: Callable[..., None]) -> Iter
         for path, m in modules.items():
 
             def hook(_: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
-                note(path, args, kwargs, output)
+                if torch._C._current_graph_task_id() == -1:  # otherwise a backward pass recomputes it
+                    note(path, args, kwargs, output)
 
             scope.callback(hook_behind(m, hook, with_kwargs=True).remove)
         yield
 
 
-def run_again(root: nn.Module, batch: Any, of: str, *, who: str) -> None:
-    """Run the pass with this description, as :func:`probed` did."""
+def run_again(root: nn.Module, batch: Any, of: str, then: Callable[[], None], *, who: str) -> None:
+    """Run the pass with this description, as :func:`probed` did, and ``then``."""
     for what, call in attempts(root, batch, blocks=False):
         if what == of:
             with as_it_was(root), aside(root), looking_on():
                 call()
+                then()
             return
     raise ValueError(
         f"{who}: {type(root).__name__} ran only in parts on made-up inputs ({of}), which does not show whether its blocks see"

@@ -129,14 +129,19 @@ class Dispatch:
         number, by, choices, capacity, normalize, _ = self._settings
         if self.trial:
             return all_compute(probabilities)
-        chosen: Tensor | None = None
         if by == "experts":
-            routes = experts_choose(probabilities, places(tokens, number, choices))
+            routes, balance = experts_choose(probabilities, places(tokens, number, choices)), None
+            load = probabilities.new_ones(())
         else:
             weights, chosen = chosen_by(probabilities, choices)
             routes = tokens_choose(weights, chosen, places(tokens, number, capacity * choices), number)
+            load = loads(chosen, number)
+            balance = balance_loss(
+                probabilities, load
+            )  # also without a record, so that recomputation saves as many tensors
+            load = load.max() / load.mean()
         if self.seen is not None:
-            self.seen.append(_seen(probabilities, routes, chosen, tokens))
+            self.seen.append(Seen(_dropped(routes, tokens), load, balance))
         return normalized(routes, tokens) if normalize else routes
 
     def _axis(self, x: Tensor) -> int | None:
@@ -158,14 +163,6 @@ class Dispatch:
 @torch.no_grad()
 def _dropped(routes: Routes, tokens: int) -> Tensor:
     return (sums(routes, (routes.weights > 0).float(), tokens) == 0).float().mean()
-
-
-def _seen(probabilities: Tensor, routes: Routes, chosen: Tensor | None, tokens: int) -> Seen:
-    dropped = _dropped(routes, tokens)
-    if chosen is None:
-        return Seen(dropped, torch.ones_like(dropped), None)
-    load = loads(chosen, probabilities.shape[-1])
-    return Seen(dropped, load.max() / load.mean(), balance_loss(probabilities, chosen))
 
 
 class ExpertLinear(nn.Module):

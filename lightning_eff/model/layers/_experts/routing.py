@@ -54,7 +54,7 @@ def tokens_choose(weights: Tensor, experts: Tensor, count: int, num_experts: int
         count: C.
         num_experts: E.
     """
-    groups, tokens, choices = experts.shape
+    groups, tokens, _ = experts.shape
     chose = torch.zeros(groups, tokens, num_experts, dtype=torch.long, device=experts.device)
     chose = chose.scatter(-1, experts, 1)  # a token chooses an expert once
     place = (chose.cumsum(1) - chose).gather(-1, experts)
@@ -95,17 +95,16 @@ def normalized(routes: Routes, tokens: int) -> Routes:
     return routes._replace(weights=routes.weights / total.where(total > 0, 1.0))
 
 
-def balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
+def balance_loss(probabilities: Tensor, load: Tensor) -> Tensor:
     """Return ``E sum_i f_i P_i``, which is K if tokens are spread evenly (Fedus et al. 2021, eq. 4, for K = 1).
 
-    f_i is the fraction of tokens that chose expert i, and P_i the mean of its probabilities.
+    P_i is the mean of the probabilities of expert i.
 
     Args:
         probabilities: (G, T, E).
-        experts: the experts that each token chose, (G, T, K).
+        load: f_i, as :func:`loads` returns it.
     """
-    number = probabilities.shape[-1]
-    return number * (loads(experts, number) * probabilities.flatten(0, 1).mean(0)).sum()
+    return probabilities.shape[-1] * (load * probabilities.flatten(0, 1).mean(0)).sum()
 
 
 def loads(experts: Tensor, number: int) -> Tensor:
