@@ -112,7 +112,20 @@ class SparseUpcycling(Architecture):
     }
     change_at = Change.STRUCTURE
     neutral_at: ClassVar[Mapping[str, Any]] = {"experts": 1}
-    conflicts: ClassVar[Mapping[str, str]] = {}
+    conflicts: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("AutoProg", "CompoundGrowth", "ParameterSharing", "ProgressiveStacking"),
+            "its blocks must have equal parameters, and only some get experts",
+        ),
+        **dict.fromkeys(
+            ("ButterflyLinear", "LowRankLinear"), "it replaces layers of feed-forward networks by factors first"
+        ),
+        **dict.fromkeys(
+            ("Fixup", "LayerScale", "ReZero", "SkipInit"), "it scales the layers that experts would have copies of"
+        ),
+        "TokenMerging": "it counts merged tokens several times, and experts count them once",
+        "SequencePacking": "it joins texts in rows without padding, and the tokens of a row compete for the places of experts",
+    }
     checkpointed = ("_checked",)
 
     def __init__(

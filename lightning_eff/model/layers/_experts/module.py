@@ -29,7 +29,7 @@ class Seen(NamedTuple):
     Attributes:
         dropped: the fraction of tokens that no expert computes.
         load: the largest load of an expert before tokens are dropped, divided by the mean load.
-        balance: the balance loss, or None under Expert Choice.
+        balance: the balance loss, or None under Expert Choice and for a frozen router.
     """
 
     dropped: Tensor
@@ -87,7 +87,7 @@ class Dispatch:
             high = torch.promote_types(x.dtype, torch.float32)
             probabilities = F.linear(grouped.to(high), router.to(high)).softmax(-1)
         groups, tokens = grouped.shape[:2]
-        routes = self._route(probabilities, tokens)
+        routes = self._route(probabilities, tokens, trains=router.requires_grad)
         taken = self._take(grouped, routes)
         self._call = Call(routes, x, taken, (groups, tokens))
         return taken
@@ -125,7 +125,7 @@ class Dispatch:
             )
         return self._call
 
-    def _route(self, probabilities: Tensor, tokens: int) -> Routes:
+    def _route(self, probabilities: Tensor, tokens: int, *, trains: bool) -> Routes:
         number, by, choices, capacity, normalize, _ = self._settings
         if self.trial:
             return all_compute(probabilities)
@@ -141,7 +141,7 @@ class Dispatch:
             )  # also without a record, so that recomputation saves as many tensors
             load = load.max() / load.mean()
         if self.seen is not None:
-            self.seen.append(Seen(_dropped(routes, tokens), load, balance))
+            self.seen.append(Seen(_dropped(routes, tokens), load, balance if trains else None))
         return normalized(routes, tokens) if normalize else routes
 
     def _axis(self, x: Tensor) -> int | None:

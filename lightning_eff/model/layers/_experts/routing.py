@@ -109,6 +109,6 @@ def balance_loss(probabilities: Tensor, load: Tensor) -> Tensor:
 
 def loads(experts: Tensor, number: int) -> Tensor:
     """Return f_i, the fraction of tokens that chose each of ``number`` experts, before any is dropped, (E,)."""
+    every = experts.flatten()
     counts = torch.zeros(number, dtype=torch.float32, device=experts.device)
-    counts = counts.index_add(0, experts.flatten(), torch.ones((), device=experts.device).expand(experts.numel()))
-    return counts / experts[..., 0].numel()
+    return counts.index_add(0, every, torch.ones_like(every, dtype=torch.float32)) / experts[..., 0].numel()
