@@ -123,7 +123,10 @@ class SparseUpcycling(Architecture):
         **dict.fromkeys(
             ("Fixup", "LayerScale", "ReZero", "SkipInit"), "it scales the layers that experts would have copies of"
         ),
-        "TokenMerging": "it counts merged tokens several times, and experts count them once",
+        **dict.fromkeys(
+            ("MaskGuidedTokens", "PartialTokenTraining", "PatchDropout", "RandomLTD", "TokenDropping", "TokenMerging"),
+            "blocks get fewer tokens there, and those compete for the places of experts",
+        ),
         "SequencePacking": "it joins texts in rows without padding, and the tokens of a row compete for the places of experts",
     }
     checkpointed = ("_checked",)

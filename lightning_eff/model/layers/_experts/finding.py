@@ -172,8 +172,18 @@ def networks_of(root: nn.Module, batch: Any, *, who: str) -> Found:
     layers = {m.path: m.module for found in fit for m in found}
     blocks = {path: block for stack in stacks for path, block in stack.named_blocks.items()}
     looked = Looked(blocks)
-    with _alive(root, layers.values()), _hooked(layers, ran), looked.hooked():
-        run_again(root, batch, probe.of, looked.look, who=who)
+
+    @contextmanager
+    def noting() -> Iterator[None]:
+        order.clear()
+        outputs.clear()
+        with _hooked(layers, ran), looked.hooked():
+            yield
+            looked.look()
+
+    if fit:
+        with _alive(root, layers.values()):
+            _run_again(root, batch, probe.of, noting, who=who)
     networks: list[Network] = []
     for found in fit:
         made = _network(found, order, stacks, looked.sights)
@@ -243,11 +253,18 @@ def check_same(root: nn.Module, batch: Any, found: Found, networks: Sequence[Net
         outputs.setdefault(path, []).append(output.detach())
 
     layers = {one.layers[-1].path: root.get_submodule(one.layers[-1].path) for one in networks}
+
+    @contextmanager
+    def noting() -> Iterator[None]:
+        outputs.clear()
+        with _hooked(layers, ran):
+            yield
+
     parts = [root.get_submodule(path) for path in found.layers]
     hint = f"Leave its block out of blocks=, or remove {who}."
     try:
-        with _alive(root, parts), _hooked(layers, ran):
-            run_again(root, batch, found.of, lambda: None, who=who)
+        with _alive(root, parts):
+            _run_again(root, batch, found.of, noting, who=who)
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         raise ValueError(
             f"{who}: {type(root).__name__} does not compute with experts in its feed-forward networks, such as {networks[0]}:"
@@ -285,14 +302,22 @@ def _hooked(modules: Mapping[str, nn.Module], note: Callable[..., None]) -> Iter
         yield
 
 
-def run_again(root: nn.Module, batch: Any, of: str, then: Callable[[], None], *, who: str) -> None:
-    """Run the pass with this description, as :func:`probed` did, and ``then``."""
+def _run_again(
+    root: nn.Module, batch: Any, of: str, noting: Callable[[], AbstractContextManager[None]], *, who: str
+) -> None:
+    """Run the pass with this description inside ``noting``, as :func:`probed` did."""
+    error: Exception | None = None
     for what, call in attempts(root, batch, blocks=False):
-        if what == of:
-            with as_it_was(root), aside(root), looking_on():
+        if what != of:
+            continue
+        try:
+            with as_it_was(root), aside(root), looking_on(), noting():
                 call()
-                then()
             return
+        except Exception as e:  # another pass has the same description
+            error = e
+    if error is not None:
+        raise error
     raise ValueError(
         f"{who}: {type(root).__name__} ran only in parts on made-up inputs ({of}), which does not show whether its blocks see"
         f" later tokens. Give a batch, lightning_eff.apply(module, {who}(...), batch=batch), or an example_input_array to the"
