@@ -4,6 +4,7 @@ The rule is ``y_t = sum_e w_te f_e(x_t)`` over the experts e that compute token 
 ``_experts.routing`` holds the two ways to choose experts, and the balance loss.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,6 +18,7 @@ from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._architecture.surgeon import Surgeon
 from lightning_eff._core._architecture.technique import Architecture, Change
 from lightning_eff._core._arguments.kinds import Count, Each, Either, Number, OneOf
+from lightning_eff._core._arguments.objects import FilePath
 from lightning_eff._core._branches.sharded_step import step_of
 from lightning_eff._core._branches.tracing import looked_at
 from lightning_eff._core._needs.needs import UNTRIED, Need, Part, Reasons
@@ -29,6 +31,7 @@ from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._experts.finding import Looked, Network, check_same, networks_of
 from lightning_eff.model.layers._experts.module import Dispatch, ExpertLinear, Seen, dispatches
+from lightning_eff.model.layers._experts.states import take_states
 
 WHO = "SparseUpcycling"
 
@@ -60,7 +63,8 @@ class SparseUpcycling(Architecture):
 
     Use it when a dense checkpoint exists, and time to train on for about half of the dense training, as in the paper.
     **It starts from the weights that the module has**: load the dense checkpoint first, and call ``fit`` without
-    ``ckpt_path``. Optimizer states start anew, as in the paper's language models. With ``normalize=True``, a token that some
+    ``ckpt_path``. Optimizer states start anew, as in the paper's language
+    models, or go on with ``states``. Schedules start anew. With ``normalize=True``, a token that some
     expert computes first gets the dense network's output, and a token without an expert gets zero. **It changes the model**:
     checkpoints load into ``lightning_eff.apply(plain, SparseUpcycling(...))``, and ``export`` refuses. It logs ``networks``,
     ``dropped`` (the fraction of tokens without an expert), ``load`` (the largest load of an expert before tokens are dropped,
@@ -76,6 +80,8 @@ class SparseUpcycling(Architecture):
         balance: the weight of the balance loss under token choice. 0 leaves it out.
         blocks: the blocks that get experts: "alternate" for every second one from the second on, "last" for the last half,
             or indices.
+        states: the path of a checkpoint of the dense run, whose optimizer states a fit without ``ckpt_path`` goes on with. Each
+            expert gets a copy of those of its network, as in the paper's vision models. None starts with new states.
 
     Raises:
         ValueError: for a value out of range. At setup or in ``apply``, if no pass shows a feed-forward network in a stack of
@@ -143,6 +149,7 @@ class SparseUpcycling(Architecture):
         blocks: Annotated[
             str | Sequence[int], Either(OneOf("alternate", "last"), Each(Count(at_least=0), distinct=True))
         ] = "alternate",
+        states: Annotated[str | os.PathLike[str] | None, FilePath("the path of a checkpoint")] = None,
     ) -> None:
         if choices > experts > 1:
             raise ValueError(
@@ -150,7 +157,7 @@ class SparseUpcycling(Architecture):
                 " fewer."
             )
         self.experts, self.routing, self.choices, self.capacity = experts, routing, choices, capacity
-        self.normalize, self.balance, self.blocks = normalize, balance, blocks
+        self.normalize, self.balance, self.blocks, self.states = normalize, balance, blocks, states
         self.needs_automatic_optimization = balance > 0 and routing != "experts"  # pyright: ignore[reportAttributeAccessIssue]
 
     def _reset(self) -> None:
@@ -162,7 +169,7 @@ class SparseUpcycling(Architecture):
     @override
     def settings(self) -> dict[str, Any]:
         """The settings that decide which parameters there are, and what they compute."""
-        return {name: value for name, value in super().settings().items() if name != "balance"}
+        return {name: value for name, value in super().settings().items() if name not in ("balance", "states")}
 
     # -- the change
 
@@ -238,6 +245,11 @@ class SparseUpcycling(Architecture):
     @override
     def on_model(self, session: Session) -> None:
         self._dispatches = dispatches(session.module)
+
+    @override
+    def on_optimizers(self, session: Session) -> None:
+        if self.states is not None and session.trainer.ckpt_path is None:
+            take_states(self.states, session.module, session.optimizers, who=WHO)
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:

@@ -102,8 +102,8 @@ class Mixed(nn.Module):
                 total = sum(mine.values()) if self.normalize else 1.0
                 y = torch.zeros_like(row)
                 for e, w in mine.items():
-                    h = F.gelu(up.expert_weight[e] @ row + up.expert_bias[e])
-                    y = y + w / total * (down.expert_weight[e] @ h + down.expert_bias[e])
+                    h = F.gelu(up.expert_weight[e] @ row + up.expert_bias.view(len(up.router), -1)[e])
+                    y = y + w / total * (down.expert_weight[e] @ h + down.expert_bias.view(len(up.router), -1)[e])
                 outputs.append(y)
             samples.append(torch.stack(outputs))
         return torch.stack(samples)
@@ -437,3 +437,68 @@ def test_networks_that_are_zero_at_first_route_as_trained_ones_do() -> None:
     ours = eff.apply(net, SparseUpcycling(4))
     assert {d.by for d in dispatches(ours).values()} == {"tokens"}
     assert all(torch.equal(t, state[name]) for name, t in ours.state_dict().items() if name in state)
+
+
+class Grouped(TinyGPT):
+    """Its optimizer has no weight decay for biases and norms, which it tells by their dimensions."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        flat = [p for p in self.parameters() if p.ndim < 2]
+        return torch.optim.AdamW(
+            [{"params": [p for p in self.parameters() if p.ndim > 1]}, {"params": flat, "weight_decay": 0.0}],
+            lr=self.lr,
+        )
+
+
+class Start(pl.Callback):
+    """Keeps the optimizer's states at the start."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        states = trainer.optimizers[0].state
+        self.states = {name: copy.deepcopy(dict(states[p])) for name, p in pl_module.named_parameters() if p in states}
+
+
+def test_states_of_the_dense_run_go_to_each_expert(tmp_path: Any) -> None:
+    dense, path = Grouped(4), tmp_path / "dense.ckpt"
+    t = trainer(max_steps=3)
+    t.fit(dense, loader("tiny_gpt"))
+    t.save_checkpoint(path)
+    old = {name: t.optimizers[0].state[p] for name, p in dense.named_parameters()}
+    start, net = Start(), Grouped(4)
+    net.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    technique = SparseUpcycling(4, states=str(path))
+    t = trainer(technique, start, max_steps=2)
+    t.fit(net, loader("tiny_gpt"))
+    t.save_checkpoint(tmp_path / "mixture.ckpt")
+    routers = {name for name, _ in net.named_parameters() if name.endswith("router")}
+    assert len(routers) == 2 and start.states.keys() == {n for n, _ in net.named_parameters()} - routers
+    for name, state in start.states.items():
+        plain = old[name.replace("expert_", "")]
+        assert state["step"] == 3 and state.keys() == plain.keys()
+        for key in ("exp_avg", "exp_avg_sq"):
+            copies = state[key].view(-1, *plain[key].shape)
+            assert len(copies) == (4 if "expert_" in name else 1) and all(
+                torch.equal(one, plain[key]) for one in copies
+            )
+    decays = {id(p): g["weight_decay"] for g in t.optimizers[0].param_groups for p in g["params"]}
+    assert all((decays[id(p)] == 0) == (p.ndim == 1) for p in net.parameters())
+    path.unlink()
+    again = trainer(SparseUpcycling(4, states=str(path)), start, max_steps=3)  # a resumed run has its own
+    again.fit(Grouped(4), loader("tiny_gpt"), ckpt_path=tmp_path / "mixture.ckpt")
+    assert start.states["blocks.1.mlp.0.router"]["step"] == 2
+    with pytest.raises(ValueError, match=r"states='.*dense.ckpt'\): there is no such file"):
+        trainer(technique, max_steps=3).fit(Grouped(4), loader("tiny_gpt"))
+
+
+def test_states_of_other_optimizers_are_refused(tmp_path: Any) -> None:
+    t = trainer(max_steps=1)
+    t.fit(TinyGPT(4), loader("tiny_gpt"))
+    t.save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(ValueError, match="has 1 groups of parameters there, and 2 here"):
+        trainer(SparseUpcycling(4, states=str(tmp_path / "one.ckpt")), max_steps=1).fit(Grouped(4), loader("tiny_gpt"))
+    with pytest.raises(ValueError, match=r"a group has \d+ parameters there, and \d+ without routers here"):
+        trainer(SparseUpcycling(4, states=str(tmp_path / "one.ckpt")), max_steps=1).fit(TinyGPT(6), loader("tiny_gpt"))
+    with pytest.raises(ValueError, match=r"the state exp_avg \(.*\) does not belong to embed.weight"):
+        trainer(SparseUpcycling(4, states=str(tmp_path / "one.ckpt")), max_steps=1).fit(
+            TinyGPT(4, dim=32), loader("tiny_gpt")
+        )

@@ -178,7 +178,7 @@ class ExpertLinear(nn.Module):
 
     Attributes:
         expert_weight: a copy of the weight for each expert, (E, N, K) or (E, K, N).
-        expert_bias: (E, N), or None.
+        expert_bias: (E N,), or None. It has one dimension as a plain bias, by which optimizers' groups are often told apart.
         router: (E, K), only in the first layer.
     """
 
@@ -198,7 +198,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.dispatch, self.transposed, self.place = dispatch, transposed, place
         self.expert_weight = _copies(weight, number)
-        self.register_parameter("expert_bias", None if bias is None else _copies(bias, number))
+        self.register_parameter("expert_bias", None if bias is None else _copies(bias, number, flat=True))
         inputs = weight.shape[0 if transposed else 1]
         router = nn.Parameter(torch.randn(number, inputs) * ROUTER_STD) if place == "first" else None
         self.register_parameter("router", router)
@@ -231,14 +231,14 @@ class ExpertLinear(nn.Module):
 ROUTER_STD = 0.02
 
 
-def _copies(plain: nn.Parameter, number: int) -> nn.Parameter:
+def _copies(plain: nn.Parameter, number: int, *, flat: bool = False) -> nn.Parameter:
     whole = plain.detach().expand(number, *plain.shape).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(whole, requires_grad=plain.requires_grad)
+    return nn.Parameter(whole.flatten() if flat else whole, requires_grad=plain.requires_grad)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``x_e W_e + b_e`` for each expert e."""
-    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight)
+    return torch.bmm(x, weight) if bias is None else torch.baddbmm(bias.view(len(weight), 1, -1), x, weight)
 
 
 def dispatches(module: nn.Module) -> Mapping[str, Dispatch]:
