@@ -63,12 +63,12 @@ class SparseUpcycling(Architecture):
 
     Use it when a dense checkpoint exists, and time to train on for about half of the dense training, as in the paper.
     **It starts from the weights that the module has**: load the dense checkpoint first, and call ``fit`` without
-    ``ckpt_path``. Optimizer states start anew, as in the paper's language
-    models, or go on with ``states``. Schedules start anew. With ``normalize=True``, a token that some
-    expert computes first gets the dense network's output, and a token without an expert gets zero. **It changes the model**:
-    checkpoints load into ``lightning_eff.apply(plain, SparseUpcycling(...))``, and ``export`` refuses. It logs ``networks``,
-    ``dropped`` (the fraction of tokens without an expert), ``load`` (the largest load of an expert before tokens are dropped,
-    divided by the mean) and ``balance`` (the balance loss, at best ``choices``), each as a mean over networks.
+    ``ckpt_path``. Optimizer states start anew, as in the paper's language models, or go on with ``states``. Schedules start
+    anew. With ``normalize=True``, a token that some expert computes first gets the dense network's output, and a token without
+    an expert gets zero. **It changes the model**: checkpoints load into ``lightning_eff.apply(plain, SparseUpcycling(...))``,
+    and ``export`` refuses. It logs ``networks``, their number, and means over them: ``dropped``, the fraction of tokens without
+    an expert; ``load``, the largest load of an expert before tokens are dropped, divided by the mean; and ``balance``, the
+    balance loss, which is ``choices`` for even loads.
 
     Args:
         experts: E, the number of experts. The paper uses 32. 1 is plain training.
@@ -86,10 +86,8 @@ class SparseUpcycling(Architecture):
     Raises:
         ValueError: for a value out of range. At setup or in ``apply``, if no pass shows a feed-forward network in a stack of
             blocks, or which tokens a block sees; if experts would choose in causal blocks; or if code between the layers does
-            not treat each token separately. On the
-            first batch, before any weight changes, if it shows that such blocks are causal after all. In a step, if blocks are
-            recomputed with ``use_reentrant=True`` under a balance
-            loss.
+            not treat each token separately. On the first batch, before any weight changes, if it shows that such blocks are
+            causal after all. In a step, if blocks are recomputed with ``use_reentrant=True`` under a balance loss.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=10, callbacks=[SparseUpcycling(8)])
@@ -113,7 +111,7 @@ class SparseUpcycling(Architecture):
     refuses: ClassVar[Reasons] = {
         **Architecture.refuses,
         **dict.fromkeys((Part.SHARD, Part.TENSOR, Part.ITSELF), UNTRIED),
-        Part.PIPELINE: "the loss has no access to the balance losses of blocks in other processes",
+        Part.PIPELINE: f"{UNTRIED}, and balance losses of blocks in other processes would not reach the loss",
         Part.CONTEXT: "a process has a part of each sequence, and its tokens compete for the places of experts",
     }
     change_at = Change.STRUCTURE
