@@ -1,5 +1,7 @@
 """Modules with the blocks that context parallelism meets: positions computed inside, heads that do not divide, mixing."""
 
+from typing import cast
+
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
@@ -99,8 +101,9 @@ class Rotary(pl.LightningModule):
         positions: see :class:`Attention`.
         heads: number of heads.
         mixing: "convolution", "skip" (the sum of all hidden states), "condition" (a learned scale for all blocks),
-            "checkpoint" or "reentrant" (blocks run again), "inner" (attention runs again), "rank whole", "rank divided" or
-            "router" (a balance loss of the blocks' tokens), "rank later" (the second rank raises: always, on a part of the tokens, or there after the first block) or "".
+            "checkpoint" or "reentrant" (blocks run again), "inner" (attention runs again), "router" (a balance loss of the
+            blocks' tokens), "rank whole", "rank divided" or "rank later" (the second rank raises: always, on a part of the
+            tokens, or there after the first block) or "".
         dropout: its probability, in [0, 1).
     """
 
@@ -132,7 +135,7 @@ class Rotary(pl.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
         if self.mixing == "router":
-            loss = loss + 0.01 * sum(block.balance for block in self.blocks)  # pyright: ignore[reportAttributeAccessIssue]
+            loss = loss + 0.01 * torch.stack([cast(Block, block).balance for block in self.blocks]).sum()
         self.log("train_loss", loss)
         return loss
 
