@@ -32,6 +32,7 @@ from lightning_eff._core.technique import Control
 from lightning_eff.model.layers._experts.finding import Looked, Network, check_same, networks_of
 from lightning_eff.model.layers._experts.module import Dispatch, ExpertLinear, Seen, dispatches
 from lightning_eff.model.layers._experts.states import take_states
+from lightning_eff.model.layers._experts.torch_encoder import call_layers
 
 WHO = "SparseUpcycling"
 
@@ -208,8 +209,8 @@ class SparseUpcycling(Architecture):
             return ExpertLinear(weight, bias, self.experts, dispatch, transposed=m.transposed, place=place)
 
         surgeon.swap(lambda path, m: id(m) in made, build, what="a layer of a feed-forward network")
-        for one in networks:  # torch's encoder layer reads the weights of layers without hooks in evaluation
-            surgeon.before(root.get_submodule(one.layers[0].path), _called)
+        for one in networks:
+            call_layers(surgeon, one.layers[0].path)
         check_same(root, surgeon.batch, found, networks, who=WHO)
         for _, dispatch, _ in made.values():
             dispatch.trial = False
@@ -339,7 +340,3 @@ def _leaks(block: str, where: str) -> str:
         f"{WHO}: the block {block} is causal {where}, and experts that choose among all tokens would let its outputs depend on"
         " later ones. Set routing='tokens'."
     )
-
-
-def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Do nothing; the hook's presence makes torch call the module."""

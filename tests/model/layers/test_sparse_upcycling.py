@@ -297,6 +297,27 @@ def test_blocks_that_are_recomputed_reentrantly_are_refused() -> None:
     trainer(SparseUpcycling(4, balance=0), max_steps=1).fit(Recomputed(in_training), loader("tiny_gpt"))
 
 
+class Padded(Net):
+    """Its encoder knows which tokens are padding."""
+
+    def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+        return self.head(self.blocks(self.embed(ids), src_key_padding_mask=padding))
+
+
+def test_torchs_encoder_gets_no_nested_tensors_in_evaluation() -> None:
+    """It would make them of padded texts for its fused kernel, and nothing else accepts them."""
+    plain = Padded("encoder").eval()
+    before = {name: copy.copy(vars(m)) for name, m in plain.named_modules()}
+    ours = eff.apply(plain, SparseUpcycling(4, choices=4))
+    ids, padding = tokens()[0], torch.arange(9).expand(2, 9) >= torch.tensor([[9], [6]])
+    expected = ours(ids, padding)
+    with torch.no_grad():
+        found = ours(ids, padding)
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1, :6], expected[1, :6])
+    assert vars(plain.blocks)["use_nested_tensor"] is True and vars(plain.blocks).keys() == before["blocks"].keys()
+
+
 class Total(TinyGPT):
     """Keeps the loss of its step, and the one that is trained."""
 
