@@ -386,6 +386,8 @@ class Shaped(Own):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
         batch, length, _ = x.shape
+        if self.how == "turned":
+            return x + self.down(F.gelu(self.up(self.other(x).transpose(0, 1)))).transpose(0, 1)
         h = self.up(self.other(x))
         if self.how == "view":
             return x + self.down(F.gelu(h).view(batch * length, -1)).view(batch, length, -1)
@@ -404,6 +406,7 @@ class OfShaped(Net):
     ("kind", "message"),
     [
         ("view", "does not compute with experts in its feed-forward networks"),
+        ("turned", r"input \(8, 2, 16\) has the 2 samples of blocks.0 in another dimension"),
         ("weights", "not seen to be called as modules"),
         ("position", "does not compute with experts in its feed-forward networks"),
     ],

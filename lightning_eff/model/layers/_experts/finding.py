@@ -29,10 +29,12 @@ class Sight(NamedTuple):
 
     Attributes:
         axis: the dimension of the samples.
+        samples: their number.
         causal: whether no output depends on a later token.
     """
 
     axis: int
+    samples: int
     causal: bool
 
 
@@ -100,7 +102,7 @@ def sight(given: Tensor, made: Tensor) -> Sight | None:
     if len(tokens) < 2 or len(alone) != 1:
         return None
     first, *_, later = tokens[:-1].tolist() if len(tokens) > 2 else tokens.tolist()  # the last one may be padding
-    return Sight(alone[0], causal=not bool(seen_from(first)[tuple(later)] != 0))
+    return Sight(alone[0], given.shape[alone[0]], causal=not bool(seen_from(first)[tuple(later)] != 0))
 
 
 class Looked:
@@ -163,10 +165,12 @@ def networks_of(root: nn.Module, batch: Any, *, who: str) -> Found:
         else:
             left[ffn.parts[-1].name] = why
     order: list[str] = []
+    shapes: dict[str, Sequence[int]] = {}
     outputs: dict[str, list[Tensor]] = {}
 
     def ran(path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         order.append(path)
+        shapes[path] = hidden_of(args, kwargs).shape
         outputs.setdefault(path, []).append(output.detach())
 
     layers = {m.path: m.module for found in fit for m in found}
@@ -186,7 +190,7 @@ def networks_of(root: nn.Module, batch: Any, *, who: str) -> Found:
             _run_again(root, batch, probe.of, noting, who=who)
     networks: list[Network] = []
     for found in fit:
-        made = _network(found, order, stacks, looked.sights)
+        made = _network(found, order, shapes, stacks, looked.sights)
         if isinstance(made, str):
             left[f"{found[-1].path}.weight"] = made
         else:
@@ -210,7 +214,11 @@ def _unfit(ffn: FFN, maps: dict[str, LinearMap]) -> str | None:
 
 
 def _network(
-    found: list[LinearMap], order: list[str], stacks: list[Candidate], sights: dict[str, Sight | None]
+    found: list[LinearMap],
+    order: list[str],
+    shapes: Mapping[str, Sequence[int]],
+    stacks: list[Candidate],
+    sights: Mapping[str, Sight | None],
 ) -> Network | str:
     last = found[-1].path
     place = next(
@@ -234,6 +242,9 @@ def _network(
         return (
             f"no pass showed which tokens of {block} influence each other, and which of its dimensions has the samples"
         )
+    shape = shapes[by_call[0].path]
+    if len(shape) > 2 and (seen.axis > len(shape) - 2 or shape[seen.axis] != seen.samples):
+        return f"its input {tuple(shape)} has the {seen.samples} samples of {block} in another dimension"
     return Network(tuple(by_call), block, index, stack.length, seen)
 
 

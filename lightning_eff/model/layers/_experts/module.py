@@ -136,9 +136,7 @@ class Dispatch:
             weights, chosen = chosen_by(probabilities, choices)
             routes = tokens_choose(weights, chosen, places(tokens, number, capacity * choices), number)
             load = loads(chosen, number)
-            balance = balance_loss(
-                probabilities, load
-            )  # also without a record, so that recomputation saves as many tensors
+            balance = balance_loss(probabilities, load)  # always, so that recomputation saves as many tensors
             load = load.max() / load.mean()
         if self.seen is not None:
             self.seen.append(Seen(_dropped(routes, tokens), load, balance if trains else None))
