@@ -181,6 +181,7 @@ UNMEASURED = {
         ("EmbeddingShortcuts", "UShapedSkips", "ValueEmbeddings", "ValueResiduals"),
         ("layers", "not yet; sums with earlier tensors of the pass take almost none of a step's FLOPs"),
     ),
+    "SparseUpcycling": ("layers", "not yet; a token has as many experts as `choices` says, each a network"),
     "WindowPattern": ("attention", "not yet; its saving grows with the length, and is small at this one"),
     "PreNorm": ("layers", "not yet; one more norm takes almost none of a step's FLOPs"),
     "RemoveBias": ("layers", "not yet; biases take almost none of a step's FLOPs"),

@@ -147,6 +147,7 @@ from lightning_eff.model.layers.remove_bias import RemoveBias as RemoveBias
 from lightning_eff.model.layers.remove_qkv_bias import RemoveQKVBias as RemoveQKVBias
 from lightning_eff.model.layers.rms_normalization import RMSNormalization as RMSNormalization
 from lightning_eff.model.layers.seq_norm import SeqNorm as SeqNorm
+from lightning_eff.model.layers.sparse_upcycling import SparseUpcycling as SparseUpcycling
 from lightning_eff.model.layers.swap_activation import SwapActivation as SwapActivation
 from lightning_eff.model.shortcuts.embedding_shortcuts import EmbeddingShortcuts as EmbeddingShortcuts
 from lightning_eff.model.shortcuts.pre_norm import PreNorm as PreNorm

@@ -257,6 +257,7 @@ _NOT_REVERSIBLE = (
     f"{_POST_NORM} phi gpt_neox cohere opt mamba rwkv albert squeezebert mbart pegasus m2m_100 t5 swin resnet"
 )
 _NOT_SHARED = "rwkv modernbert albert t5 swin"
+_NO_EXPERTS = "bloom mixtral olmoe qwen3_moe mamba albert squeezebert resnet"
 
 
 def blocks_of(name: str) -> dict[str, str]:
@@ -277,6 +278,8 @@ def blocks_of(name: str) -> dict[str, str]:
         found["ReversibleLayers"] = f"computes (one|no) residual sum|more after two sums|do not follow from|{stack}"
     if name in _NOT_SHARED.split():
         found["ParameterSharing"] = f"differ in the shapes of their parameters|{stack}"
+    if name in _NO_EXPERTS.split():
+        found["SparseUpcycling"] = "found no feed-forward network"
     if name == "albert":
         found["LISA"] = stack
     return found

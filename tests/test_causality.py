@@ -147,6 +147,8 @@ DOCUMENTED = {
     ("TokenDropping", "causal", "training"): "ids of the whole sequence decide which tokens skip blocks",
     ("NgramEmbedding", "causal and padded", "training"): "an n-gram reaches into padding in front of it",
     ("NgramEmbedding", "causal and padded", "validation"): "an n-gram reaches into padding in front of it",
+    ("SparseUpcycling", "causal and padded", "training"): "padding in front takes places of experts",
+    ("SparseUpcycling", "causal and padded", "validation"): "padding in front takes places of experts",
 }
 #: What a refusal says, in part, where this network is none for the technique.
 REFUSALS = (

@@ -1,5 +1,7 @@
 """Modules with the blocks that context parallelism meets: positions computed inside, heads that do not divide, mixing."""
 
+from typing import cast
+
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
@@ -71,6 +73,10 @@ class Block(nn.Module):
         self.attention = Attention(dim, heads, positions, dropout)
         self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
         self.conv = nn.Conv1d(dim, dim, 3, padding=1, groups=dim) if mixing == "convolution" else None
+        self.router = nn.Linear(dim, 4, bias=False) if mixing == "router" else None
+        if self.router is not None:
+            nn.init.normal_(self.router.weight, std=0.02)
+        self.balance = torch.zeros(())
         self.drop, self.inner, self.mixing = nn.Dropout(dropout), mixing == "inner", mixing
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -82,6 +88,9 @@ class Block(nn.Module):
         attended = checkpoint(self.attention, y, use_reentrant=False) if self.inner else self.attention(y)
         x = x + self.drop(attended)
         y = self.norm2(x)
+        if self.router is not None:  # the balance loss of Switch Transformers, a product of means over tokens
+            shares = self.router(y).softmax(-1).flatten(0, 1)
+            self.balance = 4 * (F.one_hot(shares.argmax(-1), 4).float().mean(0) * shares.mean(0)).sum()
         return x + self.drop(self.mlp(y if scale is None else y * scale[:, None]))
 
 
@@ -92,8 +101,9 @@ class Rotary(pl.LightningModule):
         positions: see :class:`Attention`.
         heads: number of heads.
         mixing: "convolution", "skip" (the sum of all hidden states), "condition" (a learned scale for all blocks),
-            "checkpoint" or "reentrant" (blocks run again), "inner" (attention runs again), "rank whole", "rank divided" or
-            "rank later" (the second rank raises: always, on a part of the tokens, or there after the first block) or "".
+            "checkpoint" or "reentrant" (blocks run again), "inner" (attention runs again), "router" (a balance loss of the
+            blocks' tokens), "rank whole", "rank divided" or "rank later" (the second rank raises: always, on a part of the
+            tokens, or there after the first block) or "".
         dropout: its probability, in [0, 1).
     """
 
@@ -124,6 +134,8 @@ class Rotary(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+        if self.mixing == "router":
+            loss = loss + 0.01 * torch.stack([cast(Block, block).balance for block in self.blocks]).sum()
         self.log("train_loss", loss)
         return loss
 

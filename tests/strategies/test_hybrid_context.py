@@ -39,6 +39,7 @@ EXACT: dict[str, Settings] = {
 }
 REFUSED: dict[str, tuple[Settings, str]] = {
     "convolution": (rotary(mixing="convolution"), "off by .* statistics over tokens"),
+    "a router's loss": (rotary(mixing="router"), "router.weight"),
     "checkpoint inside": (rotary(mixing="inner"), "CheckpointError: .*checkpoint whole blocks"),
     "one rank in a whole step": (
         rotary(mixing="rank whole"),

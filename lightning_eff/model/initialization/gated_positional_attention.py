@@ -93,6 +93,7 @@ class GatedPositionalAttention(Architecture):
             "its blocks must be copies of each other, but only some have gates",
         ),
         "AttentionWindowWarmup": "positions would reach beyond the window",
+        "Fastformer": "its attention compares no queries with keys, whose weights gates would mix with those of positions",
         "RegionalCompilation": "attention inside compiled blocks cannot be changed",
     }
     change_at = Change.ADAPT

@@ -52,7 +52,7 @@ CHANGE_PARAMETERS = (
     *("LowRankLinear", "MultiTokenPrediction", "NgramEmbedding", "ParameterSharing", "PreNorm", "PrefixTuning"),
     *("PromptTuning", "QKNorm"),
     *("QuantizedBase", "RMSNormalization", "ReZero", "RemoveBias", "RemoveQKVBias", "ReversibleLayers", "SeqNorm"),
-    *("SkipInit", "UShapedSkips", "ValueEmbeddings", "ValueResiduals", "VeRA", "VisualPromptTuning"),
+    *("SkipInit", "SparseUpcycling", "UShapedSkips", "ValueEmbeddings", "ValueResiduals", "VeRA", "VisualPromptTuning"),
 )
 
 

@@ -1,0 +1,1 @@
+"""Feed-forward networks with several experts and a router."""
