@@ -2,6 +2,7 @@
 
     python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal|further] [--jobs 2]
         [--only NAME ...] [--seeds 4,5] [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
+        [--unit benchmarks/results/further_gpt_30.json] [--processor-time]
     python benchmarks/evidence.py search {gpt,vit,bert} [--set further] [--seeds 0,10] [--budget 30rs]
     python benchmarks/evidence.py ladder {gpt,vit,bert,rings,bert8k,gpt256} [--ladder 0.5,0.75,1.5] [--of STACK]
         [--budget 300rs]
@@ -18,7 +19,10 @@
 - ``--set goal``: the fastest stacks to the baseline's final loss.
 
 ``--only`` runs a part of a set, and keeps the other results. With ``--reference`` and the committed file it uses the step costs
-in that file, and adds the results of further ``--seeds``.
+in that file, and adds the results of further ``--seeds``. With ``--unit`` and the committed file, the baseline's step costs in
+that file count, whichever processor measured them. Use it to add further arms on another processor, with
+seeds that the file does not have. Their step costs relative to the baseline's are then measured there. ``--processor-time``
+measures these in processor time, for a machine that other programs keep busy.
 
 ``search`` runs recipes of single techniques and other settings of them, from ``benchmarks/<task>/settings``, for
 ``search_settings_<task>.json``. It uses seeds that no evaluation uses.
@@ -39,9 +43,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import evidence_further, evidence_page, goal  # noqa: E402
+from benchmarks import evidence_further, evidence_page, goal, processor_time  # noqa: E402
 from benchmarks.evidence_arms import CLAIMS, COMPUTE, GOAL, SETTINGS, TASKS, WEIGHTS, settings  # noqa: E402
 from benchmarks.evidence_page import RESULTS, committed, pages  # noqa: E402
+from benchmarks.evidence_places import unit  # noqa: E402
 from benchmarks.evidence_settings import to_confirm  # noqa: E402
 from benchmarks.joining import together  # noqa: E402
 
@@ -123,6 +128,8 @@ def compare(
     """Hold overlays against the task's baseline, and keep the results where they are committed: those of a part by joining."""
     from lightning_eff.bench.command import main as bench
 
+    if getattr(options, "processor_time", False):
+        processor_time.rehearse()
     out = OUT / (f"{name}-{part}" if part else name)
     base = ROOT / "benchmarks" / task / "baseline.yaml"
     arguments = [f"--recipe={path.stem}={base},{path}" for path in overlays]
@@ -143,7 +150,8 @@ def compare(
     arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={out}"]
     if overlays:
         tuned = ["baseline", *(path.stem for path in overlays if path.stem in SEARCHED)]
-        arguments += [f"--tuned={','.join(tuned)}", f"--reference={options.reference or RESULTS / 'prices.json'}"]
+        prices = unit(options.unit, base, OUT / f"unit_{name}.json") if options.unit else RESULTS / "prices.json"
+        arguments += [f"--tuned={','.join(tuned)}", f"--reference={options.reference or prices}"]
     bench([*arguments, f"--title={TASKS[task]}", f"--ladder={options.ladder}", *more])
     keep(name, out, join=bool(part))
 
@@ -185,6 +193,9 @@ def main() -> None:
             runner.add_argument("--seeds", default="3", help="how many, or which, beside those that are there")
             what = "whose prices count (default: benchmarks/results/prices.json, the baseline's)"
             runner.add_argument("--reference", type=Path, help=what)
+        if command is not ladder:
+            runner.add_argument("--processor-time", action="store_true", help="rehearse in processor time")
+            runner.add_argument("--unit", type=Path, help="results whose baseline's step costs count, of any processor")
         runner.add_argument("--budget", help="of each run (default: 60rs, 150rs for gpt256)")
         runner.add_argument("--jobs", type=int, default=2)
         runner.add_argument("--rounds", type=int, default=6 if command is not ladder else 2)  # a ladder needs no prices

@@ -195,6 +195,7 @@ GOAL = {
     "muon_ngrams": "Muon + NgramEmbedding",
     "muon_grown": "Muon + ProgressiveStacking",
     "muon_grown_length_mask_rate": "Muon + ProgressiveStacking + SequenceLengthWarmup + MaskRateSchedule",
+    "muon_grown_length_schedule": "Muon + ProgressiveStacking + SequenceLengthWarmup + LearningRateSchedule",
     "muon_grown_length": "Muon + ProgressiveStacking + SequenceLengthWarmup",
     "muon": "Muon",
     "soap": "SOAP",

@@ -79,8 +79,9 @@ def _agree(own: dict[str, float], again: dict[str, float]) -> bool:
 
 
 def _said(arm: dict[str, Any]) -> dict[str, Any]:
-    """An arm with what its configs say, whatever their comments."""
-    return {**arm, "configs": [yaml.safe_load(text) for text in arm.get("configs") or ()]}
+    """An arm with what its configs say, whatever their comments and the words that describe it."""
+    said = {key: value for key, value in arm.items() if key != "description"}
+    return {**said, "configs": [yaml.safe_load(text) for text in arm.get("configs") or ()]}
 
 
 def _ends(results: dict[str, Any], arm: str) -> dict[int, float | None]:

@@ -98,6 +98,15 @@ def test_another_comment_is_no_other_config() -> None:
         with_seeds(earlier, later)
 
 
+def test_another_description_is_no_other_arm() -> None:
+    """Its words may change between the benches."""
+    whole = synthetic.everything()
+    first, *others = whole["plan"]["seeds"]
+    later = seeded(whole, *others)
+    later["plan"]["arms"][0]["description"] = "the same in other words"
+    assert with_seeds(seeded(whole, first), later)["plan"]["arms"] == whole["plan"]["arms"]
+
+
 def test_an_arm_may_have_more_seeds_than_others_and_an_overlap_counts_once() -> None:
     whole = synthetic.everything()
     first, second, *_ = whole["plan"]["seeds"]
