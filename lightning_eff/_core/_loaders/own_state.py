@@ -1,0 +1,122 @@
+"""Resume a loader from its own state, and check that this brings back its batches."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_eff._core import rng
+from lightning_eff._core._loaders.asked import Asked, Latest, own_before, unpacked
+from lightning_eff._core._loaders.batch_indices import sketch
+from lightning_eff._core._loaders.batch_order import shut_down
+from lightning_eff._core._loaders.proxy import LoaderProxy
+from lightning_eff._core._run.loader_host import LoaderHost
+from lightning_eff._core._run.stateful_loaders import (
+    begin_epoch_from,
+    generator_in_state,
+    load,
+    own_state,
+    wait_for_first,
+    why_other,
+)
+
+END = object()
+
+
+class OwnStateLoader(LoaderProxy):
+    """A loader that may keep its own state.
+
+    A checkpoint holds the state from before the batch that was trained on last. A resumed run makes this batch again. If it is
+    another one, the loader's state does not determine its batches, and the epoch is repeated instead.
+    """
+
+    _host: LoaderHost
+    _asks: Latest
+    _iterations: int
+    _position: int
+
+    @abstractmethod
+    def following(self) -> Any:
+        """Return the iterator's next batch, or :data:`END`."""
+
+    @abstractmethod
+    def _begin(self, replays: list[Any] | None = None) -> Iterator[Any]: ...
+
+    def _set_pieces(self, began: dict[str, Any]) -> None:
+        """Restore what determined the order of the batches when the epoch began."""
+        self._pieces.set_epochs(began["epochs"])
+        self._pieces.set_generators(began["generators"])
+        self._pieces.set_numbers(began.get("numbers", {}))
+        self._pieces.set_held(began.get("held", []))
+
+    def _restore_own(self, began: dict[str, Any], state: dict[str, Any]) -> None:
+        """Create an iterator that goes on where the checkpoint was saved, in the random state of the epoch's beginning."""
+        if "latest" not in state:  # saved by an earlier version
+            self._iterator = self._begin_from(state["loader"], began)
+            return
+        loader, count, latest = self._loader, self._position, state["latest"]
+        why, lost = why_other(loader)
+        # most states tell the beginning of an epoch from the end of the one before only after a batch
+        if not why and count > 1 and latest is not None:
+            self._iterator = self._begin_from(latest["loader"], began)
+            if self._makes_again(latest, began):
+                return
+            shut_down(self.__dict__["_iterator"])
+            self._iterations -= 1
+            why = (
+                "its state does not include all that its batches depend on, such as random numbers of worker processes"
+            )
+        if count > 1 and latest is not None:
+            rank_zero_info(
+                f"{type(loader).__name__}: the training loader's own state does not bring back its batches, because {why}. The"
+                f" {count:,} batches of this epoch before the checkpoint are loaded again, so that the run resumes exactly."
+            )
+        begin_epoch_from(loader, began.get("loader"), mid_epoch=began.get("mid_epoch", False))
+        self._set_pieces(began)
+        rng.restore(began["rng"])
+        self._iterator = self._begin_from(None, began)
+        with generator_in_state(loader, began["rng"]):
+            given = all(self.following() is not END for _ in range(count - 1))
+        if count and (lost or not given or (latest is not None and not self._makes_again(latest, began))):
+            self._warn()
+
+    def _begin_from(self, own: Any, began: dict[str, Any]) -> Iterator[Any]:
+        if own is not None:
+            load(self._loader, own)
+        with generator_in_state(self._loader, began["rng"]):
+            iterator = self._begin()
+            wait_for_first(self._loader, iterator)
+        return iterator
+
+    def _makes_again(self, latest: dict[str, Any], began: dict[str, Any]) -> bool:
+        """Make the last batch before the checkpoint again, and return whether it is the same."""
+        with rng.fork(latest["rng"]), generator_in_state(self._loader, began["rng"]):
+            own, batch = own_before(self._loader), self.following()
+        made = [] if batch is END else sketch(batch)
+        if batch is END or repr(made) != repr(latest["sketch"]):
+            return False
+        self._asks.note(Asked(True, latest["rng"], own, made))
+        return True
+
+    def _warn(self) -> None:
+        how = (
+            "Give its samplers and data random generators of their own"
+            if self._keeps
+            else "Give the loader state_dict() and load_state_dict()"
+        )
+        rank_zero_warn(
+            f"{type(self._loader).__name__}: the training loader does not repeat the batches of the interrupted epoch, so this"
+            f" run resumes with other batches than an uninterrupted run. {how}, or resume from a checkpoint at the end of an"
+            " epoch."
+        )
+
+    def own_state(self) -> dict[str, Any] | None:
+        """Return the wrapped loader's own state before any batch that Lightning fetched ahead; None if it has none."""
+        if not self._keeps:
+            return None
+        _, fetched = self._split()
+        return unpacked(fetched[0].own) if fetched else own_state(self._loader)
+
+    def _split(self) -> tuple[Asked | None, list[Asked]]:
+        return self._asks.split(self._host.batches_ahead(), self._position, alone=self._host.alone)
