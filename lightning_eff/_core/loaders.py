@@ -199,6 +199,8 @@ class ResumableLoader(OwnStateLoader):
             }
             self._native = None
             self._iterator = self._begin()
+            if is_nodes(self._loader):  # their state tells the beginning of an epoch from the end of the one before
+                self._began.update(loader=unpacked(own_before(self._loader)), mid_epoch=True)
             return
         self._began = state["began"]
         self._iterations -= 1

@@ -15,6 +15,7 @@ from lightning_eff._core._run.loader_host import LoaderHost
 from lightning_eff._core._run.stateful_loaders import (
     begin_epoch_from,
     generator_in_state,
+    is_nodes,
     load,
     own_state,
     wait_for_first,
@@ -57,8 +58,8 @@ class OwnStateLoader(LoaderProxy):
             return
         loader, count, latest = self._loader, self._position, state["latest"]
         why, lost = why_other(loader)
-        # most states tell the beginning of an epoch from the end of the one before only after a batch
-        if not why and count > 1 and latest is not None:
+        # other states tell the beginning of an epoch from the end of the one before only after a batch
+        if not why and count > (not is_nodes(loader)) and latest is not None:
             self._iterator = self._begin_from(latest["loader"], began)
             if self._makes_again(latest, began):
                 return
