@@ -127,12 +127,12 @@ class ResumableLoader(OwnStateLoader):
         if self._waiting:
             raise StopIteration  # Lightning looks ahead; the epoch begins once the run has resumed
         state, before = self._resume, self._redo.popleft() if self._redo else None
-        own = own_before(self._loader) if self._keeps else None
+        own = own_before(self._loader, begun=self._position > 0) if self._keeps else None
         if before is not None:  # this batch was fetched before the checkpoint was saved
             with rng.fork(before), self._drawing_as_then(state):
                 batch = self.following()
         else:
-            before = rng.capture() if self._keeps or self._host.looks_ahead else None
+            before = rng.look() if self._keeps or self._host.looks_ahead else None
             if state is not None:
                 with self._drawing_as_then(state):
                     batch = self._fetch()
@@ -187,7 +187,7 @@ class ResumableLoader(OwnStateLoader):
             elif self._keeps and self._native is None:
                 begin_epoch(self._loader)
             if self._keeps and own is None:
-                own = unpacked(own_before(self._loader))
+                own = unpacked(own_before(self._loader, begun=False))
             self._began = {
                 "loader": own,  # at the end of the epoch before, or mid-epoch if a plain Trainer saved it
                 "mid_epoch": self._native is not None,
@@ -200,7 +200,7 @@ class ResumableLoader(OwnStateLoader):
             self._native = None
             self._iterator = self._begin()
             if is_nodes(self._loader):  # their state tells the beginning of an epoch from the end of the one before
-                self._began.update(loader=unpacked(own_before(self._loader)), mid_epoch=True)
+                self._began.update(loader=unpacked(own_before(self._loader, begun=False)), mid_epoch=True)
             return
         self._began = state["began"]
         self._iterations -= 1
@@ -355,7 +355,7 @@ class ResumableLoader(OwnStateLoader):
             "began": began,
             "sampler_began": recorder.began if recorder is not None else None,
             "sampler_draws": recorder.draws.saved() if recorder is not None and began is not None else [],
-            "redo": [asked.before for asked in fetched if asked.before is not None],
+            "redo": [rng.for_checkpoint(asked.before) for asked in fetched if asked.before is not None],
             "draws": self._draws.saved(before=position) if self._repeats and began is not None else [],
             "whole": self._draws.whole and (recorder is None or recorder.draws.whole),
             "sketch": sketches[-1] if sketches else [],

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_eff._core._run.stateful_loaders import own_state
+from lightning_eff._core.rng import for_checkpoint
 
 _MOST = 4  # one trained on, one in a step, and one fetched ahead or the end
 
@@ -17,7 +18,7 @@ class Asked:
 
     Attributes:
         gave: whether there was one.
-        before: the global random state before it was made, or None if it is not known.
+        before: the global random state before it was made, as :func:`rng.look` returns it, or None if it is not known.
         own: the loader's own state before that, packed by :func:`own_before`; None if it is not kept.
         sketch: a few of its numbers, if the loader is resumed from its own state.
     """
@@ -29,7 +30,7 @@ class Asked:
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint holds, to make this batch again."""
-        return {"loader": unpacked(self.own), "rng": self.before, "sketch": self.sketch}
+        return {"loader": unpacked(self.own), "rng": self.before and for_checkpoint(self.before), "sketch": self.sketch}
 
 
 class Latest:
@@ -66,13 +67,17 @@ class Latest:
         return (trained[-1] if trained and position > len(fetched) else None), fetched
 
 
-def own_before(loader: Any) -> bytes:
+def own_before(loader: Any, *, begun: bool) -> bytes:
     """Return the loader's own state as it is now, packed, because some loaders hand out objects that they change later.
+
+    Args:
+        loader: the loader.
+        begun: whether the running iteration has given a batch.
 
     Raises:
         ValueError: if no checkpoint can hold the state.
     """
-    state = own_state(loader)
+    state = own_state(loader, begun=begun)
     try:
         return pickle.dumps(state)
     except (pickle.PicklingError, TypeError, AttributeError) as error:

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -54,13 +55,13 @@ class OwnStateLoader(LoaderProxy):
     def _restore_own(self, began: dict[str, Any], state: dict[str, Any]) -> None:
         """Create an iterator that goes on where the checkpoint was saved, in the random state of the epoch's beginning."""
         if "latest" not in state:  # saved by an earlier version
-            self._iterator = self._begin_from(state["loader"], began)
+            self._iterator = self._begin_from(state["loader"])
             return
         loader, count, latest = self._loader, self._position, state["latest"]
         why, lost = why_other(loader)
         # other states tell the beginning of an epoch from the end of the one before only after a batch
         if not why and count > (not is_nodes(loader)) and latest is not None:
-            self._iterator = self._begin_from(latest["loader"], began)
+            self._iterator = self._begin_from(latest["loader"])
             if self._makes_again(latest, began):
                 return
             shut_down(self.__dict__["_iterator"])
@@ -76,24 +77,24 @@ class OwnStateLoader(LoaderProxy):
         begin_epoch_from(loader, began.get("loader"), mid_epoch=began.get("mid_epoch", False))
         self._set_pieces(began)
         rng.restore(began["rng"])
-        self._iterator = self._begin_from(None, began)
-        with generator_in_state(loader, began["rng"]):
-            given = all(self.following() is not END for _ in range(count - 1))
+        self._iterator = self._begin_from(None)
+        given = all(self.following() is not END for _ in range(count - 1))
         if count and (lost or not given or (latest is not None and not self._makes_again(latest, began))):
             self._warn()
 
-    def _begin_from(self, own: Any, began: dict[str, Any]) -> Iterator[Any]:
+    def _begin_from(self, own: Any) -> Iterator[Any]:
         if own is not None:
             load(self._loader, own)
-        with generator_in_state(self._loader, began["rng"]):
-            iterator = self._begin()
-            wait_for_first(self._loader, iterator)
+        iterator = self._begin()
+        wait_for_first(self._loader, iterator)
         return iterator
 
     def _makes_again(self, latest: dict[str, Any], began: dict[str, Any]) -> bool:
         """Make the last batch before the checkpoint again, and return whether it is the same."""
-        with rng.fork(latest["rng"]), generator_in_state(self._loader, began["rng"]):
-            own, batch = own_before(self._loader), self.following()
+        # an iteration may begin with its first batch, and then draws in the random state of the epoch's first one
+        begun = nullcontext() if self._position == 1 else generator_in_state(self._loader, began["rng"])
+        with rng.fork(latest["rng"]), begun:
+            own, batch = own_before(self._loader, begun=False), self.following()
         made = [] if batch is END else sketch(batch)
         if batch is END or repr(made) != repr(latest["sketch"]):
             return False

@@ -80,11 +80,16 @@ def keeps_state(loader: Any) -> bool:
     return isinstance(loader.dataset, IterableDataset) or has_state(loader.dataset)
 
 
-def own_state(loader: Any) -> dict[str, Any] | None:
-    """Return the loader's own state; None if no iteration has begun, because reading it might begin one."""
+def own_state(loader: Any, *, begun: bool = False) -> dict[str, Any] | None:
+    """Return the loader's own state; None if no iteration has begun, because reading it might begin one.
+
+    Args:
+        loader: the loader.
+        begun: whether the running iteration has given a batch, so that reading the state draws no random numbers.
+    """
     if (is_torchdata(loader) and loader._iterator is None) or (is_nodes(loader) and loader._it is None):
         return None
-    if is_nodes(loader):  # its threads may draw meanwhile, which restoring the global state would undo
+    if begun or is_nodes(loader):  # threads of nodes may draw meanwhile, which restoring the global state would undo
         return loader.state_dict()
     with rng.fork():
         return loader.state_dict()
