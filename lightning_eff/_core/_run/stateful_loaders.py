@@ -144,9 +144,15 @@ def finish_epoch(loader: Any, state: dict[str, Any]) -> None:
     elif not is_torchdata(loader):
         load(loader, state)
     elif loader.num_workers == 0:
-        load(loader, state)
         with rng.fork():
-            loader._get_iterator()  # restores the data set's state; the next iteration creates another iterator
+            load(loader, state)
+            iterator = loader._get_iterator()  # restores the data set's state; the next iteration creates another iterator
+            if state.get("_iterator_finished") and isinstance(loader.dataset, IterableDataset):
+                # a stream that ended goes on at its end only in the first iteration after its state is restored
+                for _ in iterator._dataset_fetcher.dataset_iter:
+                    load(loader, state)  # its state is that of the next epoch's beginning
+                    loader._get_iterator()
+                    break
     elif loader.persistent_workers:
         load(loader, state)  # workers that do not persist start each epoch from this process's data set
     begin_epoch(loader)
