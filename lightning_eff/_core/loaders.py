@@ -9,7 +9,7 @@ its data.
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -187,7 +187,8 @@ class ResumableLoader(OwnStateLoader):
             elif self._keeps and self._native is None:
                 begin_epoch(self._loader)
             if self._keeps and own is None:
-                own = unpacked(own_before(self._loader, begun=False))
+                with suppress(ValueError):  # raised again with the first batch, because Lightning hides errors here
+                    own = unpacked(own_before(self._loader, begun=False))
             self._began = {
                 "loader": own,  # at the end of the epoch before, or mid-epoch if a plain Trainer saved it
                 "mid_epoch": self._native is not None,
@@ -360,6 +361,7 @@ class ResumableLoader(OwnStateLoader):
             "whole": self._draws.whole and (recorder is None or recorder.draws.whole),
             "sketch": sketches[-1] if sketches else [],
             "latest": None if latest is None or not self._keeps else latest.saved(),
+            "coming": fetched[0].saved() if fetched and position == 0 and is_nodes(self._loader) else None,
             "consumed": began is not None and self._host.consumed(self),
             "reloaded": self._host.reloaded,
             "chosen": None if self.chosen is None else self.chosen.state_dict(),

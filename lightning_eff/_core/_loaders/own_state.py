@@ -59,8 +59,8 @@ class OwnStateLoader(LoaderProxy):
             return
         loader, count, latest = self._loader, self._position, state["latest"]
         why, lost = why_other(loader)
-        # other states tell the beginning of an epoch from the end of the one before only after a batch
-        if not why and count > (not is_nodes(loader)) and latest is not None:
+        # most states tell the beginning of an epoch from the end of the one before only after a batch
+        if not why and count > 1 and latest is not None:
             self._iterator = self._begin_from(latest["loader"])
             if self._makes_again(latest, began):
                 return
@@ -74,13 +74,29 @@ class OwnStateLoader(LoaderProxy):
                 f"{type(loader).__name__}: the training loader's own state does not bring back its batches, because {why}. The"
                 f" {count:,} batches of this epoch before the checkpoint are loaded again, so that the run resumes exactly."
             )
-        begin_epoch_from(loader, began.get("loader"), mid_epoch=began.get("mid_epoch", False))
+        # nodes over a stream may have the state of the epoch before until they have read a sample
+        check = latest if count else state.get("coming")
+        for mid_epoch in (True, False) if is_nodes(loader) else (began.get("mid_epoch", False),):
+            self._repeat_epoch(began, mid_epoch)
+            given = all(self.following() is not END for _ in range(count - 1))
+            if check is None or (given and self._makes_again(check, began)):
+                break
+            shut_down(self.__dict__["_iterator"])
+            self._iterations -= 1
+        else:
+            self._iterations += 1
+            lost = True
+        if not count and check is not None:  # that batch is still to come
+            self._iterations -= 1
+            self._repeat_epoch(began, mid_epoch)
+        if lost and (count or check is not None):
+            self._warn()
+
+    def _repeat_epoch(self, began: dict[str, Any], mid_epoch: bool) -> None:
+        begin_epoch_from(self._loader, began.get("loader"), mid_epoch=mid_epoch)
         self._set_pieces(began)
         rng.restore(began["rng"])
         self._iterator = self._begin_from(None)
-        given = all(self.following() is not END for _ in range(count - 1))
-        if count and (lost or not given or (latest is not None and not self._makes_again(latest, began))):
-            self._warn()
 
     def _begin_from(self, own: Any) -> Iterator[Any]:
         if own is not None:
@@ -92,7 +108,7 @@ class OwnStateLoader(LoaderProxy):
     def _makes_again(self, latest: dict[str, Any], began: dict[str, Any]) -> bool:
         """Make the last batch before the checkpoint again, and return whether it is the same."""
         # an iteration may begin with its first batch, and then draws in the random state of the epoch's first one
-        begun = nullcontext() if self._position == 1 else generator_in_state(self._loader, began["rng"])
+        begun = nullcontext() if self._position <= 1 else generator_in_state(self._loader, began["rng"])
         with rng.fork(latest["rng"]), begun:
             own, batch = own_before(self._loader, begun=False), self.following()
         made = [] if batch is END else sketch(batch)

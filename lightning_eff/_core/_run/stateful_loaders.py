@@ -146,8 +146,10 @@ def finish_epoch(loader: Any, state: dict[str, Any]) -> None:
     elif loader.num_workers == 0:
         with rng.fork():
             load(loader, state)
-            iterator = loader._get_iterator()  # restores the data set's state; the next iteration creates another iterator
-            if state.get("_iterator_finished") and isinstance(loader.dataset, IterableDataset):
+            iterator = (
+                loader._get_iterator()
+            )  # restores the data set's state; the next iteration creates another iterator
+            if iterator._finished and isinstance(loader.dataset, IterableDataset):
                 # a stream that ended goes on at its end only in the first iteration after its state is restored
                 for _ in iterator._dataset_fetcher.dataset_iter:
                     load(loader, state)  # its state is that of the next epoch's beginning
