@@ -4,7 +4,7 @@ The loader's order and its use of the global random state stay those of plain Li
 are created when plain Lightning creates them. A checkpoint records the random state and the sampler's epoch from which the
 epoch's iteration began. A resumed run starts the iteration from this state and skips the used batches, without changing the
 global state. A loader with its own ``state_dict`` resumes from that instead where the recorded state may not determine
-its data.
+its data, unless its state turns out not to determine them either.
 """
 
 from collections import deque
@@ -38,8 +38,7 @@ class ResumableLoader(OwnStateLoader):
 
     Lightning recognises by ``state_dict`` and ``load_state_dict`` that it can resume mid-epoch. Two kinds of loaders cannot be
     repeated exactly. The first has random augmentation in *persistent* worker processes, whose generators outlive an epoch. The
-    second has its own iteration, with state that is not in plain numbers; a resumed run warns about it. A loader with its own
-    state resumes as exactly as that state allows, without the random state of its worker processes.
+    second has its own iteration, with state that is not in plain numbers. A resumed run warns about it.
 
     Args:
         loader: the loader after Lightning has injected its samplers: a ``DataLoader``, or any iterable.

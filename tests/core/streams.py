@@ -64,6 +64,13 @@ class Stream(IterableDataset[Any]):
         self.epoch, self.at, self.loaded = state["epoch"], state["at"], True
 
 
+class SizedStream(Stream):
+    """One with a length, so that Lightning ends an epoch before the stream says that it has ended."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
 class ShuffleBuffer(IterableDataset[Tensor]):
     """A stream through a buffer, whose state is the buffer itself, which it changes later."""
 
@@ -184,6 +191,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "nodes, mixed": lambda: mixed_nodes(seeded=True),
     "stream that begins anew": lambda: StatefulDataLoader(Stream(Rows()), 4),
+    "sized stream": lambda: StatefulDataLoader(SizedStream(Rows()), 4),
     "live state": lambda: StatefulDataLoader(ShuffleBuffer(), 4),
     "noise in workers": lambda: StatefulDataLoader(Stream(Rows(noise=True)), 4, num_workers=1),
     "persistent workers": lambda: StatefulDataLoader(Rows(), 4, shuffle=True, num_workers=1, persistent_workers=True),

@@ -75,8 +75,8 @@ class OwnStateLoader(LoaderProxy):
                 f" {count:,} batches of this epoch before the checkpoint are loaded again, so that the run resumes exactly."
             )
         # nodes over a stream may have the state of the epoch before until they have read a sample
-        check = latest if count else state.get("coming")
-        for mid_epoch in (True, False) if is_nodes(loader) else (began.get("mid_epoch", False),):
+        mid_epoch, check = began.get("mid_epoch", False), latest if count else state.get("coming")
+        for mid_epoch in (True, False) if is_nodes(loader) else (mid_epoch,):  # noqa: B020 -- the last one stays
             self._repeat_epoch(began, mid_epoch)
             given = all(self.following() is not END for _ in range(count - 1))
             if check is None or (given and self._makes_again(check, began)):

@@ -1,14 +1,18 @@
 """Loaders with their own state: torchdata's ``StatefulDataLoader`` and ``nodes.Loader``, litdata's, and custom ones."""
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from lightning_eff._core import rng
+
+_NOTHING = object()
 
 
 def has_state(value: Any) -> bool:
@@ -145,19 +149,50 @@ def finish_epoch(loader: Any, state: dict[str, Any]) -> None:
         load(loader, state)
     elif loader.num_workers == 0:
         with rng.fork():
-            load(loader, state)
-            iterator = (
-                loader._get_iterator()
-            )  # restores the data set's state; the next iteration creates another iterator
-            if iterator._finished and isinstance(loader.dataset, IterableDataset):
-                # a stream that ended goes on at its end only in the first iteration after its state is restored
-                for _ in iterator._dataset_fetcher.dataset_iter:
-                    load(loader, state)  # its state is that of the next epoch's beginning
-                    loader._get_iterator()
-                    break
+            _finish_torchdata(loader, state)
     elif loader.persistent_workers:
         load(loader, state)  # workers that do not persist start each epoch from this process's data set
     begin_epoch(loader)
+
+
+def _finish_torchdata(loader: Any, state: dict[str, Any]) -> None:
+    """Leave the data set of this process as an epoch leaves it; the next iteration creates another iterator."""
+    load(loader, state)
+    iterator = loader._get_iterator()  # restores the data set's state
+    if not isinstance(loader.dataset, IterableDataset):
+        return
+    # some streams begin anew with each iteration, except for the first one after their state is restored
+    if not iterator._finished:
+        if not _goes_on(loader, state):
+            next(iterator, None)
+    elif next(iter(iterator._dataset_fetcher.dataset_iter), _NOTHING) is not _NOTHING:
+        load(loader, state)  # the state is that of the next epoch's beginning
+        loader._get_iterator()
+
+
+def _goes_on(loader: Any, state: dict[str, Any]) -> bool:
+    """Return whether a new iteration continues where the stream was, which is tried on copies."""
+    places = []
+    for anew in (True, False):
+        twin = copy(loader)
+        try:
+            twin.__dict__["dataset"] = deepcopy(loader.dataset)
+        except (TypeError, RuntimeError, NotImplementedError) as error:
+            rank_zero_warn(
+                f"{type(loader.dataset).__name__}: the stream cannot be copied ({error}), so it is not known whether a new"
+                " iteration begins anew. This run assumes that it continues where the last epoch ended. Resume from a"
+                " checkpoint within an epoch."
+            )
+            return True
+        load(twin, state)
+        iterator = twin._get_iterator()
+        next(iterator, None)
+        if anew:
+            iterator = twin._get_iterator()
+        next(iterator, None)
+        made = iterator.state_dict()
+        places.append(pickle.dumps((made["dataset_state"], made["fetcher_state"])))
+    return places[0] == places[1]
 
 
 def _finish_nodes(loader: Any, state: dict[str, Any]) -> None:
