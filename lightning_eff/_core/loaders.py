@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_eff._core import rng
-from lightning_eff._core._loaders.asked import Asked, Latest, own_before, unpacked
+from lightning_eff._core._loaders.asked import Asked, Latest, own_before, packed, unpacked
 from lightning_eff._core._loaders.batch_indices import fetched, is_direct, sketch
 from lightning_eff._core._loaders.batch_order import begin_workers, iterates_itself, shut_down
 from lightning_eff._core._loaders.draws import Draws
@@ -126,7 +126,7 @@ class ResumableLoader(OwnStateLoader):
         if self._waiting:
             raise StopIteration  # Lightning looks ahead; the epoch begins once the run has resumed
         state, before = self._resume, self._redo.popleft() if self._redo else None
-        own = own_before(self._loader, begun=self._position > 0) if self._keeps else None
+        own = self._own_before() if self._keeps else None
         if before is not None:  # this batch was fetched before the checkpoint was saved
             with rng.fork(before), self._drawing_as_then(state):
                 batch = self.following()
@@ -150,6 +150,13 @@ class ResumableLoader(OwnStateLoader):
         if self.chosen is not None and self._position == 1:
             self._host.check_choice(self)
         return batch
+
+    def _own_before(self) -> bytes:
+        state = self._resume
+        if state is not None and "latest" not in state and state.get("loader") is not None and not self._redo:
+            # litdata changes a state that was loaded if it is asked for one before it has given a batch
+            return packed(self._loader, state["loader"])
+        return own_before(self._loader, begun=self._position > 0)
 
     def _fetch(self) -> Any:
         return self.following() if self.tuner is None else self.tuner.fetch(self.following)

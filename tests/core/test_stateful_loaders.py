@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_eff import BatchSizeWarmup, ExactResume
 from tests import processes
 from tests.cases import case_of
-from tests.core.streams import KINDS, LITDATA, SIZE, Forgetful, Rows, Stream, litdatas, mixed_nodes, nodes
+from tests.core.streams import KINDS, LITDATA, SIZE, Forgetful, Rows, Stream, Touchy, litdatas, mixed_nodes, nodes
 from tests.core.test_loaders import Recorder
 from tests.models import flat, module, trainer
 
@@ -116,6 +116,14 @@ def test_a_state_that_is_not_enough_is_replaced_by_the_epoch_from_its_beginning(
         found: list[int] = []
         run(lambda found=found: Forgetful(found), ExactResume(), resume=tmp_path / f"step={step}.ckpt", max_steps=10)
         assert found == [*read, *range(step - 5, 5)], step
+
+
+def test_a_state_that_is_enough_is_not_asked_for_before_it_is_used(tmp_path: Path) -> None:
+    """So that the epoch is not read again."""
+    whole = run(Touchy, ExactResume(), saver(tmp_path), enable_checkpointing=True)
+    found: list[int] = []
+    check(whole, run(lambda: Touchy(found), ExactResume(), resume=tmp_path / "step=9.ckpt"), 9)
+    assert found == [3, 4, 0, 1, 2]
 
 
 def test_orders_that_nothing_determines_are_not_resumed_in_silence(tmp_path: Path) -> None:

@@ -77,7 +77,11 @@ def own_before(loader: Any, *, begun: bool) -> bytes:
     Raises:
         ValueError: if no checkpoint can hold the state.
     """
-    state = own_state(loader, begun=begun)
+    return packed(loader, own_state(loader, begun=begun))
+
+
+def packed(loader: Any, state: Any) -> bytes:
+    """Return ``state`` of ``loader`` packed, as :func:`own_before` does."""
     try:
         return pickle.dumps(state)
     except (pickle.PicklingError, TypeError, AttributeError) as error:

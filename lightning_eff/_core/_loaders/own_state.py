@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_eff._core import rng
-from lightning_eff._core._loaders.asked import Asked, Latest, own_before, unpacked
+from lightning_eff._core._loaders.asked import Asked, Latest, packed, unpacked
 from lightning_eff._core._loaders.batch_indices import sketch
 from lightning_eff._core._loaders.batch_order import shut_down
 from lightning_eff._core._loaders.proxy import LoaderProxy
@@ -54,10 +54,10 @@ class OwnStateLoader(LoaderProxy):
 
     def _restore_own(self, began: dict[str, Any], state: dict[str, Any]) -> None:
         """Create an iterator that goes on where the checkpoint was saved, in the random state of the epoch's beginning."""
-        if "latest" not in state:  # saved by an earlier version
+        if "latest" not in state and state.get("loader") is not None:  # saved by an earlier version
             self._iterator = self._begin_from(state["loader"])
             return
-        loader, count, latest = self._loader, self._position, state["latest"]
+        loader, count, latest = self._loader, self._position, state.get("latest")
         why, lost = why_other(loader)
         # most states tell the beginning of an epoch from the end of the one before only after a batch
         if not why and count > 1 and latest is not None:
@@ -78,8 +78,8 @@ class OwnStateLoader(LoaderProxy):
         mid_epoch, check = began.get("mid_epoch", False), latest if count else state.get("coming")
         for mid_epoch in (True, False) if is_nodes(loader) else (mid_epoch,):  # noqa: B020 -- the last one stays
             self._repeat_epoch(began, mid_epoch)
-            given = all(self.following() is not END for _ in range(count - 1))
-            if check is None or (given and self._makes_again(check, began)):
+            given = all(self.following() is not END for _ in range(count - (check is not None)))
+            if given and (check is None or self._makes_again(check, began)):
                 break
             shut_down(self.__dict__["_iterator"])
             self._iterations -= 1
@@ -110,11 +110,11 @@ class OwnStateLoader(LoaderProxy):
         # an iteration may begin with its first batch, and then draws in the random state of the epoch's first one
         begun = nullcontext() if self._position <= 1 else generator_in_state(self._loader, began["rng"])
         with rng.fork(latest["rng"]), begun:
-            own, batch = own_before(self._loader, begun=False), self.following()
+            batch = self.following()
         made = [] if batch is END else sketch(batch)
         if batch is END or repr(made) != repr(latest["sketch"]):
             return False
-        self._asks.note(Asked(True, latest["rng"], own, made))
+        self._asks.note(Asked(True, latest["rng"], packed(self._loader, latest["loader"]), made))
         return True
 
     def _warn(self) -> None:
