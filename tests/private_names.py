@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torchdata.nodes import IterableWrapper, Loader
 from torchmetrics import SumMetric
 
 from tests.processes import free_port
@@ -172,6 +173,8 @@ def trainer() -> pl.Trainer:
 ON_OBJECTS: dict[str, Callable[[], Any]] = {
     "_sequence_nr": lambda: (torch.ones((), requires_grad=True) + 1).grad_fn,
     "_num_workers": lambda: iter(torch.utils.data.DataLoader([0, 1])),
+    "_dataset_fetcher": lambda: iter(torch.utils.data.DataLoader([0, 1])),  # torchdata's loader has it, too
+    "_it": lambda: Loader(IterableWrapper([0])),  # asking for a state begins an iteration
     "_skip_next_val": lambda: pl.Trainer(logger=False).fit_loop.epoch_loop,
     "_signal_connector": lambda: pl.Trainer(logger=False),
     "_should_reload_train_dl": lambda: pl.Trainer(logger=False).fit_loop,

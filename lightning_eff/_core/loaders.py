@@ -4,36 +4,41 @@ The loader's order and its use of the global random state stay those of plain Li
 are created when plain Lightning creates them. A checkpoint records the random state and the sampler's epoch from which the
 epoch's iteration began. A resumed run starts the iteration from this state and skips the used batches, without changing the
 global state. A loader with its own ``state_dict`` resumes from that instead where the recorded state may not determine
-its data.
+its data, unless its state turns out not to determine them either.
 """
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lightning_eff._core import rng
+from lightning_eff._core._loaders.asked import Asked, Latest, own_before, packed, unpacked
 from lightning_eff._core._loaders.batch_indices import fetched, is_direct, sketch
-from lightning_eff._core._loaders.batch_order import iterates_itself, shut_down
+from lightning_eff._core._loaders.batch_order import begin_workers, iterates_itself, shut_down
 from lightning_eff._core._loaders.draws import Draws
-from lightning_eff._core._loaders.proxy import LoaderProxy
+from lightning_eff._core._loaders.own_state import END, OwnStateLoader
 from lightning_eff._core._run.loader_host import LoaderHost, Tuner
-from lightning_eff._core._run.stateful_loaders import begin_epoch, finish_epoch, generator_in_state, own_state
+from lightning_eff._core._run.stateful_loaders import (
+    begin_epoch,
+    finish_epoch,
+    generator_in_state,
+    is_nodes,
+    is_torchdata,
+    stop_threads,
+)
 
-_END = object()
 
-
-class ResumableLoader(LoaderProxy):
+class ResumableLoader(OwnStateLoader):
     """A training loader as Lightning sees it; everything but iteration comes from the wrapped loader.
 
     Lightning recognises by ``state_dict`` and ``load_state_dict`` that it can resume mid-epoch. Two kinds of loaders cannot be
     repeated exactly. The first has random augmentation in *persistent* worker processes, whose generators outlive an epoch. The
-    second has its own iteration, with state that is not in plain numbers; a resumed run warns about it. A loader with its own
-    state resumes as exactly as that state allows, without the random state of its worker processes.
+    second has its own iteration, with state that is not in plain numbers. A resumed run warns about it.
 
     Args:
         loader: the loader after Lightning has injected its samplers: a ``DataLoader``, or any iterable.
@@ -49,8 +54,8 @@ class ResumableLoader(LoaderProxy):
     def __init__(self, loader: Any, host: LoaderHost, *, choosable: bool = False, iterations: int = 0) -> None:
         super().__init__(loader, choosable=choosable)
         self._host, self._iterations = host, iterations
-        self._position, self._native, self._waiting, self._ended = 0, False, False, False
-        self._asks: deque[tuple[bool, Any]] = deque(maxlen=4)
+        self._position, self._waiting, self._ended = 0, False, False
+        self._asks = Latest()
         self._sketches: deque[list[float]] = deque(maxlen=4)
         self._redo: deque[dict[str, Any]] = deque()
         self._draws = Draws(watch=False)
@@ -100,8 +105,8 @@ class ResumableLoader(LoaderProxy):
     def __iter__(self) -> Iterator[Any]:
         # Plain Lightning's iterator begins here. A resumed one begins when its first batch is requested, because the random
         # state is restored by then. So does one whose samples are chosen first.
-        if self._asks and not self._asks[-1][0]:
-            self._asks.pop()  # Lightning asks a cycled loader twice for one batch
+        self._asks.forget_end()  # Lightning asks a cycled loader twice for one batch
+        stop_threads(self._loader)
         self._waiting = True
         self._position, self._began, self._origin, self._ended = 0, None, None, False
         self._redo.clear()
@@ -113,7 +118,7 @@ class ResumableLoader(LoaderProxy):
 
     def __next__(self) -> Any:
         if self._ended:
-            self._asks.append((False, None))
+            self._asks.note(Asked(gave=False))
             raise StopIteration
         self._host.resume_rng()
         if self._waiting:
@@ -121,24 +126,22 @@ class ResumableLoader(LoaderProxy):
         if self._waiting:
             raise StopIteration  # Lightning looks ahead; the epoch begins once the run has resumed
         state, before = self._resume, self._redo.popleft() if self._redo else None
-        looks_ahead = self._host.looks_ahead
-        if looks_ahead and self._keeps:
-            self._own_before = own_state(self._loader)
+        own = self._own_before() if self._keeps else None
         if before is not None:  # this batch was fetched before the checkpoint was saved
             with rng.fork(before), self._drawing_as_then(state):
                 batch = self.following()
         else:
-            before = rng.capture() if looks_ahead else None
+            before = rng.look() if self._keeps or self._host.looks_ahead else None
             if state is not None:
                 with self._drawing_as_then(state):
                     batch = self._fetch()
             else:
                 batch = self._fetch()
         if state is not None and not self._redo:
-            self._resume = None
-            self._pieces.set_generators(state["generators"])
-        self._asks.append((batch is not _END, before))
-        if batch is _END:
+            self._go_on_with(state["generators"])
+        gave = batch is not END
+        self._asks.note(Asked(gave, before, own, sketch(batch) if gave and self._keeps else []))
+        if not gave:
             self._ended = True
             raise StopIteration
         self._position += 1
@@ -148,16 +151,23 @@ class ResumableLoader(LoaderProxy):
             self._host.check_choice(self)
         return batch
 
+    def _own_before(self) -> bytes:
+        state = self._resume
+        if state is not None and "latest" not in state and state.get("loader") is not None and not self._redo:
+            # litdata changes a state that was loaded if it is asked for one before it has given a batch
+            return packed(self._loader, state["loader"])
+        return own_before(self._loader, begun=self._position > 0)
+
     def _fetch(self) -> Any:
         return self.following() if self.tuner is None else self.tuner.fetch(self.following)
 
     def following(self) -> Any:
-        """Return the iterator's next batch, or :data:`_END`."""
+        """Return the iterator's next batch, or :data:`END`."""
         iterator = self.__dict__["_iterator"]
         if self._direct:
-            batch, self._origin = fetched(iterator, lambda: next(iterator, _END))
+            batch, self._origin = fetched(iterator, lambda: next(iterator, END))
         else:
-            batch = self._draws.fetch(self._position, lambda: next(iterator, _END))
+            batch = self._draws.fetch(self._position, lambda: next(iterator, END))
             self._origin = None if self._made is None else self._made.origin(batch)
         return batch
 
@@ -176,30 +186,42 @@ class ResumableLoader(LoaderProxy):
         if state is not None:
             self._iterations = state["iterations"]
             self._pieces.set_seeds(state["seeds"])
-        own = None if state is None else state.get("loader")
         if state is None or state["began"] is None:
+            own = self._native if state is None else state.get("loader")
             if state is not None:
                 self.go_on_after_epoch()
-            elif self._keeps and not self._native:
+            elif self._keeps and self._native is None:
                 begin_epoch(self._loader)
-            self._native = False
+            if self._keeps and own is None:
+                with suppress(ValueError):  # raised again with the first batch, because Lightning hides errors here
+                    own = unpacked(own_before(self._loader, begun=False))
             self._began = {
+                "loader": own,  # at the end of the epoch before, or mid-epoch if a plain Trainer saved it
+                "mid_epoch": self._native is not None,
                 "rng": rng.capture(),
                 "generators": self._pieces.generators(),
                 "epochs": self._pieces.epochs(),
                 "numbers": self._pieces.numbers(),
                 "held": self._pieces.held(),
             }
+            self._native = None
             self._iterator = self._begin()
+            if is_nodes(self._loader):  # their state tells the beginning of an epoch from the end of the one before
+                self._began.update(loader=unpacked(own_before(self._loader, begun=False)), mid_epoch=True)
             return
         self._began = state["began"]
         self._iterations -= 1
         self._position = state["position"]
         self._redo.extend(state["redo"])
-        self._begin_again(state["sampler_began"], own, state)
-        if not self._redo and not self._keeps:
-            self._pieces.set_generators(state["generators"])
-            self._resume = None
+        self._begin_again(state["sampler_began"], state)
+        if not self._redo and (not self._keeps or "latest" in state):
+            self._go_on_with(state["generators"])
+
+    def _go_on_with(self, generators: list[Any]) -> None:
+        """End the resumption: the iterator is where the checkpoint was saved."""
+        self._resume = None
+        if not is_nodes(self._loader):  # its threads have drawn what they draw, and may be ahead
+            self._pieces.set_generators(generators)
 
     def wait(self) -> None:
         """Begin again when the next batch is requested. No batch of the current iterator has been trained on."""
@@ -220,6 +242,7 @@ class ResumableLoader(LoaderProxy):
         self._pieces.set_held(state.get("held", []))
         if state.get("loader") is not None:
             finish_epoch(self._loader, state["loader"])
+            self._pieces.set_generators(state["generators"])
         if self._pieces.outlives_epochs:
             self._warn()
         self._resume = None
@@ -240,34 +263,24 @@ class ResumableLoader(LoaderProxy):
             self._recorder.pass_over, began = self._position if skip else 0, self._recorder.began
             self._recorder.replays = self._recorder.draws.saved()
         drawn = self._pieces.data.states()
-        self._begin_again(began, None, None, skip=skip)
+        self._begin_again(began, None, skip=skip)
         self._pieces.data.set(drawn)
 
     def _begin_again(
-        self,
-        sampler_began: dict[str, Any] | None,
-        own: dict[str, Any] | None,
-        state: dict[str, Any] | None,
-        *,
-        skip: bool = False,
+        self, sampler_began: dict[str, Any] | None, state: dict[str, Any] | None, *, skip: bool = False
     ) -> None:
         """Create an iterator as the epoch's was created, and advance it to the current position."""
         began = self._began
         assert began is not None
-        self._pieces.set_epochs(began["epochs"])
-        self._pieces.set_generators(began["generators"])
-        self._pieces.set_numbers(began.get("numbers", {}))
-        self._pieces.set_held(began.get("held", []))
+        self._set_pieces(began)
         with rng.fork(began["rng"]):
+            if state is not None and self._keeps:
+                self._restore_own(began, state)
+                return
             if self._recorder is not None:
                 self._recorder.begin_from = sampler_began
                 if state is not None:
                     self._recorder.replays = state.get("sampler_draws")
-            if own is not None:
-                self._loader.load_state_dict(own)
-                with generator_in_state(self._loader, began["rng"]):
-                    self._iterator = self._begin()
-                return
             replays = self._draws.saved() if state is None else state.get("draws")
             self._iterator = self._begin(replays)
             if not skip:
@@ -282,6 +295,9 @@ class ResumableLoader(LoaderProxy):
             if first or not getattr(loader, "persistent_workers", False) or loader._iterator is not None:
                 return iter(loader)
             with self._without_seed():  # without an interruption the first epoch's workers would live, and draw no seed
+                if not is_torchdata(loader):
+                    return iter(loader)
+                begin_workers(loader)
                 return iter(loader)
 
         iterator = begin() if self.tuner is None else self.tuner.make(begin)
@@ -316,34 +332,25 @@ class ResumableLoader(LoaderProxy):
         for position in range(count):  # worker processes, streams and the user's code hold state, so load the batches
             self._position = position
             last = self.following()
-            if last is _END:
+            if last is END:
                 break
         self._position = count
         expected = [] if state is None else state.get("sketch", [])
-        other = last is _END or (expected and repr(sketch(last)) != repr(expected))
+        other = last is END or (expected and repr(sketch(last)) != repr(expected))
         if other or self._pieces.outlives_epochs or (state is not None and not state.get("whole", True)):
             self._warn()
-
-    def _warn(self) -> None:
-        rank_zero_warn(
-            f"{type(self._loader).__name__}: the training loader does not repeat the batches of the interrupted epoch, so this"
-            " run resumes with other batches than an uninterrupted run. Give the loader state_dict() and load_state_dict(),"
-            " or resume from a checkpoint at the end of an epoch."
-        )
 
     # -- saved with the run
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the iteration on every rank."""
-        ahead = self._host.batches_ahead()
         began = None if self._host.epoch_complete() else self._began
         otherwise = self.tuner is not None and self.tuner.otherwise and began is not None
-        asks = [before for gave, before in list(self._asks)[-ahead:] if gave] if ahead else []
-        asks = asks[len(asks) - min(len(asks), self._position) :]
-        position, recorder = self._position - len(asks), self._recorder
+        latest, fetched = self._split()
+        position, recorder = self._position - len(fetched), self._recorder
         if began is not None and recorder is not None and recorder.epochs is not None:
             began = {**began, "epochs": recorder.epochs}
-        sketches = list(self._sketches)[: len(self._sketches) - len(asks)] if self._repeats else []
+        sketches = list(self._sketches)[: len(self._sketches) - len(fetched)] if self._repeats else []
         state = {
             "position": position,
             "iterations": self._iterations,
@@ -355,10 +362,12 @@ class ResumableLoader(LoaderProxy):
             "began": began,
             "sampler_began": recorder.began if recorder is not None else None,
             "sampler_draws": recorder.draws.saved() if recorder is not None and began is not None else [],
-            "redo": [before for before in asks if before is not None],
+            "redo": [rng.for_checkpoint(asked.before) for asked in fetched if asked.before is not None],
             "draws": self._draws.saved(before=position) if self._repeats and began is not None else [],
             "whole": self._draws.whole and (recorder is None or recorder.draws.whole),
             "sketch": sketches[-1] if sketches else [],
+            "latest": None if latest is None or not self._keeps else latest.saved(),
+            "coming": fetched[0].saved() if fetched and position == 0 and is_nodes(self._loader) else None,
             "consumed": began is not None and self._host.consumed(self),
             "reloaded": self._host.reloaded,
             "chosen": None if self.chosen is None else self.chosen.state_dict(),
@@ -367,17 +376,11 @@ class ResumableLoader(LoaderProxy):
         }
         return {"ranks": self._host.gather(state)}
 
-    def own_state(self) -> dict[str, Any] | None:
-        """Return the wrapped loader's own state before any batch that Lightning fetched ahead; None if it has none."""
-        if not self._keeps:
-            return None
-        return self._own_before if self._host.batches_ahead() else own_state(self._loader)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there at the next ``iter``."""
         if "ranks" not in state:  # the loader's own, as a plain Trainer saves it
             self.unwrap()
-            self._recorder, self._made, self._keeps, self._native = None, None, True, True
+            self._recorder, self._made, self._keeps, self._native = None, None, True, deepcopy(state)
             self._loader.load_state_dict(state)
             return
         ranks, rank = state["ranks"], self._host.rank

@@ -31,7 +31,11 @@ class ExactResume(Technique):
     ``HybridParallelStrategy`` in every layout, and for both checkpoint formats.
 
     Use it in any run that may be interrupted. Every other technique of this package does the same by itself, so it adds nothing
-    to a run that has one. Loaders with their own ``state_dict`` and ``load_state_dict`` keep their own way.
+    to a run that has one.
+
+    Loaders with their own state resume from that: torchdata's ``StatefulDataLoader`` and ``nodes.Loader``, litdata's
+    ``StreamingDataLoader``, and any class with ``state_dict`` and ``load_state_dict``. A resumed run makes the last batch
+    before the checkpoint again. If it differs, that state is not enough, and the epoch's used batches are loaded again.
 
     A checkpoint holds the position of the training loaders on every rank, and the state from which their samplers began the
     epoch. It also holds the state of Python's, NumPy's and torch's random generators, and logged values. Within an

@@ -160,7 +160,7 @@ def test_sample_indices_are_those_of_the_batch() -> None:
 def test_the_proxy_is_the_loader_for_everyone_else() -> None:
     class Host:
         rank = 0
-        started, waits, looks_ahead, reloaded = True, False, False, None
+        started, waits, looks_ahead, reloaded, alone = True, False, False, None, True
 
         def resume_rng(self) -> None:
             pass

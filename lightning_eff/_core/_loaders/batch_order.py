@@ -18,7 +18,7 @@ from lightning_eff._core._lightning.names import is_lightnings
 from lightning_eff._core._loaders.generators import DataGenerators
 from lightning_eff._core._loaders.sampler_state import Held
 from lightning_eff._core._run.recording_sampler import RecordingSampler, users_own
-from lightning_eff._core._run.stateful_loaders import has_state, is_torchdata
+from lightning_eff._core._run.stateful_loaders import has_state
 
 # samplers whose order follows from the random state at the beginning of the epoch
 _SETTLED: tuple[Callable[..., Any], ...] = tuple(
@@ -49,9 +49,10 @@ def _is_known(sampler: Any) -> bool:
 
 def iterates_itself(loader: Any) -> bool:
     """Return whether iterating ``loader`` runs the user's own code, not only torch's iterator over its sampler."""
-    return not isinstance(loader, DataLoader) or (
-        type(loader).__iter__ is not DataLoader.__iter__ and not is_torchdata(loader)
-    )
+    if not isinstance(loader, DataLoader):
+        return True
+    own = type(loader).__iter__
+    return own is not DataLoader.__iter__ and not own.__module__.startswith("torchdata.stateful_dataloader")
 
 
 def sampler_name(loader: DataLoader[Any]) -> str:
@@ -73,6 +74,20 @@ def put_sampler(holder: DataLoader[Any], sampler: Any) -> None:
     kept = vars(holder).get("_iterator")
     if kept is not None:
         kept._index_sampler = sampler
+
+
+def begin_workers(loader: Any) -> None:
+    """Start the persistent workers of ``loader``, without asking its sampler; the next iteration is then as after an epoch.
+
+    The first iteration of a ``StatefulDataLoader`` begins its sampler twice, and later ones only once.
+    """
+    name = sampler_name(loader)
+    sampler = getattr(loader, name)
+    loader.__dict__[name] = []
+    try:
+        iter(loader)
+    finally:
+        put_sampler(loader, sampler)
 
 
 class Pieces:

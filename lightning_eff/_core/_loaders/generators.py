@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_eff._core._loaders.sampler_state import generator_state, is_generator, set_generator
+from lightning_eff._core._run.stateful_loaders import is_nodes, node_parts
 
 _MOST = 64  # entries of a container to search, because longer ones hold data
 _ALL = 2000  # objects to search
@@ -18,7 +19,7 @@ class DataGenerators:
     """The generators behind the samples of these loaders, which draw independently of the global state.
 
     Args:
-        loaders: the objects whose ``dataset`` and ``collate_fn`` are searched.
+        loaders: the objects whose ``dataset`` and ``collate_fn`` are searched, or what their nodes hold.
     """
 
     def __init__(self, loaders: Iterable[Any]) -> None:
@@ -26,6 +27,7 @@ class DataGenerators:
 
     def _found(self) -> list[Any]:
         looking = deque(getattr(loader, name, None) for loader in self._loaders for name in ("dataset", "collate_fn"))
+        looking += [part for loader in self._loaders if is_nodes(loader) for part in node_parts(loader)]
         seen: dict[int, Any] = {}  # by id, of living objects
         while looking and len(seen) < _ALL:
             value = looking.popleft()

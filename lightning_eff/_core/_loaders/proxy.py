@@ -43,7 +43,6 @@ _OWN: tuple[str, ...] = (
     "_ended",
     "_redo",
     "_sketches",
-    "_own_before",
     "_resume",
 )
 

@@ -58,6 +58,11 @@ class LoaderHost(Protocol):
         ...
 
     @property
+    def alone(self) -> bool:
+        """Whether there is one training loader."""
+        ...
+
+    @property
     def started(self) -> bool:
         """Whether training has started, with the state of a checkpoint restored."""
         ...

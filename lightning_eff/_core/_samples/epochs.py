@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_eff._core._run.stateful_loaders import has_state
+from lightning_eff._core._run.stateful_loaders import keeps_state
 from lightning_eff._core._samples.chosen import EndlessSampler, interleaved, share
 from lightning_eff._core.loaders import ResumableLoader
 
@@ -79,7 +79,7 @@ class EpochsOfRun:
         problem = ""
         if not first:
             problem = "is one of several"
-        elif has_state(loader):
+        elif keeps_state(loader):
             problem = "keeps its own state (state_dict) and its own order"
         elif not isinstance(loader, DataLoader):
             problem = "is not a torch DataLoader"
