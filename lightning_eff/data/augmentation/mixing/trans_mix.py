@@ -187,7 +187,7 @@ class TransMix(Mixing):
         )
 
     def _may_rest(self) -> bool:
-        """Return whether other techniques may skip all blocks in a step."""
+        """Return whether other techniques may skip all blocks that have attention in a step."""
         return any(technique.drops_blocks for technique in self.session.working)
 
     # -- the mixtures

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import lightning_eff as eff
 from lightning_eff.data.augmentation.mixing._reading import grid_of
 from lightning_eff.data.augmentation.mixing.trans_mix import attended_share
+from lightning_eff.model.growth import _dropping
 from tests.cases import Case
 from tests.data.augmentation.modules import CLASSES, LOSSES, ON_IMAGES, SIZE, ResNet, Spied, batches, codes, train, vit
 from tests.runs import fit_yaml
@@ -198,7 +199,9 @@ def test_of_versions_of_an_image_the_plain_one_says_its_share() -> None:
     assert net.losses[-1] == pytest.approx(plain + 2.0 * float(other.report()["divergence"]), rel=1e-5)
 
 
-def test_where_others_pass_over_all_blocks_shares_go_by_area() -> None:
+def test_where_others_pass_over_all_blocks_shares_go_by_area(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several stacks, the block that runs in every step may be one without attention."""
+    monkeypatch.setattr(_dropping, "at_least_one", lambda keep, dropped: (keep, dropped))
     technique, rests, found = eff.TransMix(), eff.StochasticDepth(drop=0.99), []
 
     class Note(pl.Callback):
