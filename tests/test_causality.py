@@ -154,6 +154,7 @@ DOCUMENTED = {
 REFUSALS = (
     "found no images in the batch",
     "is causal, and",
+    "that depend on later tokens",
     "has no BatchNorm",
     "has no convolution",
     "found no convolution",

@@ -293,8 +293,7 @@ class _Search:
         session = self._session
         with rng.keyed(session.seed, WHO, step, session.rank):
             batch = self._data[step % len(self._data)]
-            batch = map_tensors(batch, _noise) if self._made_up else batch
-            loss = self._loss(batch)
+            loss = self._of_noise(batch) if self._made_up else self._loss(batch)
             assert loss is not None, "it was there before"
             quotient, slopes = loss, list[float]()
             with watched(loss) as derived:
@@ -317,18 +316,21 @@ class _Search:
             )
         return means[0], means[1:]
 
-    def _loss(self, batch: Any) -> Tensor | None:
-        step = self._session.own_step
+    def _of_noise(self, batch: Any) -> Tensor | None:
+        """The loss of normal noise in the shapes of the batch."""
         try:
-            loss = loss_of(step(batch, *((self._batch_idx,) if takes_index(step) else ())))
+            return self._loss(map_tensors(batch, _noise))
         except Exception as e:  # such as of targets that must be within [0, 1]
-            if not self._made_up:
-                raise
+            self._loss(batch)  # a step that fails on data too says so itself
             raise ValueError(
                 f"{WHO}(batches=0): training_step of {type(self._session.module).__name__} fails on normal noise in place of"
                 f" the batch's numbers, with {type(e).__name__} ({e}). Set batches=1 or more to use batches of data. The"
                 " weights are unchanged."
             ) from e
+
+    def _loss(self, batch: Any) -> Tensor | None:
+        step = self._session.own_step
+        loss = loss_of(step(batch, *((self._batch_idx,) if takes_index(step) else ())))
         if isinstance(loss, Tensor) and torch.is_grad_enabled() and loss.grad_fn is None:
             raise ValueError(
                 f"{WHO}: training_step returned a loss that does not depend on any parameter. Return one that requires grad."

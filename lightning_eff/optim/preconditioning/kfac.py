@@ -105,7 +105,10 @@ class KFAC(Preconditioner):
     control: ClassVar[Control] = Control(
         "the baseline for the same time with its own tuned learning rate that decays to zero, in more steps"
     )
-    conflicts: ClassVar = rivals("MFAC")
+    conflicts: ClassVar = {
+        **rivals("MFAC"),
+        "Fixup": "it has scalars in its layers, so their outputs are not products of inputs and weights",
+    }
     neutral_at: ClassVar[Mapping[str, Any]] = {"every": 0}
     checkpointed: ClassVar[tuple[str, ...]] = ("_inverted", "_checked")
 
