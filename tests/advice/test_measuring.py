@@ -16,9 +16,11 @@ from lightning_eff.advice._running.measuring import Referee
 from lightning_eff.advice._running.subject import Change
 from lightning_eff.advice.applied import FusedOptimizer, LargerBatch, LoaderWorkers, rebuilt
 from lightning_eff.advice.fused_attention import ByHand, FusedAttention
-from lightning_eff.advice.intervals import LEAST, Numbers, Turn, keeps_numbers, narrow, speed_up
+from lightning_eff.advice.intervals import EXACT, LEAST, Numbers, Turn, keeps_numbers, narrow, speed_up
 from lightning_eff.advice.limits import conflict, largest
+from lightning_eff.advice.outcomes import Outcome, closest
 from lightning_eff.advice.trials import Trial
+from lightning_eff.bench.reports.intervals import Interval
 from tests.advice.tasks import Plain, Rows, Table, token_loader
 
 
@@ -27,6 +29,22 @@ def turns(*seconds: float, queued: float = 0.0, workers: bool = False, samples: 
 
 
 # -- ratios
+
+
+def test_the_closest_to_a_gain_are_tried_again_only_beside_their_own_kind() -> None:
+    def outcome(name: str, estimate: float, high: float = 1.2, **settings: Any) -> Outcome:
+        trial = Trial(name, Change(), EXACT, "", **settings)
+        return Outcome(trial, speed=Interval(estimate, 0.9, high, 3))
+
+    one, two, three = outcome("one", 1.03), outcome("two", 1.05), outcome("three", 1.01)
+    far, none = outcome("none", 0.99), outcome("far", 1.01, high=1.015)
+    loader, compiled = outcome("loader", 1.04, group="loader"), outcome("compiled", 1.02, slow=True)
+    every = [one, far, compiled, two, none, loader, three]
+    assert closest(every, 3) == [two, one, three]
+    assert closest(every, 2) == [two, one]
+    assert closest([loader, one], 3) == [loader]
+    assert closest([compiled, three], 3) == [compiled]
+    assert closest([far, none], 3) == []
 
 
 def test_the_speed_up_is_the_geometric_mean_of_paired_turns() -> None:

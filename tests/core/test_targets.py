@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import lightning_eff as eff
+from lightning_eff._core._samples.technique import _by_sample
 from lightning_eff._core._targets.calls import Change, TargetCall, mixed, soft, weighted
 from lightning_eff._core._targets.window import Targets
 from lightning_eff._core.losses import LossNotVisible
@@ -235,6 +236,33 @@ def test_a_weight_for_each_sample(name: str) -> None:
     expected = one_step(by_hand, (x, y))
     for key in ("net.weight", "net.bias"):
         torch.testing.assert_close(got.gradient[key], expected.gradient[key], rtol=1e-4, atol=1e-6)
+
+
+def test_labels_in_a_list_belong_to_the_sample_of_their_item() -> None:
+    """A detector's objects: each image has as many as there are images, so their rows could be taken for images."""
+    x, labels = draw(3, D), [classes(3, seed=i) for i in range(3)]
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def step(z: Tensor, batch: Any, module: Probe) -> Tensor:
+        return torch.stack([F.cross_entropy(z[i].expand(3, -1), y) for i, y in enumerate(batch[1])]).mean()
+
+    def note(call: TargetCall) -> Tensor:
+        seen.append(_by_sample(call, 3))
+        return call.plain()
+
+    batch = (x, [{"labels": y, "boxes": torch.zeros(2 + i, 4)} for i, y in enumerate(labels)])
+
+    def of_objects(z: Tensor, batch: Any, module: Probe) -> Tensor:
+        return step(z, (batch[0], [one["labels"] for one in batch[1]]), module)
+
+    probe = one_step(of_objects, batch, OtherTargets(change=note, others=None))
+    with torch.no_grad():
+        z = probe.net(x)
+        expected = torch.stack([F.cross_entropy(z[i].expand(3, -1), y, reduction="sum") for i, y in enumerate(labels)])
+    losses, counts = (torch.stack(parts).sum(0) for parts in zip(*seen[-3:], strict=True))
+    torch.testing.assert_close(losses, expected)
+    assert counts.tolist() == [3, 3, 3]
+    assert [counted.nonzero().flatten().tolist() for _, counted in seen[-3:]] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("name", ["hf_shift", "written", "smoothed", "ignored", "one_hot", "probabilities", "joined"])

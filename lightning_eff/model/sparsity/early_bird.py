@@ -110,8 +110,7 @@ class EarlyBird(ActsLate, Masked):
         rate: the learning rate of the coefficients.
 
     Raises:
-        ValueError: for a value out of range. At setup, if ``of="channels"`` and there is no BatchNorm with trainable scales, or
-            for heads under manual optimization, where ``training_step`` returns no loss in which they could be found.
+        ValueError: for a value out of range. At setup, if ``of="channels"`` and there is no BatchNorm with trainable scales.
             On the first batch, before any weight has changed, if no heads or hidden units are found.
 
     Example:
@@ -194,12 +193,6 @@ class EarlyBird(ActsLate, Masked):
                 )
         if known:
             return {name: Weight(name, shapes[name]) for name in known}
-        if not getattr(module, "automatic_optimization", True):
-            raise ValueError(
-                f"{WHO}(of={self.of!r}): {type(module).__name__} has automatic_optimization=False, so its training_step returns"
-                " no loss whose graph shows attention heads and feed-forward networks. Use of='channels' with BatchNorm layers,"
-                " or LotteryTickets."
-            )
         maps = prunable(module)  # heads and neurons are found among these, on the first batch
         if not maps:
             self._refuse(module)

@@ -302,6 +302,16 @@ def test_keys_name_what_is_cut() -> None:
             None,
             r"\[\(4, 20\), \(4, 32\)\].*'labels'\] \(4, 20\).*keys=",
         ),
+        (  # the nodes of graphs and the ends of their edges
+            {
+                "x": torch.zeros(19, 6),
+                "edges": ids(2, 38),
+                "of": torch.zeros(19, dtype=torch.long),
+                "y": torch.zeros(4),
+            },
+            None,
+            r"no integer tensor of shape \(B, T\) in the batch of 19 samples.*edges'\] \(2, 38\) int64",
+        ),
         ({"input_ids": ids()}, ["ids"], r"keys=\['ids'\]\): \['ids'\] are not in the batch.*input_ids'\] \(4, 32\)"),
         ((ids(), ids()), [0, 2], r"\[2\] are not in the batch"),
         ({"x": ids(), "y": torch.arange(4)}, ["x", "y"], "fewer than two dimensions"),

@@ -228,6 +228,28 @@ class Summed(TinyGPT):
             block.mlp[1] = nn.Softmax(-1)  # pyright: ignore[reportIndexIssue, reportArgumentType]
 
 
+def test_a_step_that_shows_no_loss_is_refused() -> None:
+    """Under manual optimization, losses are seen where ``manual_backward`` gets them."""
+
+    class Hidden(TinyGPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            super().training_step(batch, batch_idx).backward()
+            optimizer.step()
+
+    net = Hidden()
+    before = flat(net).clone()
+    with pytest.raises(
+        ValueError, match=r"^ApproximateRandomDropout: .* self\.manual_backward on no loss .* Call it there"
+    ):
+        trainer(ApproximateRandomDropout(0.5), max_steps=1).fit(net, loader("tiny_gpt"))
+    assert torch.equal(flat(net), before)
+
+
 def test_networks_that_mix_their_units_are_refused() -> None:
     names = [["blocks.*.mlp.0", "blocks.*.mlp.2"]]
     with pytest.raises(ValueError, match="returns other values with half of the hidden units"):

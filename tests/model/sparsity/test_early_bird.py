@@ -23,7 +23,6 @@ CASES = {
         active=lambda: EarlyBird(window=2, distance=1.0, interval=2),
         neutral=lambda: EarlyBird(sparsity=0.0),
         lost=(no_map, "classifier", "found no units to prune"),
-        refuses_manual=True,  # tiny_gpt has no BatchNorm
     )
 }
 
