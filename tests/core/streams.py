@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from random import SystemRandom
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,9 +19,14 @@ SIZE = 20
 
 
 class Rows(Dataset[Any]):
-    """A map-style data set without state: sample i is (i, noise), or row i of a model's batch."""
+    """A map-style data set without state: sample i is (i, noise), or row i of a model's batch.
 
-    def __init__(self, size: int = SIZE, *, noise: bool = False, model: str = "", first: int = 0) -> None:
+    The noise is a random number of torch, or one that no seed determines, as in threads that draw in any order.
+    """
+
+    def __init__(
+        self, size: int = SIZE, *, noise: bool | Literal["unseeded"] = False, model: str = "", first: int = 0
+    ) -> None:
         self.size, self.noise, self.first = size, noise, first
         self.batch = make_batch(model, size) if model else None
 
@@ -29,11 +35,15 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if self.batch is None:
-            noise = float(torch.rand(())) if self.noise else 0.0
-            return torch.tensor([self.first + index, noise], dtype=torch.float64)
+            return torch.tensor([self.first + index, self.draw()], dtype=torch.float64)
         if isinstance(self.batch, tuple):
             return tuple(part[index] for part in self.batch)
         return {key: part[index] for key, part in self.batch.items()}
+
+    def draw(self) -> float:
+        if self.noise == "unseeded":
+            return SystemRandom().random()
+        return float(torch.rand(())) if self.noise else 0.0
 
 
 class Stream(IterableDataset[Any]):
