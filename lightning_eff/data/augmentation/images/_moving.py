@@ -44,11 +44,13 @@ class Moving(Augmentation):
 
     Attributes:
         fill: the value of pixels that take no other pixel's value, one number or one per channel.
+        independent: whether each image tensor of a batch has draws of its own.
     """
 
     constraints = "needs automatic optimization, images (B, C, H, W), and labels that stay right when pixels move"
     control = BASELINE
     fill: float | Sequence[float] = 0.0
+    independent = False
 
     @abstractmethod
     def places(self, count: int, side: tuple[int, int], generator: Generator) -> tuple[Tensor, Tensor]:
@@ -64,10 +66,11 @@ class Moving(Augmentation):
     def change(self, step: Step, batch: Any, generator: Generator) -> tuple[Any, float] | None:
         found = whole_images(batch, self.keys, who=type(self).__name__)
         count, _, height, width = found[0].shape
-        rows, columns = self.places(count, (height, width), generator)
-        touched = (rows != torch.arange(height)).any(1) | (columns != torch.arange(width)).any(1)
+        each = found if self.independent else found[:1]
+        draws = [self.places(count, (height, width), generator) for _ in each]
+        still = torch.arange(height), torch.arange(width)
+        touched = torch.cat([((rows != still[0]).any(1) | (columns != still[1]).any(1)) for rows, columns in draws])
         if not bool(touched.any()):
             return None
-        return replaced(batch, {id(t): moved(t, rows, columns, self.fill) for t in found}), float(
-            touched.float().mean()
-        )
+        made = {id(t): moved(t, *draws[i if self.independent else 0], self.fill) for i, t in enumerate(found)}
+        return replaced(batch, made), float(touched.float().mean())

@@ -62,8 +62,8 @@ class RandomCrop(Moving):
 
     This is torchvision's ``RandomCrop(size, padding)`` with the size of the image itself, for a whole batch on its device. The
     shift is drawn uniformly from ``-padding`` to ``padding`` pixels, for each image and each direction independently. If a
-    sample has several images, all of them are shifted alike. A resumed run draws the same crops as an uninterrupted one, with
-    any number of worker processes.
+    sample has several images, all of them are shifted alike, unless ``independent`` is set. A resumed run draws the same crops
+    as an uninterrupted one, with any number of worker processes.
 
     Use it for small images, such as CIFAR's, and many epochs. It costs little time per step. Crops that are smaller than the
     images belong in the data set, because validation needs images of the same size. The number of pixels is that of the
@@ -85,6 +85,7 @@ class RandomCrop(Moving):
         until: the fraction of the budget after which images are left unchanged. 0 is plain training.
         keys: the names or positions of the images in the batch, floating point or uint8, shape (B, C, H, W). None takes all
             such tensors.
+        independent: whether each image tensor of a batch has draws of its own, as the views of self-supervised learning need.
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
@@ -112,8 +113,10 @@ class RandomCrop(Moving):
         prob: ImageProbability = 1.0,
         until: Until = 1.0,
         keys: Keys = None,
+        independent: bool = False,
     ) -> None:
         super().__init__(prob=prob, until=until, keys=keys)
+        self.independent = independent
         self.padding = padding
         self.mode: PaddingMode = mode
         self.fill = fill

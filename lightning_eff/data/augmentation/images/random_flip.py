@@ -22,8 +22,8 @@ class RandomFlip(Moving):
     """Mirror each training image with probability ``prob``: left to right, top to bottom, or each of both.
 
     This is torchvision's ``RandomHorizontalFlip`` and ``RandomVerticalFlip``, for a whole batch on its device. Every image of
-    the batch has its own draw. If a sample has several images, such as two cameras, all of them are flipped alike. A resumed
-    run draws the same flips as an uninterrupted one, with any number of worker processes.
+    the batch has its own draw. If a sample has several images, such as two cameras, all of them are flipped alike, unless
+    ``independent`` is set. A resumed run draws the same flips as an uninterrupted one, with any number of worker processes.
 
     Use it if a mirrored image has the same label, as most photographs do. Do not use it for digits, text or sides of the body:
     labels are not changed, and the technique cannot see what they mean. It costs little time per step.
@@ -39,6 +39,7 @@ class RandomFlip(Moving):
         until: the fraction of the budget after which images are left unchanged. 0 is plain training.
         keys: the names or positions of the images in the batch, floating point or uint8, shape (B, C, H, W). None takes all
             such tensors.
+        independent: whether each image tensor of a batch has draws of its own, as the views of self-supervised learning need.
 
     Raises:
         ValueError: for a value out of range. At setup, if ``until`` is below 1 and the run has no end. At the first batch,
@@ -62,8 +63,10 @@ class RandomFlip(Moving):
         direction: Literal["horizontal", "vertical", "both"] = "horizontal",
         until: Until = 1.0,
         keys: Keys = None,
+        independent: bool = False,
     ) -> None:
         super().__init__(prob=prob, until=until, keys=keys)
+        self.independent = independent
         self.direction: Literal["horizontal", "vertical", "both"] = direction
 
     @override

@@ -1,6 +1,7 @@
 """RandAugment: exactly N operations to each image, each of K as likely, in images of every range and number of channels."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,29 +168,43 @@ class Siamese(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def test_views_have_draws_of_their_own_if_asked() -> None:
-    def made(*others: Any, **settings: Any) -> list[dict[str, Tensor]]:
-        pl.seed_everything(0, verbose=False)
-        x = torch.rand(8, 3, 32, 32)
-        net, technique = Siamese(), eff.RandAugment(2, prob=0.9, **settings)
-        data: Any = torch.utils.data.DataLoader([{"first": x, "second": x.clone()}] * 4, batch_size=None)  # pyright: ignore[reportArgumentType]
-        trainer(technique, *others, max_epochs=1).fit(net, data)
-        return net.given
+def views(*callbacks: pl.Callback) -> list[dict[str, Tensor]]:
+    """The views of each step, made from pairs that are the same."""
+    pl.seed_everything(0, verbose=False)
+    x = torch.rand(8, 3, 32, 32)
+    net = Siamese()
+    data: Any = torch.utils.data.DataLoader([{"first": x, "second": x.clone()}] * 4, batch_size=None)  # pyright: ignore[reportArgumentType]
+    trainer(*callbacks, max_epochs=1).fit(net, data)
+    return net.given
 
-    alike, own = made(), made(independent=True)
+
+@pytest.mark.parametrize(
+    ("technique", "least"),
+    [
+        (partial(eff.RandAugment, 2, prob=0.9), 20),  # of 32 pairs, where draws differ: most of them
+        (partial(eff.RandomCrop, 4), 24),  # all but one in 81
+        (partial(eff.RandomFlip), 8),  # half of them
+    ],
+    ids=["RandAugment", "RandomCrop", "RandomFlip"],
+)
+def test_views_have_draws_of_their_own_if_asked(technique: Any, least: int) -> None:
+    alike, own = views(technique()), views(technique(independent=True))
+    changed = 0
     for same, different in zip(alike, own, strict=True):
         assert torch.equal(same["first"], same["second"])
         assert torch.equal(different["first"], same["first"])
-        changed = [not torch.equal(a, b) for a, b in zip(different["first"], different["second"], strict=True)]
-        assert sum(changed) > 4
-    # what Koçyiğit et al. combine: images and magnitudes that grow together, and a cyclic learning rate
-    together = made(
+        changed += sum(not torch.equal(a, b) for a, b in zip(different["first"], different["second"], strict=True))
+    assert changed >= least
+
+
+def test_views_grow_together_in_size_and_magnitude() -> None:
+    """What Koçyiğit et al. combine: images and magnitudes that grow together, and a cyclic learning rate."""
+    together = views(
+        eff.RandAugment(2, prob=0.9, initial_magnitude=0.0, independent=True),
         eff.ProgressiveResizing(0.5, until=0.5),
         eff.LearningRateSchedule("sgdr", cycles=2),
-        initial_magnitude=0.0,
-        independent=True,
     )
-    sides = [[views[name].shape[-1] for views in together] for name in ("first", "second")]
+    sides = [[both[name].shape[-1] for both in together] for name in ("first", "second")]
     assert sides[0] == sides[1] and sides[0][0] < sides[0][-1] == 32
 
 
