@@ -20,8 +20,10 @@ from lightning_eff.budget._micro_gradients import MicroGradients, signal_and_noi
 
 WHO = "GradientNoiseScale"
 _Before = tuple[int, float, Tensor, list[Tensor | None]]  # step, samples, squared norm and gradients
+_Norms = tuple[Tensor | float, ...]  # |G_b|^2, |G_B|^2, b, B and samples of a step
 _ALIGNED = 64  # elements; sums of a resumed run, whose copies are tensors of their own, are rounded in the same way
 _NUMBERS = ("signal", "noise", "weight", "steps", "batch")
+_MOST = 128  # steps whose norms wait on the device until something is reported
 
 
 class _Copies:
@@ -146,8 +148,8 @@ class GradientNoiseScale(MicroGradients):
 
     def _reset(self) -> None:
         super()._reset()
-        # means of signal and noise, their weight, measured steps, samples per step; on the device, so that nothing waits for it
-        self._means = torch.zeros(5, dtype=torch.float64)
+        self._means = [0.0] * len(_NUMBERS)  # of signal and noise, their weight, measured steps, samples per step
+        self._waiting: list[_Norms] = []  # of steps that are not in the means yet
         self._source = ""
         self._pieces = False  # whether gradients are sharded over processes
         self._pairs = False
@@ -272,17 +274,32 @@ class GradientNoiseScale(MicroGradients):
         trainer: Trainer,
     ) -> None:
         small, large = self._unscaled(trainer, small, large)
-        signal, noise = signal_and_noise(small, large, b, B)
-        means = self._means = self._means.to(signal.device)
-        keep = 0.5 ** (1 / self.half_life)
-        batch = torch.as_tensor(samples, dtype=means.dtype, device=means.device).view(1)
-        found = torch.stack([signal, noise, torch.ones_like(signal)])
-        moved = torch.cat([keep * means[:3] + (1 - keep) * found, means[3:4] + 1, batch])
-        self._means = torch.where(found.isfinite().all(), moved, means)  # not finite where gradients overflowed
+        self._waiting.append((small, large, b, B, samples))
+        if len(self._waiting) == _MOST:
+            self._take_in()
+
+    @torch.no_grad()
+    def _take_in(self) -> None:
+        """Add the steps that wait to the means. Waits for the device once."""
+        if not self._waiting:
+            return
+        device = next(x.device for x in self._waiting[0] if isinstance(x, Tensor))
+        columns = [
+            torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in column])
+            for column in zip(*self._waiting, strict=True)
+        ]
+        *sizes, samples = columns
+        keep, (signal, noise, weight, steps, batch) = 0.5 ** (1 / self.half_life), self._means
+        for one in torch.stack([*signal_and_noise(*sizes), samples], 1).tolist():
+            if math.isfinite(one[0]) and math.isfinite(one[1]):  # not where gradients overflowed
+                signal, noise = keep * signal + (1 - keep) * one[0], keep * noise + (1 - keep) * one[1]
+                weight, steps, batch = keep * weight + (1 - keep), steps + 1, one[2]
+        self._means, self._waiting = [signal, noise, weight, steps, batch], []
 
     def _numbers(self) -> tuple[float, float, float, int, int]:
         """Signal, noise, their weight, steps and batch. Waits for the device."""
-        signal, noise, weight, steps, batch = self._means.tolist()
+        self._take_in()
+        signal, noise, weight, steps, batch = self._means
         return signal, noise, weight, int(steps), int(batch)
 
     @property
@@ -313,7 +330,7 @@ class GradientNoiseScale(MicroGradients):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._means = torch.tensor([float(state_dict[name]) for name in _NUMBERS], dtype=torch.float64)
+        self._means, self._waiting = [float(state_dict[name]) for name in _NUMBERS], []
         self._source = state_dict["source"]
         super().load_state_dict(state_dict)
         session = self._session

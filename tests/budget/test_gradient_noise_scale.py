@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff import BatchSizeWarmup, GradientNoiseScale, SharpnessAwareMinimization
+from lightning_eff.budget import gradient_noise_scale
 from lightning_eff.budget.gradient_noise_scale import _Copies, signal_and_noise
 from tests.budget.budget_jobs import Known, known_samples, two_processes
 from tests.cases import Case
@@ -256,6 +257,16 @@ def test_no_step_waits_for_the_device(window: int, monkeypatch: pytest.MonkeyPat
     measured(technique, Look(), steps=6, accumulate_grad_batches=window)
     assert len(seen) == 6 * window and seen[1] == seen[-1], "reported once, after the first step"
     assert all(found["_numbers"] == found["report"] for found in seen)
+
+
+def test_it_makes_no_difference_when_the_waiting_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for most in (1, 7, 1000):
+        monkeypatch.setattr(gradient_noise_scale, "_MOST", most)
+        technique = GradientNoiseScale()
+        measured(technique, steps=40, accumulate_grad_batches=2, log_every_n_steps=11)
+        told.append(technique.report())
+    assert told[0] == told[1] == told[2] and told[0]["steps"] == 40
 
 
 def test_weights_and_traces_are_as_without_it() -> None:

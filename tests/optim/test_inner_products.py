@@ -28,6 +28,14 @@ def test_dense_tensors(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
     check(pairs)
 
 
+def test_many_small_tensors_beside_large_ones() -> None:
+    """Small ones are joined, also those that no other tensor has as a neighbour in memory."""
+    sizes = [1, 4096, 4097, 3, 5000, *range(2, 70)]
+    pairs = [(made(n, seed=2 * n), made(n, seed=2 * n + 1)) for n in sizes]
+    pairs += [(made(n, 4, seed=n)[:, 1], made(n, dtype=torch.float64, seed=n)) for n in (3, 6)]
+    check(pairs)
+
+
 def check(pairs: list[tuple[Tensor, Tensor]]) -> None:
     square, product = square_and_product(pairs)
     assert square.dtype == product.dtype == torch.float64 and square.shape == product.shape == ()

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 _TERMS = 2**22  # of one inner product, which is summed in float32 on some devices
+_SMALL = 2**12  # elements of a tensor for which one operation on the host costs more than copying it
 _EXACT = (torch.float32, torch.float64)  # dtypes in which products are summed as they are
 
 
@@ -63,14 +64,14 @@ def square_of(gradients: Sequence[Tensor]) -> Tensor:
 def square_and_product(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
     """Return the sum of squares of the first tensors, and their inner product with the second ones.
 
-    Both have the shape () and are in float64, from float32 or higher precision. Nothing as large as the tensors is allocated,
-    unless one is sparse or not contiguous.
+    Both have the shape () and are in float64, from float32 or higher precision. At most 4 MiB are allocated for each dtype,
+    unless a tensor is sparse or not contiguous.
 
     Args:
         pairs: whole tensors of one device, of one shape in each pair; None counts as zero. At least one pair.
     """
     squares, products, others = list[Tensor](), list[Tensor](), list[Tensor]()
-    for a, b in pairs:
+    for a, b in _joined(pairs):
         # on other devices, fewer and larger kernels are faster
         if a.is_cpu and a.dtype in _EXACT and a.layout == torch.strided:
             squares += _products(a, a)
@@ -82,6 +83,22 @@ def square_and_product(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[T
     of_others = [square_of(others)] if others else []
     square = torch.stack([*totals[: bool(squares)], *of_others]).sum()
     return square, totals[-1] if products else torch.zeros_like(square)
+
+
+def _joined(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the pairs, with those of small tensors on the CPU joined, at most 64 in one."""
+    rest, alike = list[tuple[Tensor, Tensor | None]](), dict[torch.dtype, list[tuple[Tensor, Tensor]]]()
+    for a, b in pairs:
+        joins = a.numel() <= _SMALL and a.is_cpu and a.dtype in _EXACT and a.layout == torch.strided
+        if joins and b is not None and b.dtype == a.dtype and b.layout == torch.strided:
+            alike.setdefault(a.dtype, []).append((a, b))
+        else:
+            rest.append((a, b))
+    for found in alike.values():
+        for first in range(0, len(found), 64):
+            xs, ys = zip(*found[first : first + 64], strict=True)
+            rest.append((torch.cat([x.flatten() for x in xs]), torch.cat([y.flatten() for y in ys])))
+    return rest
 
 
 def _products(a: Tensor, b: Tensor) -> list[Tensor]:
