@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_eff._core._optim.external_rates import Known, Share, Telling, interpret, settle, watch
 
 _OF_PARAMETERS = ("params", "param_names")
+BESIDE = "combined"  # key in a state's first group, because torch.distributed.checkpoint keeps only states and groups
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
@@ -254,17 +255,22 @@ class CombinedOptimizer(Optimizer):
                 groups[id(group)] = {**saved, "params": [held[i] for i in saved["params"]]}
             own = {k: v for k, v in found.items() if k not in ("state", "param_groups")}
             others.append({"optimizer": type(part).__name__, "state": beside, "own": own})
-        whole = {
-            "state": state,
-            "param_groups": [groups[id(group)] for group in self.param_groups],
-            "parts": others,
-            "origins": self.origins.settings(),
-            "absolute": self._absolute,
-        }
+        first, *rest = [groups[id(group)] for group in self.param_groups]
+        whole = {"state": state, "param_groups": [{**first, BESIDE: self.beside(others)}, *rest]}
         for after in self._optimizer_state_dict_post_hooks.values():
             changed: Any = after(self, whole)
             whole = whole if changed is None else changed
         return whole
+
+    def beside(self, parts: list[dict[str, Any]] | None = None) -> tuple[dict[str, Any]]:
+        """Return what a state holds beside the parameters' states and the groups, as one value for torch's checkpoints."""
+        parts = [{"optimizer": type(part).__name__} for part in self.parts] if parts is None else parts
+        return ({"parts": parts, "origins": self.origins.settings(), "absolute": self._absolute},)
+
+    def take_beside(self, held: dict[str, Any]) -> None:
+        """Restore the learning rates that :meth:`beside` returned."""
+        self.origins.take(held["origins"])
+        self._absolute = held.get("absolute", False)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -278,40 +284,43 @@ class CombinedOptimizer(Optimizer):
             state_dict = state_dict if changed is None else changed
         names = [type(part).__name__ for part in self.parts]
         here = [len(group["params"]) for group in self.param_groups]
-        there = [len(group["params"]) for group in state_dict["param_groups"]]
-        if here != there or len(state_dict.get("parts", ())) != len(self.parts):
+        saved_groups = [{k: v for k, v in group.items() if k != BESIDE} for group in state_dict["param_groups"]]
+        there = [len(group["params"]) for group in saved_groups]
+        # checkpoints of earlier versions have these beside the groups
+        held = next((group[BESIDE][0] for group in state_dict["param_groups"] if BESIDE in group), state_dict)
+        others = held.get("parts", ())
+        mend = "Resume with the settings of the run that saved the checkpoint, or load only its weights."
+        if here != there or len(others) != len(self.parts):
             raise ValueError(
                 f"Cannot load the state of an optimizer whose groups hold {there} parameters into {' and '.join(names)}, whose"
-                f" groups hold {here}. Resume with the settings of the run that saved the checkpoint, or load only its"
-                " weights."
+                f" groups hold {here}. {mend}"
             )
-        saved = [beside["optimizer"] for beside in state_dict["parts"]]
-        if saved != names:
+        if (saved := [beside["optimizer"] for beside in others]) != names:
             raise ValueError(
-                f"Cannot load the optimizer state of {' and '.join(saved)} into {' and '.join(names)}. Resume with the settings"
-                " of the run that saved the checkpoint, or load only its weights."
+                f"Cannot load the optimizer state of {' and '.join(saved)} into {' and '.join(names)}. {mend}"
             )
         at = {id(group): i for i, group in enumerate(self.param_groups)}
-        numbers = {id(p): i for i, p in enumerate(_parameters(self.param_groups))}
+        # parameters are numbered, or named in a checkpoint of a sharded module, in the order of the groups in both
+        keys = {id(p): key for p, key in zip(_parameters(self.param_groups), _parameters(saved_groups), strict=True)}
         order = [[at[id(group)] for group in part.param_groups] for part in self.parts]
-        for part, wanted, beside in zip(self.parts, order, state_dict["parts"], strict=True):
-            held = {numbers[id(p)]: i for i, p in enumerate(_parameters(part.param_groups))}
-            groups = [state_dict["param_groups"][i] for i in wanted]
+        for part, wanted, beside in zip(self.parts, order, others, strict=True):
+            numbers = {keys[id(p)]: i for i, p in enumerate(_parameters(part.param_groups))}
             part.load_state_dict(
                 {
-                    **beside["own"],
+                    **beside.get("own", {}),  # torch drops empty dicts when it gathers a sharded state
                     "state": {
-                        **beside["state"],
-                        **{held[k]: v for k, v in state_dict["state"].items() if k in held},
+                        **beside.get("state", {}),
+                        **{numbers[k]: v for k, v in state_dict["state"].items() if k in numbers},
                     },
-                    "param_groups": [{**group, "params": [held[i] for i in group["params"]]} for group in groups],
+                    "param_groups": [
+                        {**saved_groups[i], "params": [numbers[k] for k in saved_groups[i]["params"]]} for i in wanted
+                    ],
                 }
             )
         for part, wanted in zip(self.parts, order, strict=True):
             for i, group in zip(wanted, part.param_groups, strict=True):
                 self.param_groups[i] = group
-        self.origins.take(state_dict["origins"])
-        self._absolute = state_dict.get("absolute", False)
+        self.take_beside(held)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
