@@ -1,5 +1,6 @@
 """BlockSparsity: regrouping is undone exactly, as many numbers are kept as is asked for, and they are dense blocks."""
 
+import json
 from functools import partial
 from itertools import combinations, permutations
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.model.sparsity.sparse import Counts, fit_on
 from tests.models import TinyClassifier, TinyGPT, hugging_face, loader, make_batch, trainer
 from tests.runs import fit_yaml
 
+ROOT = Path(__file__).parents[3]
 CASES = {
     "BlockSparsity": Case(
         active=lambda: BlockSparsity(sparsity=0.5, size=4, start=0.3),
@@ -227,3 +229,11 @@ def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
 
 def test_from_yaml(tmp_path: Path) -> None:
     fit_yaml(tmp_path, "BlockSparsity", {"sparsity": 0.5, "size": 4, "start": 0.0}, max_steps=3)
+
+
+def test_the_docstring_says_what_block_sparse_products_took_on_a_cpu() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "block_sparse_cpu.json").read_text())
+    said = " ".join((BlockSparsity.__doc__ or "").split())
+    low, high = ([row["ratio"]["median"] for row in results["rows"] if row["zeros"] == zeros] for zeros in (0.8, 0.95))
+    assert f"took {min(low):.1f} to {max(low):.1f} times as long as a dense one at a sparsity of 0.8" in said
+    assert f"and {min(high):.1f} to {max(high):.1f} times at 0.95" in said

@@ -1,6 +1,7 @@
 """Sparse kernels multiply exactly the masked weights, and a run by them is that by dense products."""
 
 import copy
+import functools
 import importlib.util
 import logging
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from lightning_eff.model.sparsity._kernels.products import _Product
 from lightning_eff.model.sparsity._masks.two_of_four import mask_of
 from tests.kernels.conftest import interpret
 from tests.model.sparsity.kernels import BlocksOnACPU, TwoOfFourOnACPU, packed_by_torch
-from tests.models import TinyGPT, hugging_face, loader, make_batch, trainer
+from tests.models import TinyGPT, hugging_face, loader, make_batch
+from tests.models import trainer as trainer_on
 from tests.runs import SaveBatches, differences, final_state
 
+trainer = functools.partial(trainer_on, accelerator="cpu")  # the stand-ins are for a CPU
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 BLOCK = {"size": 16, "columns": 16, "sparsity": 0.5, "start": 0.3}
 """Settings of BlockSparsity that the kernels take."""
