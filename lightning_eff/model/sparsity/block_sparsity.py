@@ -158,7 +158,7 @@ class BlockSparsity(Masked):
         super()._reset()
         self.orders: dict[str, Tensor] = {}
         self._blocks = 0
-        self._products = SparseProducts(kernels(self._places, (1, 1)), "dense", who=WHO)
+        self._products = SparseProducts()
         self._found: dict[str, Places] = {}
 
     @override

@@ -137,7 +137,7 @@ class SemiStructuredSparsity(OtherWeights):
         self._parameters: dict[str, nn.Parameter] = {}
         self._held: dict[str, Tensor] | None = None  # the dense weights, while the module holds the masked ones
         self._handles: list[RemovableHandle] = []
-        self._products = SparseProducts(kernels({}, tiles=self.tiles), "dense", who=WHO)
+        self._products = SparseProducts()
         self._stepped = False  # whether an optimizer made a step in the last batch
         self._names: list[str] = []  # of a checkpoint, or of a run that has ended
         self._on, self._total = True, 0

@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib.util
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -288,20 +289,24 @@ def test_a_run_resumes_exactly(kind: str, tmp_path: Any, monkeypatch: pytest.Mon
 
 
 class Looking(pl.Callback):
-    """Copies the module within each step, and changes a weight behind the kernels' back in the second."""
+    """Copies a layer and the technique within each step."""
 
     def __init__(self) -> None:
         self.copies: list[Any] = []
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Tensor) -> None:
         self.copies.append(copy.deepcopy(pl_module.first))
+        technique: Any = trainer.callbacks[0]  # pyright: ignore[reportAttributeAccessIssue]
+        copied = copy.deepcopy(technique)._products
+        assert copied.ran == technique._products.ran and not copied._layers
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_made_within_a_step_is_plain(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_cpu(kind, monkeypatch, exact=True)
-    looking = Looking()
-    trainer(made(kind), looking, max_steps=4).fit(Net().double(), batches(4, torch.float64))
+    looking, technique = Looking(), made(kind)
+    trainer(technique, looking, max_steps=4).fit(Net().double(), batches(4, torch.float64))
+    assert pickle.loads(pickle.dumps(technique)).summary() == technique.summary()
     assert [type(copied) for copied in looking.copies] == [nn.Linear] * 4
     assert all(not {"forward", "__reduce_ex__", "_shown_by"} & vars(copied).keys() for copied in looking.copies)
 

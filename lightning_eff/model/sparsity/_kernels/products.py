@@ -66,7 +66,7 @@ class SparseProducts:
     A product is dense if something else has changed the weight since it was masked, in compiled code, and within torch.func.
 
     Args:
-        kernels: the kernels.
+        kernels: the kernels; None only with "dense".
         backend: "auto" runs them where they run, "sparse" requires that they run for some weight, "dense" runs none.
         who: the technique.
 
@@ -74,12 +74,15 @@ class SparseProducts:
         ran: the names of the weights that kernels have multiplied.
     """
 
-    def __init__(self, kernels: Kernels, backend: Backend, *, who: str) -> None:
+    def __init__(self, kernels: Kernels | None = None, backend: Backend = "dense", *, who: str = "") -> None:
         self.kernels, self.backend, self.who = kernels, backend, who
         self.ran: set[str] = set()
         self._layers: list[tuple[nn.Module, _Layer]] = []
         self._clean: dict[str, int] = {}  # the version of each weight when it was masked
         self._packed: dict[str, tuple[torch.dtype, bool, Packed]] = {}
+
+    def __reduce__(self) -> Any:
+        return SparseProducts, (), {"ran": self.ran}  # a copy of the technique belongs to no module
 
     def find(self, session: Session, parameters: Mapping[str, nn.Parameter]) -> None:
         """Choose the layers whose masked weights the kernels multiply, and say once which, and why others are not.
@@ -87,9 +90,10 @@ class SparseProducts:
         Raises:
             ValueError: with "sparse", if there is none.
         """
-        self._layers, name = [], self.kernels.name
-        if self.backend == "dense":
+        self._layers = []
+        if self.backend == "dense" or self.kernels is None:
             return
+        name = self.kernels.name
         why = self.kernels.unavailable(session.trainer.strategy.root_device)
         reasons = why or self._sorted(session, parameters)
         found = {layer.name for _, layer in self._layers}
@@ -131,6 +135,7 @@ class SparseProducts:
             dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else p.dtype
         if dtype not in _HALF:
             return f"it is multiplied in {str(dtype).removeprefix('torch.')}, not in float16 or bfloat16"
+        assert self.kernels is not None
         return self.kernels.unfit(name, m, dtype)
 
     @contextmanager
@@ -162,6 +167,7 @@ class SparseProducts:
             return None
         held = self._packed.get(name)
         if held is None or held[0] != dtype or (training and not held[1]):
+            assert self.kernels is not None
             with torch.no_grad():
                 w = p.detach().to(dtype)
                 held = dtype, training, self.kernels.pack(name, w.t() if layer.transposed else w, training)
