@@ -82,7 +82,7 @@ def unavailable(device: torch.device) -> str | None:
     def trial() -> tuple[Tensor, Tensor]:
         numbers = torch.Generator().manual_seed(0)
         w = torch.randint(1, 3, (64, 16, 4), generator=numbers).float()
-        w.scatter_(-1, torch.rand(w.shape, generator=numbers).topk(2).indices, 0.0)
+        w.scatter_(-1, torch.rand(w.shape, generator=numbers, dtype=torch.float32).topk(2).indices, 0.0)
         x = torch.randint(-1, 2, (64, 64), generator=numbers).float()
         right = (x @ w.flatten(1).t()).bfloat16()  # at most 128, so exact
         found = TwoOfFour(w.flatten(1).bfloat16().to(device), both=False).times(x.bfloat16().to(device), None)
