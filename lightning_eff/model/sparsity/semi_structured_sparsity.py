@@ -67,7 +67,8 @@ class SemiStructuredSparsity(OtherWeights):
     multiples of 16 run torch's 2:4 kernels (cuSPARSELt) in float16 and bfloat16, autocast included. They compute the output,
     and with ``tiles`` the gradient of the input too. The gradient of the weight is a dense product. One message at setup says
     which weights the kernels multiply, and why others are multiplied densely. Convolutions, compiled code, other devices and
-    types multiply masked weights densely, which **saves no time**, and masks cost a little.
+    types, and weights that another technique has moved within the step (SAM), are multiplied densely. That **saves no time**,
+    and masks cost a little.
 
     **We have not measured the kernels' speed on a GPU.** ``make gpu`` does. Each step packs the weights and chooses masks
     anew, so layers need thousands of tokens per step. Products at twice the speed would make linear layers at most 1.2 times
