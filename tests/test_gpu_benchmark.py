@@ -238,7 +238,7 @@ def test_small_and_large_are_the_same_units() -> None:
     assert all(modules[of.name] == of.module for of in SMALL)
     assert len({of.name for of in large}) == len(large) and all(of.seconds <= 90 for of in large)
     kinds = [of.name.split()[0] for of in large]
-    wanted = ["tests", "bandwidth", "low", "training", "memory", "largest", "ceilings", "contract"]
+    wanted = ["tests", "bandwidth", "low", "training", "memory", "largest", "ceilings", "sparse", "contract"]
     assert list(dict.fromkeys(kinds)) == wanted, "the order of their worth"
     every_arm = {arm for of in large if of.settings.get("what") == "memory" for arm in of.settings["arms"]}
     assert len(every_arm - {"compile 1.0"}) == 9
@@ -328,6 +328,13 @@ def test_each_unit_in_small(one: Unit, tmp_path: Path, here: dict[str, Any]) -> 
         wanted = [arm for arm in one.settings["arms"] if not arm.startswith("torchao")]
         assert [name for name in rows if not name.startswith("torchao")] == wanted
         assert all(row["speedup"]["min"] > 0 and row["tflops"] > 0 for row in rows.values())
+    elif one.module.endswith("sparse"):
+        kernels = {name: row for name, row in rows.items() if not name.startswith("choosing")}
+        assert [*kernels] == ["2:4", "2:4 tiles", "blocks, zeros 0.8", "blocks, zeros 0.9"]
+        # stand-ins multiply exactly what the kernels would, in the same type
+        assert all(row["speedup"]["min"] > 0 and row["difference"] < 2.0**-6 for row in kernels.values())
+        assert all(row["weights"] == (1 if one.settings["case"] == "linear" else 4) for row in kernels.values())
+        assert (len(rows) == 6) == (one.settings["case"] == "linear") and all(r["ms"]["min"] > 0 for r in rows.values())
     elif one.module.endswith("gpt2") and not skipped:
         assert list(rows) == one.settings["arms"]
         for row in rows.values():
@@ -415,6 +422,11 @@ def made() -> dict[str, files.Result]:
         "low precision gpt2 compiled 1": [{"row": "bf16", "seconds": 0.06}],
         "low precision gpt2 compiled 2": [{"row": "rowwise", "ratio": 0.5}],
         "low precision gpt2 compiled 3": [{"row": "int8", "seconds": 0.08}],
+        "sparse linear": [
+            {"row": "2:4 tiles", "speedup": spread(1.4), "difference": 0.001},
+            {"row": "choosing 2:4 tiles", "ms": spread(0.3)},
+        ],
+        "sparse block": [{"row": "2:4", "speedup": spread(1.1)}],
         "memory 1": [{"row": "full", **held}, {"row": "plain", "out_of_memory": True}],
         "largest batch 1": [{"row": "full", "largest_batch": 96, "items_per_second": 123456.0}],
         "training plain": [
@@ -445,6 +457,8 @@ def test_the_pages_say_what_the_results_say_or_that_there_are_none(tmp_path: Pat
     assert "| speed-up over bfloat16 | linear eager | gpt2 eager | gpt2 compiled |" in told["low precision"]
     assert "| rowwise | 1.30 (1.17 to 1.43) | 1.25 (1.14 to 1.39) | 2.00 |" in told["low precision"]
     assert "| int8 | - | - | 0.75 |" in told["low precision"], "each in a process of its own"
+    assert "| 2:4 tiles | 1.40 (1.26 to 1.54) | - |" in told["sparse"] and "choosing" not in told["sparse"]
+    assert "| 2:4 | - | 1.10 (0.99 to 1.21) |" in told["sparse"]
     assert "| full | 1.25 (1.12 to 1.38) | 1,024 | 96 | 123,456 |" in told["memory"]
     assert "| plain | - | out of memory | - | - |" in told["memory"]
     assert "| plain | 400 | 40 | 100,000 | 1.5000 |" in told["training"]

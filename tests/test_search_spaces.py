@@ -36,7 +36,7 @@ STUDY = {"S2FP8Precision", "Wang2018FP8Precision", "HybridParallelStrategy"}
 POINTLESS = {"ExactResume", "GradientNoiseScale"}  # makes no training more efficient
 POINTLESS |= {"AdaScale", "MuP"}  # carry a tuned learning rate to other batches and widths
 POINTLESS |= {"GraSP", "LotteryTickets", "RigL", "SET", "SNIP"}  # masked products take as long as dense ones
-POINTLESS |= {"BlockSparsity", "EarlyBird", "ReSprop", "SemiStructuredSparsity"}
+POINTLESS |= {"BlockSparsity", "EarlyBird", "ReSprop"}
 POINTLESS |= {"SuperMix", "StyleMix", "TrainLargeThenCompress"}  # teacher, codec and large network are the user's
 
 

@@ -116,6 +116,18 @@ def low_precision(results: Results) -> str:
     return table(("speed-up over bfloat16", *columns), told_rows)
 
 
+def sparse(results: Results) -> str:
+    """Speed-ups over dense products, by arm and case."""
+    found = {name.removeprefix("sparse "): some for name, some in rows(results, "sparse").items()}
+    arms = dict.fromkeys(row["row"] for some in found.values() for row in some if "speedup" in row)
+    of = {
+        (name, row["row"]): middle(row["speedup"]) for name, some in found.items() for row in some if "speedup" in row
+    }
+    return table(
+        ("speed-up over dense", *found), [(arm, *(of.get((name, arm), "-") for name in found)) for arm in arms]
+    )
+
+
 def memory(results: Results) -> str:
     """Time and bytes of a step, and largest batches, by arm."""
     largest = {row["row"]: row for some in rows(results, "largest").values() for row in some}
@@ -167,6 +179,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Results], str]]] = {
     "ceilings": ("ceilings", "what a device gives at most", ceilings),
     "kernels": ("bandwidth", "the kernels' speeds", kernels),
     "low precision": ("low precision", "the plugins' speeds", low_precision),
+    "sparse": ("sparse", "the speed of sparse kernels", sparse),
     "memory": ("memory", "the speeds of these techniques", memory),
     "training": ("training", "what training gains", training),
     "tests": ("tests", "how the tests end", tests),

@@ -41,6 +41,7 @@ CUDA = (
     "tests/precision/test_int8.py",
     "tests/precision/test_stochastic_rounding_bf16.py",
 )
+SPARSE = "tests/model/sparsity/test_sparse_products.py"
 TRAINED = "hugging_face or raises_where or neutral or plain_modules or fits_again or no_trace or reports"
 RESUMED = "resume_equals"
 
@@ -69,6 +70,7 @@ def units(*, tiny: bool = False) -> list[Unit]:
         ),
         *eager,
         *trained[TUNED:],
+        *sparse(tiny),
         suite(
             "contract",
             ("tests/test_contract.py",),
@@ -123,6 +125,15 @@ def low_precision(tiny: bool) -> list[Unit]:
     for i, arm in enumerate(["bf16"] if tiny else [*LOW[:-1], *AO]):  # compiling one takes 40 s on an H100's host
         found.append(gpt2(f"low precision gpt2 compiled {i + 1}", "low precision", [arm], tiny, compiled=True))
     return found
+
+
+def sparse(tiny: bool) -> list[Unit]:
+    """Sparse kernels against dense products, in a linear layer and in a block; and their tests on the device."""
+    size = {"width": 32, "tokens": 32, "length": 16} if tiny else {"width": WIDTH, "tokens": TOKENS, "length": LENGTH}
+    return [
+        Unit(f"sparse {of}", "benchmarks.gpu.sparse", {"case": of, "block": 16 if tiny else 64, **size})
+        for of in ("linear", "block")
+    ] + [suite("tests sparse", (SPARSE,), "device", tiny, f"{SPARSE}::test_dense_says_nothing")]
 
 
 def memory(tiny: bool) -> list[Unit]:

@@ -8,7 +8,8 @@ that runs. A block that does not run returns its input, whichever way it is reac
 import functools
 import operator
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
@@ -182,3 +183,22 @@ Worn = _Worn
 def worn_by(module: Worn) -> Any:
     """Return the object that was given to :func:`put_on`."""
     return module.__dict__[_BY]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def worn(kind: type[Worn], modules: Iterable[nn.Module], values: Iterable[Any]) -> Iterator[None]:
+    """Let each module run the ``forward`` of ``kind`` until the context ends.
+
+    Args:
+        kind: the class with the other ``forward``, in which ``worn_by`` gives the module's value.
+        modules: the modules; one that already computes in another way is skipped.
+        values: one for each module.
+    """
+    changed = [(m, value) for m, value in zip(modules, values, strict=True) if not isinstance(m, Worn)]
+    for m, value in changed:
+        put_on(m, kind, value)
+    try:
+        yield
+    finally:
+        for m, _ in changed:
+            take_off(m)

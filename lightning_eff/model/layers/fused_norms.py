@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._needs.needs import Need
-from lightning_eff._core._stack.partial_views import Worn, worn_by
+from lightning_eff._core._stack.partial_views import Worn, worn, worn_by
 from lightning_eff._core.search_space import RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
@@ -21,7 +21,6 @@ from lightning_eff.kernels import _launch
 from lightning_eff.model.layers._fused_norms.finding import Kind, norms
 from lightning_eff.model.layers._shared.arguments import Paths
 from lightning_eff.model.layers._shared.choosing import ByName, select
-from lightning_eff.model.layers._shared.wearing import worn
 
 WHO = "FusedNorms"
 

@@ -15,14 +15,13 @@ from typing_extensions import override
 
 from lightning_eff._core._architecture.naming import by_reason
 from lightning_eff._core._needs.needs import Part, Reasons
-from lightning_eff._core._stack.partial_views import Worn, worn_by
+from lightning_eff._core._stack.partial_views import Worn, worn, worn_by
 from lightning_eff._core.search_space import Choice, RunProfile, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, Technique
 from lightning_eff.model.layers._ghosts.groups import GhostSize, chosen, normed, refuse_synchronized
 from lightning_eff.model.layers._shared.arguments import Paths
 from lightning_eff.model.layers._shared.choosing import ByName
-from lightning_eff.model.layers._shared.wearing import worn
 
 WHO = "GhostNorm"
 

@@ -1,7 +1,7 @@
 """SemiStructuredSparsity: 2:4 sparsity in every product, learned by SR-STE (Mishra et al. 2021; Zhou et al. 2021)."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Annotated, Any, ClassVar
 
@@ -19,9 +19,11 @@ from lightning_eff._core.progress import in_window
 from lightning_eff._core.search_space import Choice, SearchSpace
 from lightning_eff._core.session import Session
 from lightning_eff._core.technique import Control, OtherWeights
+from lightning_eff.model.sparsity._kernels.products import Backend, SparseProducts
+from lightning_eff.model.sparsity._kernels.two_of_four import kernels
 from lightning_eff.model.sparsity._masks.arguments import Dense, Weights
 from lightning_eff.model.sparsity._masks.finding import Weight, chosen
-from lightning_eff.model.sparsity._masks.masked import neighbours, no_time, stepped
+from lightning_eff.model.sparsity._masks.masked import neighbours, no_time_on_a_cpu, stepped
 from lightning_eff.model.sparsity._masks.turns import around_steps
 from lightning_eff.model.sparsity._masks.two_of_four import laid_out, mask_of
 from lightning_eff.model.sparsity._random_mask import RandomMask
@@ -61,11 +63,18 @@ class SemiStructuredSparsity(OtherWeights):
     largest sum. ``W^T`` is then 2:4 as well, which sparse products in the backward pass need. With ``until``, the network is
     sparse for that fraction of the budget and dense afterwards, as in DINOv2's recipe with 0.7; it ends dense.
 
-    Use it to get weights for 2:4 hardware. **It saves no time here**: products are masked dense ones, and masks cost a
-    little. Nvidia GPUs from compute capability 8.0 on compute 2:4 products at twice the throughput in half precision.
-    ``torch.sparse.to_sparse_semi_structured`` converts the final weights. Neither this nor training with torch's
-    ``_sparse_semi_structured`` kernels has been tested here, and this class does not call them. Others trained DINOv2's ViT-L
-    6 % faster end to end with them.
+    Use it to get weights for 2:4 hardware. On CUDA devices of compute capability 8.0 or more, linear layers whose sides are
+    multiples of 16 run torch's 2:4 kernels (cuSPARSELt) in float16 and bfloat16, autocast included. They compute the output,
+    and with ``tiles`` the gradient of the input too. The gradient of the weight is a dense product. One message at setup says
+    which weights the kernels multiply, and why others are multiplied densely. Convolutions, compiled code, other devices and
+    types, and weights that another technique has moved within the step (SAM), are multiplied densely. That **saves no time**,
+    and masks cost a little.
+
+    **We have not measured the kernels' speed on a GPU.** ``make gpu`` does. Each step packs the weights and chooses masks
+    anew, so layers need thousands of tokens per step. Products at twice the speed would make linear layers at most 1.2 times
+    as fast, and 1.5 times with ``tiles``. With torchao, two layers of ViT-L's size were 1.25 times as fast on an A100, and
+    DINOv2's ViT-L trained 6 % faster end to end. On an H100, the 2:4 kernels were slower than dense products for one user
+    (pytorch#153825). ``backend="dense"`` runs none.
 
     During validation, at the end of the fit, and in every checkpoint's ``state_dict``, weights are ``M w`` with exact zeros.
     The callback's state holds the dense weights, and a resumed fit continues from them. A step needs an additional copy of
@@ -73,12 +82,13 @@ class SemiStructuredSparsity(OtherWeights):
     multiples of 4 are skipped and logged, and so are ``nn.Bilinear`` and, without ``tiles``, experts' matrices in one tensor.
     They are refused if you name them. A module that steps several optimizers itself, such as a GAN, works too; ``decay`` then
     counts in gradient norms only if it clips by ``self.clip_gradients``. It logs ``sparsity`` of the masked weights in the
-    last step (0.5, or 0 once it is dense) and ``kept`` (elements).
+    last step (0.5, or 0 once it is dense), ``kept`` (elements) and ``kernels`` (weights that 2:4 kernels multiply).
 
     Args:
         decay: the strength that pulls masked elements to zero, lambda_W. 2e-4 is the paper's, 0 is the plain straight-through
             estimator.
         tiles: whether ``W`` and ``W^T`` are both 2:4.
+        backend: "auto" runs torch's 2:4 kernels where they run, "sparse" raises if they run for no weight, "dense" runs none.
         until: the fraction of the budget for which the network is sparse. 0 is plain training.
         names: dotted paths of the weights to mask or of modules that hold them, their last parts, or patterns, such as
             ``["layers.*.mlp.*"]``. None takes all, ``[]`` is plain training.
@@ -86,7 +96,7 @@ class SemiStructuredSparsity(OtherWeights):
 
     Raises:
         ValueError: for a value out of range. At setup, if there is nothing to mask, a name matches nothing, a named weight
-            cannot be 2:4, or the module steps LBFGS itself.
+            cannot be 2:4, ``backend="sparse"`` finds no product for the kernels, or the module steps LBFGS itself.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=10, callbacks=[SemiStructuredSparsity(tiles=True, until=0.7)])
@@ -97,10 +107,10 @@ class SemiStructuredSparsity(OtherWeights):
         Hu et al. 2024, "Accelerating Transformer Pre-training with 2:4 Sparsity", arXiv:2404.01847.
     """
 
-    saves = "no time here: weights that some accelerators multiply at twice the throughput"
+    saves = "time of linear layers on GPUs with 2:4 kernels (not measured by us); no time elsewhere"
     paper = "Mishra et al. 2021, arXiv:2104.08378"
     constraints = "an additional copy of the masked weights"
-    search_space = SearchSpace({"tiles": Choice((False, True))}, no_time)
+    search_space = SearchSpace({"tiles": Choice((False, True))}, no_time_on_a_cpu)
     control = Control("a fixed random mask of half of the weights", _control)
     conflicts: ClassVar[Mapping[str, str]] = neighbours(WHO)
     needs_automatic_optimization: ClassVar[bool] = False
@@ -113,12 +123,14 @@ class SemiStructuredSparsity(OtherWeights):
         decay: Annotated[float, Number(at_least=0)] = 2e-4,
         *,
         tiles: bool = False,
+        backend: Backend = "auto",
         until: Annotated[float, Fraction()] = 1.0,
         names: Weights = None,
         dense: Dense = (),
     ) -> None:
         self.names, self.dense = None if names is None else list(names), list(dense)
         self.decay, self.tiles, self.until = float(decay), tiles, float(until)
+        self.backend: Backend = backend
 
     def _reset(self) -> None:
         self.masks: dict[str, Tensor] = {}  # of the last step
@@ -126,6 +138,7 @@ class SemiStructuredSparsity(OtherWeights):
         self._parameters: dict[str, nn.Parameter] = {}
         self._held: dict[str, Tensor] | None = None  # the dense weights, while the module holds the masked ones
         self._handles: list[RemovableHandle] = []
+        self._products = SparseProducts()
         self._stepped = False  # whether an optimizer made a step in the last batch
         self._names: list[str] = []  # of a checkpoint, or of a run that has ended
         self._on, self._total = True, 0
@@ -191,6 +204,8 @@ class SemiStructuredSparsity(OtherWeights):
                 f"{WHO}: {type(session.module).__name__} has automatic_optimization=False and steps LBFGS itself, whose"
                 f" evaluations of the loss within a step would see dense weights. Use another optimizer, or remove {WHO}."
             )
+        self._products = SparseProducts(kernels(self._axes, tiles=self.tiles), self.backend, who=WHO)
+        self._products.find(session, self._parameters)
         self._handles = around_steps(session, self._before, self._after, skipped=self._after)
 
     @override
@@ -202,11 +217,11 @@ class SemiStructuredSparsity(OtherWeights):
     @contextmanager
     def _view(self, session: Session) -> Iterator[None]:
         """The module computes with the masked weights, until the step's backward pass is over."""
-        if self._held is not None:
+        with (
+            nullcontext() if self._held is not None else self.shown(session),
+            nullcontext() if self._held is None else self._products.worn(),  # once the masked weights are there
+        ):
             yield
-        else:
-            with self.shown(session):
-                yield
 
     @override
     def put_in(self, session: Session) -> None:
@@ -224,11 +239,13 @@ class SemiStructuredSparsity(OtherWeights):
             self.masks[name] = mask_of(p, self._axes[name], tiles=self.tiles)
             self._held[name] = p.detach().clone()
             p.masked_fill_(~self.masks[name], 0.0)
+            self._products.masked(name, p)
 
     @override
     @torch.no_grad()
     def take_out(self, session: Session) -> None:
         held, self._held = self._held, None
+        self._products.clear()
         named = dict(session.module.named_parameters()) if held else {}
         for name, w in (held or {}).items():
             named[name].copy_(w)
@@ -270,6 +287,7 @@ class SemiStructuredSparsity(OtherWeights):
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._products.release()
         if not self._finished:
             self.masks = {}
 
@@ -280,6 +298,7 @@ class SemiStructuredSparsity(OtherWeights):
         return {
             "sparsity": 0.5 if self._on and self._total else 0.0,
             "kept": self._total // 2 if self._on else self._total,
+            "kernels": len(self._products.ran) if self._on else 0,
         }
 
     @override
@@ -287,7 +306,9 @@ class SemiStructuredSparsity(OtherWeights):
         if not self._total:
             return "masked no weight"
         end = "are zero" if self._on else f"were zero for {self.until:.0%} of the run, which ended dense"
-        return f"two of every four of {self._total:,} elements in {len(self._names)} weights {end}; this saved no time"
+        ran = len(self._products.ran)
+        time = f"2:4 kernels multiplied {ran} of the weights" if ran else "this saved no time"
+        return f"two of every four of {self._total:,} elements in {len(self._names)} weights {end}; {time}"
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """BlockSparsity: regrouping is undone exactly, as many numbers are kept as is asked for, and they are dense blocks."""
 
+import json
 from functools import partial
 from itertools import combinations, permutations
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_eff import BlockSparsity
 from lightning_eff.model.sparsity.block_sparsity import blocks_of, groups_of, regroup, ungroup
@@ -17,6 +19,7 @@ from tests.model.sparsity.sparse import Counts, fit_on
 from tests.models import TinyClassifier, TinyGPT, hugging_face, loader, make_batch, trainer
 from tests.runs import fit_yaml
 
+ROOT = Path(__file__).parents[3]
 CASES = {
     "BlockSparsity": Case(
         active=lambda: BlockSparsity(sparsity=0.5, size=4, start=0.3),
@@ -163,16 +166,40 @@ def test_the_largest_blocks_of_the_trained_weights_stay_and_momenta_of_others_ar
     assert technique.report()["blocks"] == sum(int(m.sum()) for m in technique.masks.values()) // 4
 
 
+@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+def test_blocks_of_several_columns_are_those_with_the_largest_sums(name: str) -> None:
+    torch.manual_seed(0)
+    net: Any = family(name) if name == "resnet" else hugging_face(name, 2)
+    start = {n: p.detach().clone() for n, p in net.named_parameters()}
+    technique = BlockSparsity(0.5, size=2, columns=4, start=0.0, names=["*c_attn"] if name == "gpt2" else None)
+    trainer(technique, max_steps=1).fit(
+        net, DataLoader([make_batch("vit" if name == "resnet" else name)], batch_size=None)
+    )  # pyright: ignore[reportArgumentType]
+    assert technique.masks and technique.asked()["columns"] == 4 and "columns" not in BlockSparsity().asked()
+    for n, mask in technique.masks.items():
+        order, strips = technique.orders[n], start[n].abs().flatten(2).sum(2) if mask.ndim > 2 else start[n].abs()
+        sums = strips[order].unflatten(0, (-1, 2)).unflatten(2, (-1, 4)).sum((1, 3))
+        blocks = mask[order].unflatten(0, (-1, 2)).unflatten(2, (-1, 4)).transpose(1, 2).flatten(2)
+        assert torch.equal(blocks.any(2), blocks.all(2))
+        kept = blocks.all(2)
+        assert int(kept.sum()) == max(round(0.5 * kept.numel()), 1) and float(sums[kept].min()) >= float(
+            sums[~kept].max()
+        )
+
+
 def test_what_is_not_made_of_whole_groups() -> None:
     data = loader("classifier")
     with pytest.raises(
-        ValueError, match=r"BlockSparsity\(size=8\): 1 weights do not consist of whole groups of rows, such as head"
+        ValueError,
+        match=r"BlockSparsity\(size=8, columns=1\): 1 weights do not consist of whole blocks of .*, such as head",
     ):
         trainer(BlockSparsity(size=8, names=["head.*"]), max_steps=1).fit(TinyClassifier(), data)
     with pytest.raises(
-        ValueError, match=r"size=16\): 4 weights do not consist of whole groups of rows, such as blocks.0.0.weight"
+        ValueError, match=r"size=16, columns=1\): 4 weights do not consist of whole blocks of .*, such as blocks.0.0"
     ):
         trainer(BlockSparsity(), max_steps=1).fit(TinyClassifier(), data)
+    with pytest.raises(ValueError, match=r"size=4, columns=3\): 4 weights do not consist of whole blocks"):
+        trainer(BlockSparsity(size=4, columns=3), max_steps=1).fit(TinyClassifier(), data)
     odd = TinyClassifier()
     odd.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(8, 3))
     technique = BlockSparsity(size=8, start=0.0)
@@ -187,6 +214,8 @@ def test_what_is_not_made_of_whole_groups() -> None:
             {"sparsity": 1.0},
             r"BlockSparsity\(sparsity=1.0\): expected a number in \[0, 1\): the fraction of the masked weights",
         ),
+        ({"columns": 0}, "columns=0.: expected an integer >= 1: the number of neighbouring columns"),
+        ({"backend": "cuda"}, "expected 'auto', 'sparse' or 'dense'"),
         ({"size": 0}, "size=0.: expected an integer >= 1: the number of rows"),
         ({"start": 1.0}, r"start=1.0.: expected a number in \[0, 1\)"),
         ({"regroup": 1}, "regroup=1.: expected True or False"),
@@ -200,3 +229,11 @@ def test_bad_arguments(settings: dict[str, Any], message: str) -> None:
 
 def test_from_yaml(tmp_path: Path) -> None:
     fit_yaml(tmp_path, "BlockSparsity", {"sparsity": 0.5, "size": 4, "start": 0.0}, max_steps=3)
+
+
+def test_the_docstring_says_what_block_sparse_products_took_on_a_cpu() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "block_sparse_cpu.json").read_text())
+    said = " ".join((BlockSparsity.__doc__ or "").split())
+    low, high = ([row["ratio"]["median"] for row in results["rows"] if row["zeros"] == zeros] for zeros in (0.8, 0.95))
+    assert f"took {min(low):.1f} to {max(low):.1f} times as long as a dense one at a sparsity of 0.8" in said
+    assert f"and {min(high):.1f} to {max(high):.1f} times at 0.95" in said

@@ -2,7 +2,7 @@
 
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from lightning_eff import SemiStructuredSparsity
+from lightning_eff._core.search_space import RunProfile, SearchSpace
 from lightning_eff.model.sparsity._masks.two_of_four import mask_of, of_rows, of_tiles, patterns
 from tests.cases import Case, no_map
 from tests.families import module as family
@@ -266,6 +267,12 @@ def test_what_has_no_whole_fours_stays_dense_by_itself() -> None:
     technique = SemiStructuredSparsity(tiles=True)
     trainer(technique, max_steps=1).fit(Odd(), loader("classifier"))
     assert technique.masks and not {"odd.weight", "head.1.weight"} & set(technique.masks)
+
+
+def test_a_search_tries_it_only_where_torch_has_sparse_kernels() -> None:
+    pointless = cast(SearchSpace, SemiStructuredSparsity.search_space).pointless
+    assert pointless(RunProfile(accelerator="cuda")) is None
+    assert pointless(RunProfile()) == "masked products take as long as dense ones, so it saves no time"
 
 
 def test_from_yaml(tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from lightning_eff._core._architecture.linear_maps import forward_with
 from lightning_eff._core._branches.ffns import FFN, Part
-from lightning_eff._core._stack.partial_views import Worn, worn_by
+from lightning_eff._core._stack.partial_views import Worn, worn, worn_by
 from lightning_eff._core.passes import restoring
 from lightning_eff._core.patches import hook_behind
 from lightning_eff.model.layers._row_dropout.patterns import Pattern, kept
-from lightning_eff.model.layers._shared.wearing import worn
 
 WHOLE = Pattern(1, 0)
 

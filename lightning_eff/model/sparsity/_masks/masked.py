@@ -72,6 +72,11 @@ def no_time(profile: RunProfile) -> str | None:
     return "masked products take as long as dense ones, so it saves no time"
 
 
+def no_time_on_a_cpu(profile: RunProfile) -> str | None:
+    """Why a search for a faster recipe need not try it where torch has no sparse kernels."""
+    return None if profile.accelerator == "cuda" else no_time(profile)
+
+
 def agreed(session: Session, values: Tensor) -> Tensor:
     """The mean of ``values`` over the ranks, the same on each rank."""
     if session.replicas.count == 1:
