@@ -111,7 +111,6 @@ class SparseUpcycling(Architecture):
     needs: ClassVar[Need] = Need.MODULE | Need.STEP
     refuses: ClassVar[Reasons] = {
         **Architecture.refuses,
-        **dict.fromkeys((Part.SHARD, Part.TENSOR, Part.ITSELF), UNTRIED),
         Part.PIPELINE: f"{UNTRIED}, and balance losses of blocks in other processes would not reach the loss",
         Part.CONTEXT: "a process has a part of each sequence, and its tokens compete for the places of experts",
     }
