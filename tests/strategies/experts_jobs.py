@@ -12,10 +12,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_eff import ExactResume, Rematerialization
+import lightning_eff as eff
+from lightning_eff import ExactResume, Rematerialization, SparseUpcycling
+from lightning_eff.model.layers._experts.module import Seen, dispatches
 from lightning_eff.strategies._hybrid.shards import whole_of
 from tests.mixtures import built
-from tests.models import Samples, trainer
+from tests.models import Samples, module, trainer
 from tests.strategies.hybrid_jobs import Recorder, Settings, averaged, everywhere, strategy_of
 
 SIZE, STEPS = 8, 3
@@ -33,7 +35,8 @@ class Data(pl.LightningDataModule):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.samples = Samples("llama" if kind == "mixtral" else "tiny_gpt", SIZE * STEPS)
+        name = "llama" if kind == "mixtral" else kind.removeprefix("upcycled ") if "upcycled" in kind else "tiny_gpt"
+        self.samples = Samples(name, SIZE * STEPS)
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
@@ -42,8 +45,20 @@ class Data(pl.LightningDataModule):
         return DataLoader(self.samples, SIZE // kwargs["num_replicas"], sampler=sampler)
 
 
+UPCYCLED = {"experts": 4, "balance": 0.1}
+
+
 def net_of(kind: str, **kwargs: Any) -> Any:
-    net: Any = built(kind, **kwargs)
+    if kind.startswith("upcycled "):
+        pl.seed_everything(1, verbose=False)
+        net: Any = module(kind.removeprefix("upcycled ")).double()
+        eff.apply(net, SparseUpcycling(**UPCYCLED))
+        with torch.no_grad():  # experts that differ, and routers with preferences
+            for name, p in net.named_parameters():
+                if "expert_weight" in name or "router" in name:
+                    p.add_(torch.randn_like(p) * p.std() * (20 if "router" in name else 0.3))
+    else:
+        net = built(kind, **kwargs)
     net.configure_optimizers = lambda: torch.optim.SGD(net.parameters(), lr=0.1)
     return net
 
@@ -53,11 +68,17 @@ def loop(kind: str, parts: Sequence[Sequence[int]]) -> tuple[list[float], dict[s
     net, batches = net_of(kind), Data(kind).samples.batch
     net.log = lambda *args, **kwargs: None
     optimizer, losses = net.configure_optimizers(), []
+    routers = dispatches(net).values()
     for step in range(STEPS):
         total = 0.0
         for part in parts:
             rows = [SIZE * step + i for i in part]
-            loss = net.training_step({key: value[rows] for key, value in batches.items()}, 0) / len(parts)
+            seen: list[Seen] = []
+            for router in routers:
+                router.seen = seen
+            loss = net.training_step({key: value[rows] for key, value in batches.items()}, 0)
+            balance = sum(one.balance for one in seen if one.balance is not None) if seen else 0.0
+            loss = (loss + UPCYCLED["balance"] * torch.as_tensor(balance).to(loss.dtype)) / len(parts)
             loss.backward()
             total += float(loss.detach())
         optimizer.step()
@@ -72,7 +93,8 @@ def fit(case: Settings, *callbacks: pl.Callback, resume: str | None = None) -> t
     strategy = (
         case["strategy"] if isinstance(case["strategy"], str) else strategy_of(case["strategy"], failure_timeout=None)
     )
-    more = [Rematerialization(policy="sqrt")] if case.get("remat") else []
+    more: list[pl.Callback] = [Rematerialization(policy="sqrt")] if case.get("remat") else []
+    more += [SparseUpcycling(**UPCYCLED)] if case["kind"].startswith("upcycled") else []
     t = trainer(
         ExactResume(),
         recorder,
@@ -112,3 +134,24 @@ def everything(directory: str, cases: dict[str, Settings], resumed: dict[str, Se
         again, same = fit(case, resume=str(folder / "step=2.ckpt"))
         found[f"{name}, resumed"] = everywhere([again == losses[2:], _apart(weights, same) == 0.0])
     return found
+
+
+def states(directory: str) -> dict[str, Any]:
+    """How far weights are apart after steps that go on with the optimizer states of a dense run, from those under DDP."""
+
+    def trained(strategy: Any, *callbacks: pl.Callback) -> dict[str, Tensor]:
+        pl.seed_everything(1, verbose=False)
+        net: Any = module("vit").double()
+        net.configure_optimizers = lambda: torch.optim.AdamW(net.parameters(), lr=1e-3)
+        saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
+        kind = {"devices": 2, "max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": saves}
+        t = trainer(*callbacks, strategy=strategy, use_distributed_sampler=False, **kind)
+        t.fit(net, datamodule=Data("upcycled vit"))
+        return {name: whole_of(p).detach().clone() for name, p in net.named_parameters()}
+
+    trained("ddp", ModelCheckpoint(directory, filename="dense"))
+    path = str(Path(directory, "dense.ckpt"))
+    wanted = trained("ddp", SparseUpcycling(4, states=path))
+    found = {"without": _apart(trained("ddp", SparseUpcycling(4)), wanted)}
+    found["shards"] = _apart(trained(strategy_of({}, failure_timeout=None), SparseUpcycling(4, states=path)), wanted)
+    return {name: everywhere(apart) for name, apart in found.items()}

@@ -1,5 +1,6 @@
 """Mixtures of experts in every layout: losses, with those of routers, and weights equal a loop in float64."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,14 @@ TWO = {
     for name, layout in LAYOUTS.items()
     if kind in ("list", "mixtral") or name in ("pipeline", "context")
 }
+#: SparseUpcycling, whose experts choose in encoders, and are chosen in decoders.
+UPCYCLED = {
+    f"upcycled {model}, {name}": {**layout, "kind": f"upcycled {model}"}
+    for model in ("bert", "llama", "vit")
+    for name, layout in LAYOUTS.items()
+    if name in ("ddp", "shards", "shards, recomputed", "tensor")
+}
+TWO |= UPCYCLED
 WIDE = {
     f"{kind}, {name}": {**layout, "kind": kind}
     for kind in ("pair of logits", "mixtral")
@@ -81,6 +90,12 @@ def test_two_processes_train_as_a_loop(name: str, two: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", WIDE)
 def test_four_processes_train_as_a_loop(name: str, four: dict[str, Any]) -> None:
     check(name, four[name])
+
+
+def test_shards_go_on_with_the_optimizer_states_of_a_dense_run(tmp_path: Path) -> None:
+    found = launch(JOBS, "states", str(tmp_path), world_size=2)
+    assert found["shards"] == pytest.approx([0, 0], abs=1e-14)
+    assert min(found["without"]) > 1e-5, "the states changed nothing, so nothing was compared"
 
 
 @pytest.mark.parametrize("kind", ["list", "mixtral"])

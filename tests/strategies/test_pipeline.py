@@ -120,7 +120,7 @@ SAYS = {
     "Noted": ("the loss of the first micro-batch would be", "uncut it is"),
     "Twice": ("block 0 of 'blocks' was called where block 4",),
     "Dropping": ("block 2 of 'blocks' was called where block 1", "layer drop"),
-    "TwoOutputs": ("two micro-batches", "It is not their mean"),
+    "TwoOutputs": ("the loss in stage 1", "tensors at [1], which are not sent"),
     "Manual": ("automatic_optimization=False", "pipeline_parallel_size=1"),
     "OwnBackward": ("overrides backward",),
     "Reentrant": ("without gradients", "use_reentrant=False"),
