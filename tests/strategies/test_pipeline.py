@@ -20,7 +20,9 @@ FAILING = "fails_in_the_middle"
 MODELS = ("gpt_untied", "gpt_tied", "gpt2", "llama", "bert", "vit")
 HALF = {name for pair in product(MODELS, SCHEDULES) if share_of(2, name := "_".join(pair)) == 0}
 OTHER_HALF = ["_".join(pair) for pair in product(MODELS, SCHEDULES) if "_".join(pair) not in HALF]
-TWO = [name for name in CASES if not name.startswith(("wide", "slow")) and name not in (FAILING, *OTHER_HALF)]
+APART = ("wide", "slow", "experts")
+TWO = [name for name in CASES if not name.startswith(APART) and name not in (FAILING, *OTHER_HALF)]
+EXPERTS = [name for name in CASES if name.startswith("experts")]
 WIDE = [name for name in CASES if name.startswith("wide")]
 SLOW = [name for name in CASES if name.startswith("slow")]
 
@@ -41,6 +43,11 @@ def four(once: Once) -> Results:
 @pytest.fixture(scope="module")
 def more(once: Once) -> Results:
     return once("pipeline_more", lambda: launch(2, SLOW))
+
+
+@pytest.fixture(scope="module")
+def experts(once: Once) -> Results:
+    return once("pipeline_experts", lambda: launch(2, EXPERTS))
 
 
 @pytest.fixture(scope="module")
@@ -302,25 +309,22 @@ def test_a_failure_has_its_own_message() -> None:
     assert "ZeroDivisionError: in block 3" in printed and "timeout" not in printed.split("---")[0]
 
 
-EXPERTS = [name for name in CASES if name.startswith("experts_") and name not in ("experts_said", "experts_evaluated")]
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_routers_losses_train_as_in_a_loop_over_micro_batches(two: Results, name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in EXPERTS if name not in ("experts_said", "experts_evaluated")])
+def test_routers_losses_train_as_in_a_loop_over_micro_batches(experts: Results, name: str) -> None:
     """In float64: balance losses that blocks of other stages return, keep, append to a list, or give to transformers."""
-    found = result(two, name)
+    found = result(experts, name)
     if name == "experts_padded":  # Mixtral's cross-entropy is in float32
         close(found)
     else:
         assert found["loss"] <= 1e-12 and found["grad"] <= 1e-14, found
 
 
-def test_routers_losses_are_those_of_one_process_in_evaluation(two: Results) -> None:
-    assert largest(result(two, "experts_evaluated").values()) <= 1e-12
+def test_routers_losses_are_those_of_one_process_in_evaluation(experts: Results) -> None:
+    assert largest(result(experts, "experts_evaluated").values()) <= 1e-12
 
 
-def test_losses_of_micro_batches_that_are_not_the_batchs_are_named(two: Results) -> None:
-    balance, mean = results(two, "experts_said")[0]
+def test_losses_of_micro_batches_that_are_not_the_batchs_are_named(experts: Results) -> None:
+    balance, mean = results(experts, "experts_said")[0]
     assert (
         len(balance) == 1 and "what blocks leave in router_losses" in balance[0] and "num_microbatches=1" in balance[0]
     )
