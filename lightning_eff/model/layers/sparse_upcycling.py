@@ -103,7 +103,9 @@ class SparseUpcycling(Architecture):
 
     saves = "steps, compared with a larger model from scratch; costs memory for each expert"
     paper = "Komatsuzaki et al. 2023, arXiv:2212.05055"
-    constraints = "blocks with feed-forward networks of nn.Linear or Conv1D, called as modules; no pipeline or context parallelism"
+    constraints = (
+        "blocks with feed-forward networks of nn.Linear or Conv1D as modules; no pipeline or context parallelism"
+    )
     search_space = SearchSpace({"experts": Choice((4, 8))}, needs_blocks)
     control = Control("the dense baseline, trained on for the same time with its learning rate decayed to zero")
     stays = "its experts are several feed-forward networks, which one does not reproduce"

@@ -82,7 +82,7 @@ class Stage(PipelineStage):
         with self.submod.again(bwd_chunk_id, last=full_backward):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         grads = self.bwd_cache.get(bwd_chunk_id)
-        if grads is not None and any(grad is None for grad in grads):  # the loss need not use all that blocks leave
+        if grads is not None and any(grad is None for grad in grads):  # for torch that sends no zeros itself
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros_like(value) if grad is None else grad for grad, value in zip(grads, inputs, strict=False)
             )

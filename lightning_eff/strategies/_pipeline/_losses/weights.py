@@ -144,6 +144,8 @@ class Weights:
             again = self._search(losses, batch, number)
             if again is None:
                 self._refused, self.apart = None, str(losses.stack.beside)
+            elif not losses.may_fail_anywhere:  # then it may be the search that fails, and not the loss
+                self._refused = again
 
     def _search(self, losses: UncutLosses, batch: Any, number: int) -> str | None:
         """Find the rule; return why there is none."""
