@@ -60,15 +60,15 @@ class HybridParallelStrategy(ReachedStrategy):
     - Data: the ranks hold replicas, or with ``shard`` they use FSDP2. Each rank then stores a part of the parameters,
       gradients and optimizer state, and a block is gathered only while it runs.
     - Context: the ranks divide the tokens of each sequence inside the blocks, and the heads in attention (Ulysses). All other
-      code and evaluation get whole sequences, so positions, labels and losses do not change. Setup compares loss and gradients
-      with the whole module's, and refuses blocks that mix tokens outside of ``F.scaled_dot_product_attention``.
+      code and evaluation get whole sequences, with routers' logits, so positions, labels and losses do not change. Setup
+      compares loss and gradients with the whole module's, and refuses blocks that mix tokens outside of attention.
     - Tensor: linear layers are split by Hugging Face's own plan or by a proposed one. The plan is printed, and checked against
       the unsplit module on a batch at setup.
     - Pipeline: every rank runs the module's own ``training_step`` on micro-batches and skips the blocks of other stages.
-      torch's schedules order the passes. Setup finds the effects of the cut and the weights of micro-batches in
-      the loss, and refuses modules that would train wrongly. Logged values are means over micro-batches, so
-      ``self.log("perplexity", loss.exp())`` logs a mean of perplexities. Every rank gets the values that a step leaves in
-      metrics, lists and attributes, and runs evaluation steps in full.
+      Blocks may leave small tensors beside the hidden state, such as routers' losses, which are those of each micro-batch.
+      Setup finds the effects of the cut and the weights of micro-batches, and refuses modules that would train wrongly.
+      Logged values are means over micro-batches. Every rank gets the values that a step leaves in metrics, lists and
+      attributes, and runs evaluation steps in full.
     - Collectives: ``self.all_gather``, ``self.log(..., sync_dist=True)`` and metrics count each sample once.
     - Hooks: ``self.clip_gradients``, ``clip_grad_norm_``, ``clip_grad_value_`` and Lightning's ``grad_norm`` act on the whole
       model. Hooks that use gradients or parameters in other ways would see a part of them, and are refused at setup.

@@ -29,6 +29,7 @@ from tests.strategies.pipeline_compare import (
     tiny_gpt,
     worst_of,
 )
+from tests.strategies.pipeline_experts import EXPERTS
 
 __all__ = ["CASES"]
 
@@ -53,6 +54,7 @@ def _zoo() -> None:
 
 
 _zoo()
+CASES |= EXPERTS
 
 
 @case

@@ -59,8 +59,8 @@ def hazard(cls: Any, schedule: str = "1F1B", *, batches: list[Any] | None = None
 
 
 EXACT = ("Noise", "Norms", "Conditioned", "Mixed", "InPlace", "Checkpointed", "Segmented", "Shrinking", "Shared")
-EXACT += ("Detached", "Acting", "Second", "Views", "Unused", "Between", "Spare", "Named")
-REFUSED = ("Skips", "Summed", "Hooked", "Regularised", "Twice", "Dropping", "TwoOutputs", "Manual", "OwnBackward")
+EXACT += ("Detached", "Acting", "Second", "Views", "Unused", "Between", "Spare", "Named", "Hooked")
+REFUSED = ("Skips", "Summed", "Regularised", "Twice", "Dropping", "TwoOutputs", "Manual", "OwnBackward")
 REFUSED += ("Beside", "Reentrant", "Quiet", "Noted", "Nothing", "Infinite")
 
 _MASKED = {**hazards.batch(seed=1), "mask": torch.arange(hazards.LENGTH).expand(8, -1) < 2}
@@ -106,13 +106,6 @@ def longer_heads() -> Any:
 @case
 def halves() -> Any:
     return hazard(hazards.Halves, layers=["lower", "body.upper"])
-
-
-@case
-def routed() -> Any:
-    """Mixtral's router logits reach its loss by hooks on the blocks."""
-    module = models.model("mixtral")
-    return refused(lambda: pipeline(module).verify(steps(module), batch("llama")))
 
 
 @case

@@ -23,7 +23,7 @@ SLOW = ("qwen3", "gemma2", "mistral", "gpt_neox", "opt", "bloom")
 
 
 def model(name: str) -> HuggingFace:
-    """One of :data:`SLOW`, ``mixtral`` with its router's loss, or ``t5``."""
+    """One of :data:`SLOW`, or ``t5``."""
     torch.manual_seed(0)
     if name == "t5":
         return hugging_face("t5")
@@ -41,9 +41,6 @@ def model(name: str) -> HuggingFace:
         made = hf.OPTForCausalLM(hf.OPTConfig(**sizes))
     elif name == "bloom":
         made = hf.BloomForCausalLM(hf.BloomConfig(**{**_SIZES, "n_layer": 5, "n_head": 2}))
-    elif name == "mixtral":
-        config = hf.MixtralConfig(**_GROUPED, num_local_experts=4, output_router_logits=True)
-        made = hf.MixtralForCausalLM(config)
     else:
         raise ValueError(name)
     made.train()

@@ -215,11 +215,11 @@ def batches(mark: int = -100) -> list[Any]:
     return found
 
 
-# -- what is refused
+# -- what blocks leave beside the hidden state
 
 
 class Attributes(Plain):
-    """Blocks that keep an auxiliary loss, which the step adds from the fifth step on."""
+    """Blocks that keep an auxiliary loss, which the step adds."""
 
     class Layer(Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -228,11 +228,9 @@ class Attributes(Plain):
             return y
 
     block = Layer
-    passed = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss + sum(block.last_aux for block in self.blocks) if type(self).passed >= 4 else loss
+        return super().training_step(batch, batch_idx) + 0.1 * sum(block.last_aux for block in self.blocks)
 
 
 class Deleted(Attributes):
@@ -266,6 +264,9 @@ class Listed(Plain):
         loss = super().training_step(batch, batch_idx)
         self.aux.clear()
         return loss
+
+
+# -- what is refused
 
 
 class HookedApart(Plain):
@@ -374,13 +375,12 @@ def bert_pretraining() -> HuggingFace:
     return HuggingFace(hf.BertForPreTraining(config).train())
 
 
-def mixtral(routed: bool = False) -> HuggingFace:
+def mixtral() -> HuggingFace:
     config = hf.MixtralConfig(
         vocab_size=VOCAB,
         num_key_value_heads=1,
         num_local_experts=4,
         max_position_embeddings=LENGTH,
-        output_router_logits=routed,
         use_cache=False,
         experts_implementation="eager",  # the others take no float64
         **_SIZES,
@@ -425,6 +425,7 @@ LOSSES: dict[str, Made] = {
     "kept apart": (Looking, batches),
     "GPT-2": (gpt2, texts),
     "Mixtral": (mixtral, texts),
+    **{cls.__name__: (cls, batches) for cls in (Attributes, Deleted, Listed)},
 }
 WEIGHED: dict[str, tuple[Made, Callable[[Any], float]]] = {
     "class weights": ((partial(Positions, by_class), batches), class_weights),
@@ -435,9 +436,7 @@ NO_RULE: dict[str, Made] = {
     "class weights": (partial(Positions, by_class), batches),
     "BertForPreTraining": (bert_pretraining, partial(texts, pretraining=True)),
 }
-SIDEWAYS: dict[str, Made] = {
-    cls.__name__: (cls, batches) for cls in (Attributes, Deleted, Listed, HookedApart, Outside)
-} | {"Mixtral, routed": (partial(mixtral, True), texts)}
+SIDEWAYS: dict[str, Made] = {cls.__name__: (cls, batches) for cls in (HookedApart, Outside)}
 MOVING: dict[str, Made] = {cls.__name__: (cls, batches) for cls in (Averaged, Counting, Teacher)}
 
 

@@ -353,13 +353,13 @@ def test_the_logged_loss_has_the_losses_weights() -> None:
 
 def test_ranks_take_the_rule_of_the_first_that_found_one(monkeypatch: pytest.MonkeyPatch) -> None:
     rule, other = Rule((Count("['labels']", "not", -100, True),)), EQUAL
-    told: list[Any] = [(None, None), (rule, None), (other, None)]
+    told: list[Any] = [(None, None, ""), (rule, None, ""), (other, None, "")]
     monkeypatch.setattr(dist, "get_world_size", lambda: len(told))
     monkeypatch.setattr(dist, "all_gather_object", lambda out, mine: out.__setitem__(slice(None), told))
     weights = Weights(who="test")
     weights.agree()
     assert weights.rule == rule
-    told[2] = (None, "refused elsewhere")
+    told[2] = (None, "refused elsewhere", "")
     with pytest.raises(ValueError, match="refused elsewhere"):
         weights.agree()
 

@@ -22,6 +22,7 @@ from lightning_eff._core._arguments.objects import FilePath
 from lightning_eff._core._branches.sharded_step import step_of
 from lightning_eff._core._branches.tracing import looked_at
 from lightning_eff._core._needs.needs import UNTRIED, Need, Part, Reasons
+from lightning_eff._core._needs.offers import parts_of
 from lightning_eff._core._run.ranks import on_all_ranks
 from lightning_eff._core._stack.finding import repeated
 from lightning_eff._core.losses import loss_of
@@ -29,7 +30,7 @@ from lightning_eff._core.search_space import Choice, SearchSpace, needs_blocks
 from lightning_eff._core.session import Session
 from lightning_eff._core.steps import Proceed, Stage, Step
 from lightning_eff._core.technique import Control
-from lightning_eff.model.layers._experts.finding import Looked, Network, check_same, networks_of
+from lightning_eff.model.layers._experts.finding import Looked, Network, Sight, Watch, check_same, networks_of
 from lightning_eff.model.layers._experts.module import Dispatch, ExpertLinear, Seen, dispatches
 from lightning_eff.model.layers._experts.states import take_states
 from lightning_eff.model.layers._experts.torch_encoder import call_layers
@@ -88,7 +89,8 @@ class SparseUpcycling(Architecture):
         ValueError: for a value out of range. At setup or in ``apply``, if no pass shows a feed-forward network in a stack of
             blocks, or which tokens a block sees; if experts would choose in causal blocks; or if code between the layers does
             not treat each token separately. On the first batch, before any weight changes, if it shows that such blocks are
-            causal after all. In a step, if blocks are recomputed with ``use_reentrant=True`` under a balance loss.
+            causal after all; it looks again on the 2nd, 4th, 8th batch and so on, and when a block is called with other kinds
+            of arguments. In a step, if blocks are recomputed with ``use_reentrant=True`` under a balance loss.
 
     Example:
         >>> trainer = L.Trainer(max_epochs=10, callbacks=[SparseUpcycling(8)])
@@ -102,8 +104,7 @@ class SparseUpcycling(Architecture):
     saves = "steps, compared with a larger model from scratch; costs memory for each expert"
     paper = "Komatsuzaki et al. 2023, arXiv:2212.05055"
     constraints = (
-        "blocks with feed-forward networks of nn.Linear or Conv1D, called as modules; no sharding, tensor, pipeline or context"
-        " parallelism"
+        "blocks with feed-forward networks of nn.Linear or Conv1D as modules; no pipeline or context parallelism"
     )
     search_space = SearchSpace({"experts": Choice((4, 8))}, needs_blocks)
     control = Control("the dense baseline, trained on for the same time with its learning rate decayed to zero")
@@ -111,7 +112,6 @@ class SparseUpcycling(Architecture):
     needs: ClassVar[Need] = Need.MODULE | Need.STEP
     refuses: ClassVar[Reasons] = {
         **Architecture.refuses,
-        **dict.fromkeys((Part.SHARD, Part.TENSOR, Part.ITSELF), UNTRIED),
         Part.PIPELINE: f"{UNTRIED}, and balance losses of blocks in other processes would not reach the loss",
         Part.CONTEXT: "a process has a part of each sequence, and its tokens compete for the places of experts",
     }
@@ -134,7 +134,7 @@ class SparseUpcycling(Architecture):
         ),
         "SequencePacking": "it joins texts in rows without padding, and the tokens of a row compete for the places of experts",
     }
-    checkpointed = ("_checked",)
+    checkpointed = ("_batches", "_next")
 
     def __init__(
         self,
@@ -161,7 +161,8 @@ class SparseUpcycling(Architecture):
 
     def _reset(self) -> None:
         self._dispatches: Mapping[str, Dispatch] = {}
-        self._checked = False
+        self._batches, self._next = 0, 1
+        self._watch: Watch | None = None
         self._seen: list[Seen] = []
         self._last: dict[str, float | int | Tensor] = {}
 
@@ -244,6 +245,11 @@ class SparseUpcycling(Architecture):
     @override
     def on_model(self, session: Session) -> None:
         self._dispatches = dispatches(session.module)
+        self._close()
+        if not {Part.SHARD, Part.TENSOR} & {
+            *parts_of(session.trainer.strategy)
+        }:  # a look at one rank alone is right there
+            self._watch = Watch(self._open(session))
 
     @override
     def on_optimizers(self, session: Session) -> None:
@@ -252,19 +258,24 @@ class SparseUpcycling(Architecture):
 
     @override
     def on_batch_start(self, session: Session, batch: Any, batch_idx: int) -> None:
-        if not self._checked:
-            self._checked = on_all_ranks(session, lambda: self._check(session, batch, batch_idx))
+        self._batches += 1
+        if self._batches >= self._next and on_all_ranks(session, lambda: self._check(session, batch, batch_idx)):
+            self._next = 2 * self._batches
 
-    def _check(self, session: Session, batch: Any, batch_idx: int) -> bool:
-        """Raise ``ValueError`` if blocks in which experts choose are causal on the first batch, whose mask may say so."""
+    def _open(self, session: Session) -> dict[str, nn.Module]:
+        """Return the blocks in which experts choose, by their paths."""
         open_to_all = {path for path, dispatch in self._dispatches.items() if dispatch.by == "experts"}
         stacks = [stack.named_blocks for stack in repeated(session.module) if stack.composite] if open_to_all else []
-        blocks = {
+        return {
             block: m
             for stack in stacks
             for block, m in stack.items()
             if any(path.startswith(f"{block}.") for path in open_to_all)
         }
+
+    def _check(self, session: Session, batch: Any, batch_idx: int) -> bool:
+        """Raise ``ValueError`` if blocks in which experts choose are causal on this batch, whose mask may say so."""
+        blocks = self._open(session)
         if not blocks:
             return True
         looked = Looked(blocks)
@@ -272,10 +283,20 @@ class SparseUpcycling(Architecture):
             output = step_of(session, batch, batch_idx)
             looked.look()
         session.chain.cost.add(batch)
-        for block, seen in looked.sights.items():
-            if seen is not None and seen.causal:
-                raise ValueError(_leaks(block, "in the first batch"))
+        self._refuse(looked.sights)
         return output is not None
+
+    def _refuse(self, sights: Mapping[str, Sight | None]) -> None:
+        """Raise ``ValueError`` if one of the blocks is causal."""
+        where = f"in batch {self._batches} of this training" if self._batches > 1 else "in the first batch"
+        for block, seen in sights.items():
+            if seen is not None and seen.causal:
+                raise ValueError(_leaks(block, where))
+
+    def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def _record(self, step: Step, batch: Any, proceed: Proceed) -> Any:
         """Record the routing of a pass of the training step itself, and not of passes that other code runs to look at it."""
@@ -283,9 +304,13 @@ class SparseUpcycling(Architecture):
             return proceed(batch)
         for dispatch in self._dispatches.values():
             dispatch.seen = self._seen
+        if self._watch is not None:
+            self._watch.on = True
         try:
             return proceed(batch)
         finally:
+            if self._watch is not None:
+                self._watch.on = False
             for dispatch in self._dispatches.values():
                 dispatch.seen = None
 
@@ -295,6 +320,8 @@ class SparseUpcycling(Architecture):
             output = proceed(batch)
         finally:
             seen, self._seen = self._seen, []
+        if self._watch is not None:
+            self._refuse(self._watch.sights())
         if not seen:
             return output
         self._last = {
@@ -319,11 +346,12 @@ class SparseUpcycling(Architecture):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key != "_dispatches"}
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_dispatches", "_watch")}
 
     @override
     def detach(self, session: Session) -> None:
         self._dispatches = {}
+        self._close()
         super().detach(session)
 
     @override

@@ -14,15 +14,18 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_eff._core.blocks import find_stack, hidden_of, split_output
 from lightning_eff._core.patches import hook_before, hook_behind
+from lightning_eff.strategies._beside.places import Before
 from lightning_eff.strategies._context.agreeing import Meeting, agreed, described, problem_of
 from lightning_eff.strategies._context.arguments import Slot, copied, holds_tensors, mapped
 from lightning_eff.strategies._context.inside import Inside, Seen, Site
+from lightning_eff.strategies._context.joining import Joining
 from lightning_eff.strategies._context.messages import Share, parts_of
 from lightning_eff.strategies._tensor.exercise import exercised
 from lightning_eff.strategies._tensor.trace import Record, execute, jittered, undisturbed
 from lightning_eff.strategies._tensor.verify import Finding, compare, noise, rounding, tolerance
 
 _TRIALS = 48  # calls of one block
+_NOT_TOKENS = "further tensors without values for each token"
 _WAY_OUT = "Set context_parallel_size=1, and use Rematerialization or shard=True for long sequences."
 
 
@@ -93,7 +96,9 @@ class Dividing:
         self.plan: Plan | None = None
         self._seen: Seen | None = None
         self._meeting: Meeting | None = None
-        self._running: list[Inside | None] = []
+        self._running: list[tuple[Inside, Before | None] | None] = []
+        self._joining = Joining(module, who=self.who)
+        self._index = {id(block): i for i, block in enumerate(self.blocks)}
         self._handles: list[RemovableHandle] = []
         if any(m._compiled_call_impl is not None for block in self.blocks for m in block.modules()):
             raise ValueError(
@@ -152,30 +157,36 @@ class Dividing:
             return share.of(value, plan.sliced[slot]) if slot in plan.sliced else value
 
         args, kwargs = mapped(args, change), mapped(kwargs, change)
-        self._running[-1] = inside = Inside(share, plan.shifted, plan.calls, self.who, self._seen)
+        inside = Inside(share, plan.shifted, plan.calls, self.who, self._seen)
+        self._running[-1] = inside, self._joining.beside.before(self._index[id(block)])
         inside.__enter__()
         return args, kwargs
 
     def _leave(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        inside = self._running.pop() if self._running else None
-        if inside is None:
+        running = self._running.pop() if self._running else None
+        if running is None:
             return None
+        inside, before = running
         inside.__exit__(None, None, None)
         if output is None:  # the block raised
             return None
         hidden, rest = split_output(output)
         assert self.plan is not None
-        if hidden.shape[self.plan.dim] != inside.share.length or holds_tensors(rest):
-            raise ValueError(self._other(hidden, rest))
-        hidden = inside.share.gathered(hidden, self.plan.dim)
-        return hidden if rest is None else type(output)((hidden, *rest))
+        index, share = self._index[id(block)], inside.share
+        if hidden.shape[self.plan.dim] != share.length:
+            raise ValueError(self._other(f"a hidden state of shape {tuple(hidden.shape)}"))
+        others = self._joining.joined(index, before, hidden, rest or (), share, self.plan.dim)
+        if any(holds_tensors(item) for i, item in enumerate(rest or (), 1) if i not in self._joining.outputs(index)):
+            raise ValueError(self._other(_NOT_TOKENS))
+        hidden = share.gathered(hidden, self.plan.dim)
+        return hidden if rest is None else type(output)((hidden, *others))
 
-    def _other(self, hidden: Tensor, rest: Any) -> str:
-        what = "further tensors" if holds_tensors(rest) else f"a hidden state of shape {tuple(hidden.shape)}"
+    def _other(self, what: str) -> str:
         return (
             f"{self.who}: a block of {self.path!r} returned {what}, but each rank has only a part of the tokens. Let blocks"
-            " return the hidden state alone, with as many tokens as they got (in Hugging Face models: output_attentions=False,"
-            " output_router_logits=False), or set context_parallel_size=1."
+            " return a hidden state with as many tokens as they got, and beside it only smaller tensors with values for each"
+            " token, such as a router's logits (in Hugging Face models: output_attentions=False), or set"
+            " context_parallel_size=1."
         )
 
     # -- at setup
@@ -209,10 +220,19 @@ class Dividing:
             mesh = DeviceMesh.from_group(self.group, self.device.type)
             finding = after if isinstance(after, Finding) else compare(self.module, before, after, mesh, errors)
         if finding.message:
+            apart = self._joining.apart
+            why = f" Blocks compute {', '.join(apart[:3])} from the tokens of one rank." if apart else ""
+            way_out = (
+                "Let blocks leave values for each token instead, such as a router's logits, and compute the loss of them behind"
+                " the blocks, or set context_parallel_size=1."
+                if apart
+                else _WAY_OUT
+            )
             raise ValueError(
                 f"{self.who}: one block of {self.path!r} is right on a part of the tokens, but in the whole step"
-                f" {finding.message}. Typical causes are code that reads values inside the blocks (hooks, a router's loss),"
-                f" a checkpoint inside a block (checkpoint whole blocks), or blocks that differ from the first one. {_WAY_OUT}"
+                f" {finding.message}.{why} Typical causes are code that reads values inside the blocks (hooks, a router's"
+                f" loss), a checkpoint inside a block (checkpoint whole blocks), or blocks that differ from the first one."
+                f" {way_out}"
             )
         plan = self.plan
         assert plan is not None
@@ -225,21 +245,28 @@ class Dividing:
     def _whole(self, run: Callable[[], Tensor]) -> tuple[Record, _Call]:
         """Run a step on whole sequences, and return its record and the first block's call."""
         found: list[_Call] = []
+        before: list[Before | None] = []
 
         def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not found:
+            before.append(self._joining.before(self._index[id(block)]))
+            if not found and block is self.blocks[0]:
                 hidden = hidden_of(args, kwargs)
                 args, kwargs = copied(args), copied(kwargs)
                 found.append(_Call(args, kwargs, hidden.detach().clone()))
 
         def leave(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if found[0].left is None:
-                hidden, found[0].rest = split_output(output)
-                found[0].left = hidden.detach().clone()
+            hidden, rest = split_output(output)
+            if found and found[0].left is None and block is self.blocks[0]:
+                found[0].left, found[0].rest = hidden.detach().clone(), rest
+            self._joining.learn(self._index[id(block)], before.pop(), hidden, rest)
 
         handles = [
-            hook_before(self.blocks[0], enter, with_kwargs=True),
-            hook_behind(self.blocks[0], leave, with_kwargs=True),
+            handle
+            for block in dict.fromkeys(self.blocks)
+            for handle in (
+                hook_before(block, enter, with_kwargs=True, prepend=True),
+                hook_behind(block, leave, with_kwargs=True),
+            )
         ]
         try:
             record = execute(self.module, run)
@@ -253,8 +280,10 @@ class Dividing:
             )
         call = found[0]
         assert call.left is not None
-        if holds_tensors(call.rest) or call.left.shape != call.entered.shape:
-            raise ValueError(self._other(call.left, call.rest))
+        if call.left.shape != call.entered.shape:
+            raise ValueError(self._other(f"a hidden state of shape {tuple(call.left.shape)}"))
+        if call.entered.ndim == 3 and not self._joining.can_join(call.rest or (), call.left):
+            raise ValueError(self._other(_NOT_TOKENS))
         return record, call
 
     def _search(self, call: _Call, tol: float) -> None:

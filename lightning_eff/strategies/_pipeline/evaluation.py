@@ -1,6 +1,6 @@
 """Runs whole batches through the stages, one after the other, for the checks at setup and to find shapes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_eff.strategies._beside.places import Values, detached
 from lightning_eff.strategies._pipeline.layout import Layout
 from lightning_eff.strategies._pipeline.runner import left
 from lightning_eff.strategies._pipeline.shared_state import Step
@@ -26,15 +27,17 @@ class Through:
         output: result of the step on the last stage, if it ran here.
         hidden: the hidden state that left each stage here.
         received: the hidden state that entered each stage here, if it needs a gradient.
+        beside: what blocks had left beside their hidden states when each stage here was left, by block.
         passes: the runs of the stages, for recomputation, if gradients are needed.
-        likes: shape and type of the hidden states.
+        likes: shapes and types of the hidden states and of what goes with them.
     """
 
     output: Any = None
     hidden: dict[int, Tensor] = field(default_factory=dict)
     received: dict[int, Tensor] = field(default_factory=dict)
+    beside: dict[int, dict[int, Values]] = field(default_factory=dict)
     passes: dict[int, Pass] = field(default_factory=dict)
-    likes: dict[int, Like] = field(default_factory=dict)
+    likes: dict[int, tuple[Like, ...]] = field(default_factory=dict)
 
 
 def through(
@@ -48,6 +51,7 @@ def through(
     device: torch.device,
     taint: bool = False,
     grad: bool = False,
+    still: bool = False,
     around: Callable[[int], Any] = lambda stage: nullcontext(),
 ) -> Through:
     """Run the step on a batch, stage after stage.
@@ -55,7 +59,8 @@ def through(
     Args:
         group: the pipeline ranks, which run their own stages; None runs all stages in this process.
         taint: whether skipped blocks return NaN.
-        grad: whether received hidden states need gradients.
+        grad: whether received tensors need gradients.
+        still: whether blocks leave zeros beside their hidden states.
         around: returns a context for each stage here.
     """
     me = None if group is None else dist.get_rank(group)
@@ -63,18 +68,22 @@ def through(
     for stage, (first, end) in enumerate(where.bounds):
         if me is not None and where.ranks[stage] != me:
             continue
-        received = None
+        received, beside = None, {}
         if stage > 0:
             if me is None or where.ranks[stage - 1] == me:
-                received = found.hidden[stage - 1]
+                received, beside = found.hidden[stage - 1], found.beside[stage - 1]
             else:
                 assert group is not None
-                received = _receive(stack, where.ranks[stage - 1], group, device)
+                received, beside = _receive(stack, where.ranks[stage - 1], group, device)
             received = received.detach()
-            found.likes[stage - 1] = (tuple(received.shape), received.dtype)
+            beside = {index: detached(values) for index, values in beside.items()}
+            found.likes[stage - 1] = likes_of(received, stack.beside.flat(beside, first))
             if grad:
                 received = found.received[stage] = received.clone().requires_grad_()
-        run = Pass(stack, first, end, stream, received, training=grad, taint=taint, learn=True)
+                beside = {index: _leaves(values) for index, values in beside.items()}
+        run = Pass(
+            stack, first, end, stream, received, beside=beside, still=still, training=grad, taint=taint, learn=True
+        )
         if grad:
             found.passes[stage] = run
         with around(stage):
@@ -82,25 +91,50 @@ def through(
         if not exited:
             found.output = output
             continue
-        found.hidden[stage] = output
-        found.likes[stage] = (tuple(output.shape), output.dtype)
+        if grad:
+            stack.beside.refuse_missing(run.beside, end)
+        found.hidden[stage], found.beside[stage] = output, run.beside
+        found.likes[stage] = likes_of(output, stack.beside.flat(run.beside, end))
         if me is not None and where.ranks[stage + 1] != me:
             assert group is not None
-            _send(stack, output.detach(), where.ranks[stage + 1], group, device)
+            _send(stack, output.detach(), run.beside, where.ranks[stage + 1], group, device)
     return found
 
 
-def _send(stack: Stack, hidden: Tensor, to: int, group: ProcessGroup, device: torch.device) -> None:
-    told = [tuple(hidden.shape), hidden.dtype, stack.form, stack.slot]
+def likes_of(hidden: Tensor, beside: Sequence[Tensor | None]) -> tuple[Like, ...]:
+    """Return the shapes and types of a hidden state and of the tensors that go with it."""
+    return tuple((tuple(value.shape), value.dtype) for value in (hidden, *beside) if value is not None)
+
+
+def _leaves(values: Values) -> Values:
+    return [None if value is None else value.clone().requires_grad_() for value in values]
+
+
+def _send(
+    stack: Stack, hidden: Tensor, beside: dict[int, Values], to: int, group: ProcessGroup, device: torch.device
+) -> None:
+    places = {index: stack.beside.places[index] for index in beside}
+    sizes = {i: [None if t is None else (tuple(t.shape), t.dtype) for t in values] for i, values in beside.items()}
+    told = [tuple(hidden.shape), hidden.dtype, stack.form, stack.slot, places, sizes]
     dist.send_object_list(told, group_dst=to, group=group, device=device)
-    dist.send(hidden.contiguous(), group_dst=to, group=group)
+    for value in (hidden.detach(), *(t.detach() for values in beside.values() for t in values if t is not None)):
+        dist.send(value.contiguous(), group_dst=to, group=group)
 
 
-def _receive(stack: Stack, source: int, group: ProcessGroup, device: torch.device) -> Tensor:
-    told: list[Any] = [None] * 4
+def _receive(stack: Stack, source: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, dict[int, Values]]:
+    told: list[Any] = [None] * 6
     dist.recv_object_list(told, group_src=source, group=group, device=device)
-    shape, dtype, form, slot = told
+    shape, dtype, form, slot, places, sizes = told
     stack.form, stack.slot = stack.form or form, slot if stack.slot is None else stack.slot
-    hidden = torch.empty(shape, dtype=dtype, device=device)
-    dist.recv(hidden, group_src=source, group=group)
-    return hidden
+    stack.beside.places.update(places)
+
+    def received(like: Like | None) -> Tensor | None:
+        if like is None:
+            return None
+        value = torch.empty(like[0], dtype=like[1], device=device)
+        dist.recv(value, group_src=source, group=group)
+        return value
+
+    hidden = received((shape, dtype))
+    assert hidden is not None
+    return hidden, {index: [received(like) for like in likes] for index, likes in sizes.items()}

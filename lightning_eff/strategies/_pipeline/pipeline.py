@@ -114,7 +114,7 @@ class Pipeline(Telling):
         check_module(module, who=who)
         found = find_stack(module, layers, who=who, without=partial(side_by_side, module))
         refuse_compiled_around(module, found.path, who=who, way_out="Compile the blocks one by one (block.compile()).")
-        self.stack = Stack(found, who=who)
+        self.stack = Stack(found, module, who=who)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.layout = layouts.layout(
             module,
@@ -173,7 +173,7 @@ class Pipeline(Telling):
         if self.unsplit:
             rank_zero_info(
                 f"{self.who}(schedule={self.schedule!r}): stages {self.unsplit} do not split their backward pass, because"
-                " several blocks use activations with a separate gradient (a conditioning, a skip from the embedding), which"
+                " several blocks use activations with a separate gradient (a conditioning, a router's loss), which"
                 " PyTorch's split backward pass does not support. Gradients are right, but the pipeline waits longer."
             )
         self._schedules.verified(found, step, part)

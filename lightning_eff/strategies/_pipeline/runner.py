@@ -1,7 +1,7 @@
 """The submodule of PyTorch's PipelineStage, which runs the user's step on one micro-batch with one stage's blocks."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -78,8 +78,14 @@ class Stage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        inputs = self.fwd_cache[bwd_chunk_id][1]
         with self.submod.again(bwd_chunk_id, last=full_backward):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        grads = self.bwd_cache.get(bwd_chunk_id)
+        if grads is not None and any(grad is None for grad in grads):  # for torch that sends no zeros itself
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(value) if grad is None else grad for grad, value in zip(grads, inputs, strict=False)
+            )
 
     @override
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -151,30 +157,32 @@ class StageRunner(nn.Module):
         if last:
             del running.passes[self.stage, mb]
 
-    def forward(self, *received: Tensor, mb: Tensor) -> Tensor:
+    def forward(self, *received: Tensor, mb: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Run one micro-batch.
 
         Args:
-            received: the hidden state from the stage before; nothing on the first stage.
+            received: the hidden state from the stage before, and what earlier blocks left beside theirs; nothing on the first
+                stage.
             mb: index of the micro-batch, shape (1,).
 
         Returns:
-            The hidden state for the next stage, or on the last stage the loss, shape ().
+            The same for the next stage, or on the last stage the loss, shape ().
         """
         running = self._course.running
         assert running is not None
         try:
-            return self._forward(running, received[0] if received else None, int(mb))
+            return self._forward(running, received, int(mb))
         except BaseException as error:
             running.failure = error
             raise
 
-    def _forward(self, running: Running, received: Tensor | None, mb: int) -> Tensor:
+    def _forward(self, running: Running, received: Sequence[Tensor], mb: int) -> Tensor | tuple[Tensor, ...]:
         where, who, stack = self._ground.layout, self._ground.who, self._ground.stack
         first, end = where.bounds[self.stage]
         is_last = self.stage == where.num_stages - 1
         stream = Stream(self._course.seed, "train", running.number, mb)
-        run = Pass(stack, first, end, stream, received, training=True)
+        beside = stack.beside.by_block(received[1:], first)
+        run = Pass(stack, first, end, stream, received[0] if received else None, beside=beside, training=True)
         running.passes[self.stage, mb] = run
         self._course.part = mb, len(running.microbatches)
         put_back = self._outer.put(self.stage)
@@ -187,13 +195,24 @@ class StageRunner(nn.Module):
             loss = loss_of(output, who=who)
             running.losses[mb] = loss.detach().clone()
             return loss
-        shape, dtype = running.likes[self.stage]
-        if tuple(output.shape) != shape or output.dtype != dtype:
+        stack.beside.refuse_missing(run.beside, end)
+        left_beside = stack.beside.flat(run.beside, end)
+        expected = running.likes[self.stage]
+        for value, (shape, dtype) in zip((output, *left_beside), expected, strict=True):
+            assert value is not None
+            if tuple(value.shape) == shape and value.dtype == dtype:
+                continue
+            what = "hidden state" if value is output else f"tensor for {stack.beside}"
             raise ValueError(
                 f"{who}: micro-batch {mb} left stage {self.stage} (before block {end} of {stack.path!r}) with a"
-                f" hidden state of shape {tuple(output.shape)} and type {output.dtype}, but the first micro-batch had"
+                f" {what} of shape {tuple(value.shape)} and type {value.dtype}, but the first micro-batch had"
                 f" {shape} and {dtype}. Pad all samples of a batch to one length before training_step, and do not drop tokens"
                 " at random."
             )
-        # PyTorch's split backward pass detaches the sent tensor in place, which a view does not allow
-        return output.clone(memory_format=torch.contiguous_format) if output._is_view() else output.contiguous()
+        more = [_sendable(value) for value in left_beside if value is not None]
+        return (_sendable(output), *more) if more else _sendable(output)
+
+
+def _sendable(value: Tensor) -> Tensor:
+    # PyTorch's split backward pass detaches the sent tensor in place, which a view does not allow
+    return value.clone(memory_format=torch.contiguous_format) if value._is_view() else value.contiguous()

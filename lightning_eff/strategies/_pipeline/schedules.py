@@ -39,13 +39,13 @@ class Schedules:
         course: the progress of the passes.
 
     Attributes:
-        uniform: whether the hidden state has one shape and type before every stage. The first block's input then suffices to
-            find them. None means unknown.
+        uniform: whether the hidden state has one shape and type before every stage, and nothing else is sent. The first
+            block's input then suffices to find them. None means unknown.
     """
 
     def __init__(self, ground: Ground, course: Course) -> None:
         self._ground, self._course = ground, course
-        self._kept: OrderedDict[Any, tuple[Any, dict[int, Like]]] = OrderedDict()
+        self._kept: OrderedDict[Any, tuple[Any, dict[int, tuple[Like, ...]]]] = OrderedDict()
         self.uniform: bool | None = None
 
     def clear(self) -> None:
@@ -54,7 +54,7 @@ class Schedules:
 
     def verified(self, found: Through, step: Step, part: Any) -> None:
         """Record the shapes of a run through all stages in this process."""
-        self.uniform = set(found.likes.values()) == {self._entering(step, part)}
+        self.uniform = set(found.likes.values()) == {(self._entering(step, part),)}
 
     def of(
         self,
@@ -64,8 +64,8 @@ class Schedules:
         runners: Sequence[StageRunner],
         *,
         unsplit: Collection[int],
-    ) -> tuple[Any, dict[int, Like]]:
-        """Return the schedule for these micro-batches, and the shape and type of each stage's hidden state.
+    ) -> tuple[Any, dict[int, tuple[Like, ...]]]:
+        """Return the schedule for these micro-batches, and the shapes and types of what each stage sends.
 
         Args:
             name: name of the schedule.
@@ -96,7 +96,7 @@ class Schedules:
             self._kept.popitem(last=False)
         return built, likes
 
-    def _stage(self, runner: StageRunner, likes: dict[int, Like], unsplit: Collection[int]) -> Stage:
+    def _stage(self, runner: StageRunner, likes: dict[int, tuple[Like, ...]], unsplit: Collection[int]) -> Stage:
         ground = self._ground
         stage, last = runner.stage, ground.layout.num_stages - 1
 
@@ -108,8 +108,8 @@ class Schedules:
             stage,
             ground.layout.num_stages,
             ground.device,
-            input_args=() if stage == 0 else (example(likes[stage - 1]),),
-            output_args=example(likes[stage]) if stage < last else example(((), torch.float32)),
+            input_args=() if stage == 0 else tuple(map(example, likes[stage - 1])),
+            output_args=tuple(map(example, likes[stage])) if stage < last else example(((), torch.float32)),
             group=ground.group,
             dw_builder=_nothing_left if stage in unsplit else None,
         )
@@ -125,11 +125,11 @@ class Schedules:
             hidden, _ = left(run, step, part)
         return tuple(hidden.shape), hidden.dtype
 
-    def _likes(self, step: Step, part: Any) -> dict[int, Like]:
-        """Find the shape and type of the hidden states that this rank's stages receive and send."""
+    def _likes(self, step: Step, part: Any) -> dict[int, tuple[Like, ...]]:
+        """Find the shapes and types of what this rank's stages receive and send."""
         ground = self._ground
         if self.uniform and ground.stack.form is not None:
-            return dict.fromkeys(range(ground.layout.num_stages - 1), self._entering(step, part))
+            return dict.fromkeys(range(ground.layout.num_stages - 1), (self._entering(step, part),))
         with rng.fork(), silent(cast("Any", ground.module)), torch.enable_grad():
             found = through(
                 ground.stack,
@@ -150,13 +150,14 @@ class Schedules:
         """Check after the first pass of an unverified module that nothing bypasses the stages, and record the shapes."""
         ground = self._ground
         output = found.output.get("loss") if hasattr(found.output, "get") else found.output
+        beside = [(stage, t) for stage, left in found.beside.items() for values in left.values() for t in values]
         tainted = [
             stage
-            for stage, value in (*found.hidden.items(), (ground.layout.num_stages - 1, output))
+            for stage, value in (*found.hidden.items(), *beside, (ground.layout.num_stages - 1, output))
             if isinstance(value, Tensor) and value.is_floating_point() and bool(torch.isnan(value.detach()).any())
         ]
         told: list[Any] = [None] * dist.get_world_size(ground.group)
-        mine = (set(found.likes.values()) | {self._entering(step, part)}, tainted)
+        mine = (set(found.likes.values()) | {(self._entering(step, part),)}, tainted)
         dist.all_gather_object(told, mine, group=ground.group)
         first = min((stage for _, stages in told for stage in stages), default=None)
         if first is not None:

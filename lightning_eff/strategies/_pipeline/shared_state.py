@@ -44,7 +44,7 @@ class Running:
     Attributes:
         scale: factor of the batch's loss before the backward passes.
         weights: weights of the micro-batches' losses, with sum 1; None if they are equal.
-        likes: shape and type of the hidden state between stages ``s`` and ``s + 1``.
+        likes: shapes and types of the hidden state between stages ``s`` and ``s + 1``, and of what goes with it.
         passes: runs by stage and micro-batch that still need their backward pass.
     """
 
@@ -53,7 +53,7 @@ class Running:
     number: int
     scale: Any
     weights: list[float] | None
-    likes: dict[int, Like]
+    likes: dict[int, tuple[Like, ...]]
     recorders: Recorders
     losses: dict[int, Tensor] = field(default_factory=dict)
     passes: dict[tuple[int, int], Pass] = field(default_factory=dict)

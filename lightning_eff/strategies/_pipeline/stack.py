@@ -1,23 +1,30 @@
 """The stack of blocks of a pipeline, and the form of its blocks' inputs and outputs."""
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_eff._core.blocks import Candidate, hidden_of, split_output
+from lightning_eff.strategies._beside.places import Beside
 
 Like = tuple[tuple[int, ...], torch.dtype]
 Form = tuple[Like | None, ...] | None
 
 ONE_OUTPUT = (
-    "Let the block return the hidden state alone (in Hugging Face models: output_attentions=False,"
-    " output_router_logits=False, use_cache=False), or use pipeline_parallel_size=1."
+    "Let the block return the hidden state, and beside it only tensors that are smaller (in Hugging Face models:"
+    " output_attentions=False, use_cache=False), or use pipeline_parallel_size=1."
 )
 
 
 class Stack:
     """All blocks of a model, and the known form of their output.
+
+    Args:
+        found: the stack.
+        module: the module that holds it; None looks for nothing that blocks leave beside their hidden state.
+        who: name of the caller in messages.
 
     Attributes:
         blocks: the module's blocks in order.
@@ -27,17 +34,19 @@ class Stack:
             shape and type of each item after the hidden state, or None for items that are not tensors.
         slot: position or name of the argument with the hidden state, if a block was seen to get the result of the one
             before. Otherwise it is the first floating-point tensor.
+        beside: the tensors that blocks leave beside their hidden state, which are sent with it.
         origins: for each block whose hidden state's origin in a training step is known: the block before it, or an operation
             of the caller (see :mod:`.between_blocks`).
     """
 
-    def __init__(self, found: Candidate, *, who: str) -> None:
+    def __init__(self, found: Candidate, module: nn.Module | None = None, *, who: str) -> None:
         self.path, self.who = found.path, who
         self.slots, self.names = found.slots, [*found.named_blocks]
         self.blocks = found.blocks
         self.form: tuple[Form] | None = None
         self.slot: int | str | None = None
         self.origins: dict[int, int] = {}
+        self.beside = Beside(module or nn.Module(), who=who)
         self._returned: Tensor | None = None
 
     def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -98,17 +107,25 @@ class Stack:
     @property
     def extra(self) -> list[int]:
         """Return the indices of tensors after the hidden state, which do not reach the next stage."""
-        return [i + 1 for i, like in enumerate((self.form and self.form[0]) or ()) if like is not None]
+        sent = {place.name for places in self.beside.places.values() for place in places if place.kind == "output"}
+        items = enumerate((self.form and self.form[0]) or (), 1)
+        return [i for i, like in items if like is not None and i not in sent]
 
-    def formed(self, hidden: Tensor, *, taint: bool) -> Any:
-        """Return ``hidden`` in the form of the blocks' output; further items are None, or NaN with ``taint``."""
+    def formed(self, hidden: Tensor, others: Mapping[int, Tensor], *, taint: bool) -> Any:
+        """Return ``hidden`` in the form of the blocks' output.
+
+        Args:
+            hidden: the hidden state.
+            others: further items that are known, by their index.
+            taint: whether tensors among the items that are not known are NaN. Otherwise they are None.
+        """
         if self.form is None or self.form[0] is None:
             return hidden
-        rest = [
+        unknown = [
             torch.full(like[0], torch.nan, dtype=like[1], device=hidden.device) if taint and like is not None else None
             for like in self.form[0]
         ]
-        return (hidden, *rest)
+        return (hidden, *(others.get(i, item) for i, item in enumerate(unknown, 1)))
 
     def show(self, modules: list[nn.Module]) -> None:
         """Register ``modules`` in the blocks' places."""

@@ -1,6 +1,6 @@
 """Runs the user's step with some of its blocks; others pass the hidden state through or end the step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast
 
@@ -10,6 +10,8 @@ from typing_extensions import override
 
 from lightning_eff._core import rng
 from lightning_eff._core._stack.chains import Feeding
+from lightning_eff._core.blocks import split_output
+from lightning_eff.strategies._beside.places import Before, Values
 from lightning_eff.strategies._pipeline.between_blocks import RETURNED, Between, version_of
 from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
@@ -45,8 +47,8 @@ class Marks:
         """Note that a block is called with ``hidden``, and return the hidden state for it."""
         raise NotImplementedError
 
-    def left(self, index: int) -> None:
-        """Note that the block returned."""
+    def left(self, index: int, beside: Values) -> None:
+        """Note that the block returned, and left these tensors beside its hidden state."""
         raise NotImplementedError
 
 
@@ -109,12 +111,15 @@ class Pass(Run):
         end: the block after the last one that runs, at which the step ends, if it exists.
         stream: the random numbers.
         received: the hidden state that enters block ``first``; None uses the model's own.
+        beside: the tensors that earlier blocks left beside their hidden states, by block.
+        still: whether all blocks leave zeros there.
         training: whether gradients are needed; then a block called without gradients is an error.
         taint: see above.
         learn: whether to record the inputs and the form of the outputs of blocks.
         marks: receives the calls of blocks.
 
     Attributes:
+        beside: the tensors that blocks left beside their hidden states so far, by block, with those received.
         entered: with ``learn``, the hidden state that entered each block, by index.
         feeding: with ``learn``, whether each block was fed by the one before.
         learnt: the origin of each block's hidden state by index, if a :class:`.between_blocks.Between` finds it.
@@ -128,6 +133,8 @@ class Pass(Run):
         stream: Stream,
         received: Tensor | None = None,
         *,
+        beside: Mapping[int, Values] | None = None,
+        still: bool = False,
         training: bool = False,
         taint: bool = False,
         learn: bool = False,
@@ -146,7 +153,11 @@ class Pass(Run):
         if received is not None:
             self.entry = cast("Tensor", _Entry.apply(received))
             self.passed = torch.full_like(received.detach(), torch.nan)
-        self.taint = taint
+        self.taint, self.still = taint, still
+        self.beside: dict[int, Values] = {  # copies, because the step can change them in place
+            index: [None if value is None else value.clone() for value in values]
+            for index, values in (beside or {}).items()
+        }
         self.origin = stack.origins.get(first) if self.entry is not None else None
         self.between = Between(self.origin) if self.origin is not None and self.origin >= 0 else None
         super().__init__(stack, stream)
@@ -182,14 +193,33 @@ class Pass(Run):
             given = self.marks.entered(index, self.stack.hidden(args, kwargs))
             args, kwargs = self.stack.replaced(args, kwargs, given)
         self.stream.enter(index)
+        before = self.stack.beside.before(index, learn=self.learn) if self.active else None
         output = block(*args, **kwargs)
         if self.learn:
             self.stack.note(index, output)
             self.feeding.seen(index, args, kwargs, output)
+        if before is not None:
+            output = self.leaving(index, before, output)
         if self.marks is not None:
-            self.marks.left(index)
+            self.marks.left(index, self.beside.get(index, ()))
         self.stream.leave(index)
         return output
+
+    def leaving(self, index: int, before: Before, output: Any) -> Any:
+        """Note what a block left beside its hidden state, and return its output."""
+        beside = self.stack.beside
+        hidden, rest = split_output(output)
+        if self.learn:
+            beside.learn(index, before, hidden, rest or ())
+        if index not in beside.places:
+            return output
+        values = self.beside[index] = beside.left(index, before, rest or ())
+        if not self.still:
+            return output
+        zeros = [None if value is None else torch.zeros_like(value) for value in values]
+        beside.replace(index, before, zeros)
+        others = beside.outputs(index, zeros)
+        return (hidden, *(others.get(i, item) for i, item in enumerate(rest, 1))) if rest else output
 
     def arrive(self, index: int) -> None:
         """Check that the module's code calls each block once, in order, and with gradients if they are needed."""
@@ -216,6 +246,10 @@ class Pass(Run):
         elif self.taint:
             hidden = torch.full_like(hidden.detach(), torch.nan)
         self.stream.leave(index)
+        values = self.beside.get(index, ())
+        others = self.stack.beside.outputs(index, values)
+        if self.active:
+            self.stack.beside.put(index, values)
         if self.between is not None and self.between.at is None:  # to find where hidden states come from
             known = self.between.before(given)
             if known is not None:
@@ -224,10 +258,10 @@ class Pass(Run):
         if index == self.first - 1 and self.active and self.entry is not None:
             if self.origin == RETURNED:
                 self._placed = self.entry, version_of(self.entry)
-                return self.stack.formed(self.entry, taint=self.taint)
+                return self.stack.formed(self.entry, others, taint=self.taint)
             if self.between is not None:
                 self.between.after(hidden, self.entry)
-        return self.stack.formed(hidden, taint=self.taint)
+        return self.stack.formed(hidden, others, taint=self.taint)
 
     def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call of the stage's first block with the received hidden state."""
@@ -308,9 +342,11 @@ _PROTOTYPE = StandIn()
 
 
 @contextmanager
-def uncut(stack: Stack, stream: Stream, *, learn: bool = False, marks: Marks | None = None) -> Iterator[Pass]:
+def uncut(
+    stack: Stack, stream: Stream, *, learn: bool = False, still: bool = False, marks: Marks | None = None
+) -> Iterator[Pass]:
     """Run all blocks with the random numbers of a pipeline."""
-    run = Pass(stack, 0, len(stack.blocks), stream, learn=learn, marks=marks)
+    run = Pass(stack, 0, len(stack.blocks), stream, learn=learn, still=still, marks=marks)
     with run.view():
         yield run
 

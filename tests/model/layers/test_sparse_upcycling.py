@@ -13,13 +13,14 @@ from torch.utils.data import DataLoader
 
 import lightning_eff as eff
 from lightning_eff import SparseUpcycling
+from lightning_eff.model.layers._experts import finding
 from lightning_eff.model.layers._experts.module import ExpertLinear, Seen, dispatches
 from lightning_eff.model.layers._experts.routing import balance_loss, loads, places
 from lightning_eff.model.layers.sparse_upcycling import chosen_blocks
 from tests.cases import Case, classifier
 from tests.model.attention.nets import Net, Own
 from tests.model.shortcuts.nets import Recomputed, again, alike, gradients, loss_of, net, plainly, reentrantly, tokens
-from tests.models import VOCAB, TinyGPT, loader, make_batch, module, trainer
+from tests.models import VOCAB, TinyGPT, flat, loader, make_batch, module, trainer
 
 CASES = {
     "SparseUpcycling": Case(
@@ -373,6 +374,58 @@ def test_blocks_that_are_causal_only_in_training_are_refused_before_a_step() -> 
         trainer(SparseUpcycling(4), max_steps=1).fit(net, causal)
     assert all(torch.equal(net.state_dict()[name], t) for name, t in before.items() if name in net.state_dict())
     trainer(SparseUpcycling(4, routing="tokens"), max_steps=1).fit(MaskedByBatch("encoder"), causal)
+
+
+class MaskedLater(MaskedByBatch):
+    """Its mask, which blocks always get, hides later tokens from the third batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        length = batch["input_ids"].shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length) * (batch_idx >= 2)
+        mask = mask.nan_to_num(nan=0.0)
+        return F.cross_entropy(self(batch["input_ids"], mask).flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.parametrize(("by", "at"), [("arguments", 3), ("values", 4)])
+def test_blocks_that_become_causal_later_are_refused_then(by: str, at: int) -> None:
+    """Before the step if they get other kinds of arguments, and at the next look, at the 4th batch, otherwise."""
+    batch = make_batch("tiny_gpt")
+    later = {**batch, "causal": torch.ones(1)} if by == "arguments" else batch
+    net = MaskedByBatch("encoder") if by == "arguments" else MaskedLater("encoder")
+    weights: list[Tensor] = []
+
+    class Keep(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            weights.append(flat(pl_module).clone())
+
+    data = DataLoader(cast(Any, [batch, batch, later, later, later]), batch_size=None)
+    with pytest.raises(
+        ValueError, match=rf"blocks\.layers\.1 is causal in batch {at} of this training, .* Set routing="
+    ):
+        trainer(SparseUpcycling(4), Keep(), max_epochs=1).fit(net, data)
+    assert len(weights) == at - 1 and torch.equal(flat(net), weights[-1])
+    assert not net.get_submodule("blocks.layers.1")._forward_hooks
+
+
+def test_only_steps_with_other_kinds_of_arguments_and_growing_intervals_cost_a_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+    look = finding.sight
+    monkeypatch.setattr(finding, "sight", lambda *call: looks.append(1) or look(*call))
+    batch = make_batch("tiny_gpt")
+    longer = make_batch("tiny_gpt", length=8)
+    data = DataLoader(cast(Any, [batch, longer] * 8), batch_size=None)
+    found: list[int] = []
+
+    class Count(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            found.append(len(looks))
+            looks.clear()
+
+    trainer(SparseUpcycling(4), Count(), max_epochs=1).fit(MaskedByBatch("encoder"), data)
+    blocks = 1  # of two, the second has experts
+    assert found[1:] == [blocks if i in (2, 4, 8, 16) else 0 for i in range(2, 17)]
 
 
 class Shaped(Own):

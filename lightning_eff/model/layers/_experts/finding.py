@@ -136,6 +136,58 @@ class Looked:
             self._calls.pop(path, None)
 
 
+class Watch:
+    """Notes calls of blocks whose arguments are of other kinds than in earlier calls.
+
+    A block can become causal when it gets a mask. The values of masks are not compared, because that would wait for the device.
+
+    Args:
+        blocks: the blocks by their paths.
+
+    Attributes:
+        on: whether a training step runs now.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self.on = False
+        self._known: set[tuple[str, Any]] = set()
+        self._calls: dict[str, tuple[Tensor, Tensor]] = {}
+        self._scope = ExitStack()
+        self._scope.enter_context(_hooked(blocks, self._note))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._scope.close()
+        self._calls.clear()
+
+    def sights(self) -> dict[str, Sight | None]:
+        """Return what the outputs of blocks depend on that were called with new kinds of arguments since the last time."""
+        calls, self._calls = self._calls, {}
+        return {path: sight(*call) for path, call in calls.items()}
+
+    def _note(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not self.on:
+            return
+        key = path, _kinds((args, kwargs))
+        if key not in self._known:
+            self._known.add(key)
+            try:
+                self._calls[path] = hidden_of(args, kwargs), split_output(output)[0]
+            except TypeError:  # its hidden state is not among them
+                self._calls.pop(path, None)
+
+
+def _kinds(value: Any) -> Any:
+    """Return what is told apart of a block's arguments: types and dimensions of tensors, and flags."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.ndim
+    if isinstance(value, dict):
+        return tuple((key, _kinds(item)) for key, item in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_kinds, value))
+    return value if isinstance(value, bool | str | None) else type(value)
+
+
 def networks_of(root: nn.Module, batch: Any, *, who: str) -> Found:
     """Return the feed-forward networks in the blocks of all stacks.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_eff.model.layers._experts.module import ExpertLinear
@@ -62,8 +63,15 @@ def take_states(path: str | os.PathLike[str], module: nn.Module, optimizers: Seq
                         raise ValueError(
                             apart.format(f"the state {key} {shape} does not belong to {names[id(p)]} {tuple(p.shape)}")
                         )
-                    now["state"].setdefault(i, {})[key] = spread
+                    now["state"].setdefault(i, {})[key] = _as(spread, p)
         optimizer.load_state_dict(now)
+
+
+def _as(value: Any, p: Tensor) -> Any:
+    """Return a state divided as its parameter, if that is."""
+    if not isinstance(value, Tensor) or value.ndim == 0 or not isinstance(p, DTensor):
+        return value
+    return distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
 
 
 def _spread(value: Any, p: Tensor, number: int) -> Any:

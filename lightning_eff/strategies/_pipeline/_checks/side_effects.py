@@ -24,6 +24,7 @@ from torchmetrics import Metric
 from lightning_eff._core import rng
 from lightning_eff._core._lightning.names import ROOTS
 from lightning_eff._core.steps import silent
+from lightning_eff.strategies._beside.places import Values
 from lightning_eff.strategies._pipeline._losses.probing import perturbed
 from lightning_eff.strategies._pipeline.runner import loss_of
 from lightning_eff.strategies._pipeline.shared_state import Step
@@ -68,6 +69,7 @@ class Graph(Marks):
         self.module, self.last = module, num_blocks - 1
         self.alive: dict[int, weakref.ref[Any]] = {}
         self.found: str | None = None
+        self._sent: list[weakref.ref[Tensor]] = []
 
     def entered(self, index: int, hidden: Tensor) -> Tensor:
         sentinel = _Sentinel()
@@ -75,9 +77,16 @@ class Graph(Marks):
         anchor = torch.zeros((), device=hidden.device, requires_grad=True)
         return cast("Tensor", _Mark.apply(hidden, anchor, sentinel))
 
-    def left(self, index: int) -> None:
+    def left(self, index: int, beside: Values) -> None:
+        self._sent += [weakref.ref(value) for value in beside if value is not None]
         if index == self.last and torch.is_grad_enabled():
-            self.found = next((name for name, value in everything(self.module) if self.blocks(value)), None)
+            sent = self.sent()
+            left = (name for name, value in everything(self.module) if id(value) not in sent and self.blocks(value))
+            self.found = next(left, None)
+
+    def sent(self) -> set[int]:
+        """Return the ids of the tensors that are sent with the hidden state, as far as they still exist."""
+        return {id(value) for ref in self._sent if (value := ref()) is not None}
 
     def blocks(self, value: Any) -> set[int]:
         """Return the blocks on whose input a tensor depends."""
@@ -105,7 +114,10 @@ class Graph(Marks):
         if all(ref() is None for ref in self.alive.values()):
             return False
         tensors = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.grad_fn is not None]
+        sent = self.sent()
         for tensor in tensors:
+            if id(tensor) in sent:
+                continue
             blocks = self.blocks(tensor)
             if blocks and self.last not in blocks and _held(tensor, tensors):
                 return True
@@ -253,10 +265,11 @@ def check_sideways(
     if graph.found is not None or kept:
         where = f"in {graph.found}" if graph.found else "in a list, a dict or a closure outside the module"
         raise ValueError(
-            f"{who}: blocks of {stack.path!r} leave tensors with gradients {where}, such as a router's logits for an auxiliary"
-            " loss. Blocks of other pipeline stages do not run, so a step that uses these tensors would train on a part of"
-            " them. Do not store them (in Hugging Face models output_router_logits=False, output_hidden_states=False), store"
-            " them detached (.detach()), or use pipeline_parallel_size=1."
+            f"{who}: blocks of {stack.path!r} leave tensors with gradients {where}, which are not sent to other pipeline"
+            " stages. Blocks of other stages do not run, so a step that uses these tensors would train on a part of them."
+            " Return what is smaller than the hidden state, such as a router's loss, from the block, or append it to a list"
+            " that a module has. Store the rest detached (.detach(); in Hugging Face models output_hidden_states=False), or"
+            " use pipeline_parallel_size=1."
         )
     _check_state(module, before, after, losses if divided else [], who=who)
 

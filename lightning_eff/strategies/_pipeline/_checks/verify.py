@@ -1,7 +1,7 @@
 """Compares a cut module with the whole one before the cut, in one process on one micro-batch."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from lightning_eff._core import rng
 from lightning_eff._core._stack.chains import Feeding
 from lightning_eff._core.blocks import listed, repeated
 from lightning_eff._core.steps import silent
+from lightning_eff.strategies._beside.places import Values, detached
 from lightning_eff.strategies._pipeline._checks.side_effects import check_sideways
 from lightning_eff.strategies._pipeline._checks.splitting import splits
 from lightning_eff.strategies._pipeline.evaluation import Through, through
@@ -35,8 +36,7 @@ def bypassed(stack: Stack, where: Layout, stage: int, what: str) -> str:
     """Return the message for a stage whose ``what`` depends on more of the earlier blocks than it receives."""
     first, end = where.bounds[stage]
     more = (
-        f" The blocks also return tensors at {stack.extra}, which are not sent (T5's position bias, a"
-        f" router's logits). {ONE_OUTPUT}"
+        f" The blocks also return tensors at {stack.extra}, which are not sent (T5's position bias). {ONE_OUTPUT}"
         if stack.extra
         else ""
     )
@@ -44,24 +44,24 @@ def bypassed(stack: Stack, where: Layout, stage: int, what: str) -> str:
         f"{stack.who}: with the model cut before block {first} of {stack.path!r}, {what} in stage {stage} (blocks {first}"
         f" to {end - 1}) depends on more results of earlier blocks than the hidden state, and these are on another rank."
         " Typical causes are a skip around the stack (a U-Net), a sum over all hidden states, a hook that collects values"
-        f" (a router's auxiliary loss), or a sum over self.parameters().{more} {_WAY_OUT}"
+        f" in a closure, or a sum over self.parameters().{more} {_WAY_OUT}"
     )
 
 
-def reached(output: Tensor, stop: Any = None) -> set[int]:
-    """Return the ids of leaf tensors that get gradients from ``output``, except through the node ``stop``."""
+def reached(output: Tensor, stop: Collection[Any] = ()) -> set[int]:
+    """Return the ids of leaf tensors that get gradients from ``output``, except through the nodes ``stop``."""
     if output.grad_fn is None:
         return {id(output)} if output.requires_grad else set()
     return {id(node.variable) for node in _nodes(output, stop) if hasattr(node, "variable")}
 
 
-def _nodes(output: Tensor, stop: Any = None) -> Iterator[Any]:
-    """Yield every node of the graph of ``output``, except beyond the node ``stop``."""
+def _nodes(output: Tensor, stop: Collection[Any] = ()) -> Iterator[Any]:
+    """Yield every node of the graph of ``output``, except beyond the nodes ``stop``."""
     seen: set[Any] = set()
     todo: list[Any] = [output.grad_fn]
     while todo:
         node = todo.pop()
-        if node is not None and node is not stop and node not in seen:
+        if node is not None and node not in stop and node not in seen:
             seen.add(node)
             todo.extend(following for following, _ in node.next_functions)
             yield node
@@ -126,21 +126,21 @@ class Verification:
         self.divided = divided
         self.device, self.who = device, who
         self.unsplit: list[int] = []
-        self._received: dict[int, Tensor] = {}
+        self._received: dict[int, tuple[Tensor, dict[int, Values]]] = {}
         self._spoilt: set[str] = set()
         self.names = {id(p): name for name, p in module.named_parameters()}
 
     def _stream(self) -> Stream:
         return Stream(0, "verify", 0, 0)
 
-    def _whole(self) -> tuple[Tensor, dict[str, Record], dict[int, Tensor]]:
+    def _whole(self) -> tuple[Tensor, dict[str, Record], Pass]:
         recorder = Recorder(self.module, who=self.who)
         with rng.fork(), silent(cast("Any", self.module)), torch.enable_grad(), recorder.recorded():
             with uncut(self.stack, self._stream(), learn=True) as run:
                 output = self.step(self.batch)
             run.finished()
             self._chained(run.feeding)
-            return loss_of(output, who=self.who), recorder.take(), run.entered
+            return loss_of(output, who=self.who), recorder.take(), run
 
     def _chained(self, feeding: Feeding) -> None:
         """Raise ``ValueError`` if a block does not feed the next one."""
@@ -199,7 +199,7 @@ class Verification:
         Raises:
             ValueError: if the cut would compute something else.
         """
-        loss, logs, entered = self._whole()
+        loss, logs, whole = self._whole()
         with silent(cast("Any", self.module)), torch.enable_grad():
             learn_origins(self.stack, self.step, self.batch, self._stream())
         expected = float(loss.detach())
@@ -211,13 +211,16 @@ class Verification:
         gradients = reached(loss)
         if self.where.schedule in SPLIT_BACKWARD and any("CheckpointFunction" in node.name() for node in _nodes(loss)):
             raise ValueError(no_reentrant(self.who, self.where.schedule))
-        self._nothing_beside(loss, entered)
-        del loss, entered
+        self._nothing_beside(loss, whole)
+        del loss, whole
         reaches: dict[int, set[int]] = {}
         found, cut_logs = self._cut()
         for stage, hidden in found.hidden.items():
             self._clean(hidden, stage, "what it hands on")
             reaches[stage] = reached(hidden)
+            for value in _tensors(found.beside[stage]):
+                self._clean(value, stage, f"{self.stack.beside} of a block")
+                reaches[stage] |= reached(value)
         last = self.where.num_stages - 1
         cut_loss = loss_of(found.output, who=self.who)
         self._clean(cut_loss, last, "the loss")
@@ -238,8 +241,13 @@ class Verification:
             )
         settings = {"divided": self.divided, "who": self.who}
         check_sideways(self.module, self.stack, self.step, self.batch, self._stream(), **settings)
-        self._received = {stage + 1: hidden.detach() for stage, hidden in found.hidden.items()}
-        if self.where.schedule in SPLIT_BACKWARD:
+        self._received = {
+            stage + 1: (hidden.detach(), {i: detached(values) for i, values in found.beside[stage].items()})
+            for stage, hidden in found.hidden.items()
+        }
+        if self.where.schedule in SPLIT_BACKWARD and self.stack.beside:
+            self.unsplit = [*range(self.where.num_stages)]
+        elif self.where.schedule in SPLIT_BACKWARD:
             outputs = {**found.hidden, last: cut_loss}
             for s, given in found.received.items():
                 with found.passes[s].again(), rng.fork(), silent(cast("Any", self.module)):
@@ -251,6 +259,7 @@ class Verification:
         found.passes.clear()
         outside = self._used(reaches)
         found.hidden.clear()
+        found.beside.clear()
         return holdings(self.module, self.stack, self.where, outside), found
 
     def _splits(self, output: Tensor, received: Tensor, ids: set[int]) -> bool:
@@ -258,17 +267,18 @@ class Verification:
             return True
         return splits(output, received, [p for p in self.module.parameters() if id(p) in ids])
 
-    def _nothing_beside(self, loss: Tensor, entered: dict[int, Tensor]) -> None:
-        """Raise ``ValueError`` if the uncut loss depends on a stage's blocks through more than its hidden state."""
+    def _nothing_beside(self, loss: Tensor, whole: Pass) -> None:
+        """Raise ``ValueError`` if the uncut loss depends on a stage's blocks through more than is sent."""
         inside = {id(m) for block in self.stack.blocks for m in block.modules()}
         outside = {id(p) for m in self.module.modules() if id(m) not in inside for p in m._parameters.values()}
         for stage, (first, _) in enumerate(self.where.bounds):
-            node = entered[first].grad_fn if stage else None
+            node = whole.entered[first].grad_fn if stage else None
             if node is None:
                 continue
             before = {id(p) for block in self.stack.blocks[:first] for p in block.parameters()}
             after = {id(p) for block in self.stack.blocks[first:] for p in block.parameters()}
-            found = reached(loss, node) & (before - after - outside)
+            sent = {t.grad_fn for t in _tensors({i: whole.beside[i] for i in whole.beside if i < first})}
+            found = reached(loss, {node, *sent}) & (before - after - outside)
             if found:
                 name = min(self.names[key] for key in found)
                 what = f"the loss, by a way that leads to {name!r},"
@@ -288,8 +298,8 @@ class Verification:
         raise ValueError(
             f"{self.who}: cut into {self.where.num_stages} stages at {self.stack.path!r}, {what} of the first micro-batch"
             f" would be {got!r}; uncut it is {expected!r} (allowed difference {allowed + 4 * noise:.1e}). More than the"
-            " hidden state goes between blocks, or from blocks to the loss, such as through a hook (a router's auxiliary"
-            " loss: output_router_logits=False), a sum over self.parameters(), or an attribute that blocks set."
+            " hidden state goes between blocks, or from blocks to the loss, such as through a hook, a sum over"
+            " self.parameters(), or a number or a dict that blocks set."
             f" {_WAY_OUT}"
         )
 
@@ -336,7 +346,8 @@ class Verification:
     def _tainted(self, stage: int, parameters: list[nn.Parameter]) -> bool:
         first, end = self.where.bounds[stage]
         recorder = Recorder(self.module, who=self.who)
-        run = Pass(self.stack, first, end, self._stream(), self._received.get(stage))
+        received, beside = self._received.get(stage, (None, {}))
+        run = Pass(self.stack, first, end, self._stream(), received, beside=beside)
         try:
             with rng.fork(), torch.enable_grad(), self._apart(recorder), valued(parameters, math.nan):
                 output, exited = left(run, self.step, self.batch)
@@ -346,4 +357,11 @@ class Verification:
         logs = [r.value() for r in recorder.take().values() if isinstance(r.values[-1], int | float | Tensor)]
         # the last stage has the buffers and metrics outside the blocks
         spoilt = bool(self._spoilt) and stage == self.where.num_stages - 1
-        return spoilt or any(bool(torch.isnan(value.detach()).any()) for value in (output, *logs))
+        given = _tensors(run.beside) if exited else ()
+        return spoilt or any(bool(torch.isnan(value.detach()).any()) for value in (output, *logs, *given))
+
+
+def _tensors(beside: Mapping[int, Values]) -> Iterator[Tensor]:
+    """Yield all tensors that blocks left beside their hidden states."""
+    for values in beside.values():
+        yield from (value for value in values if value is not None)

@@ -51,24 +51,28 @@ class Lockstep(Run):
         self._calls += 1
         self._called.add(index)
         given = [value for value in values if isinstance(value, Tensor)]
-        output: Any = None
+        output, left = None, ()
         if self.runs(index):
             sizes = [len(value) for value in values if isinstance(value, _FILLED)]
             self.stream.enter(number)
+            before = self.stack.beside.before(index)
             output = block(*args, **kwargs)
+            left = self.stack.beside.left(index, before, ())
             if sizes != [len(value) for value in values if isinstance(value, _FILLED)]:
                 raise ValueError(
                     f"{what} adds to a list or a dict of the step, but the other pipeline ranks do not run this block and would"
                     " miss the value. Return it from the block instead, or use pipeline_parallel_size=1."
                 )
         place = (self.stream.number, number, index)
-        told, output = broadcast((place, output), self._owner(index), ground.group, ground.device, given)
+        told, output, left = broadcast((place, output, left), self._owner(index), ground.group, ground.device, given)
         if told != place:
             raise ValueError(
                 f"{what} is call {number} of evaluation step {self.stream.number} on pipeline rank {self._rank}, but another"
                 f" rank is at block {told[2]}, call {told[1]} of step {told[0]}. Let the step call the same blocks on every"
                 " rank, independently of self.global_rank."
             )
+        if not self.runs(index):
+            self.stack.beside.put(index, left)
         self.stream.leave(number)
         return output
 

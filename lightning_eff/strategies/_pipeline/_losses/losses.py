@@ -58,6 +58,7 @@ class UncutLosses:
     Attributes:
         seen: numbers with which the step compares tensors.
         eps: rounding error of a loss, relative to 1 or to the loss.
+        still: whether blocks leave zeros beside their hidden states, so that these do not change the loss.
         may_fail_anywhere: whether a step can raise in a block without blocking other ranks.
     """
 
@@ -66,6 +67,7 @@ class UncutLosses:
     def __init__(self, module: nn.Module, stack: Stack, step: Step, *, who: str) -> None:
         self.module, self.stack, self.step, self.who = module, stack, step, who
         self.seen: dict[float, None] = {}
+        self.still = False
         self._modules: list[nn.Module] | None = None
         self._raised = any(p.dtype in _HALVES for p in module.parameters())
         self._inside = {id(p) for block in stack.blocks for p in block.parameters()}
@@ -147,7 +149,7 @@ class UncutLosses:
         """Return the loss through all blocks, or None if there is none and ``may_fail`` is set."""
 
         def inside() -> Any:
-            with uncut(self.stack, stream, learn=self.stack.form is None) as run:
+            with uncut(self.stack, stream, learn=self.stack.form is None, still=self.still) as run:
                 output = self._called(batch, mode)
             run.finished()
             return output
@@ -221,6 +223,7 @@ class CutLosses(UncutLosses):
                 stream,
                 group=self.group,
                 device=self.device,
+                still=self.still,
                 around=around,
             )
             if reached[-1] == last:

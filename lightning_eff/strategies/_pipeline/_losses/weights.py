@@ -119,11 +119,13 @@ class Weights:
 
     Attributes:
         rule: the rule for the elements that the loss averages; None before it is found.
+        apart: what blocks leave for a loss of a micro-batch that is no part of the batch's, such as a router's balance.
     """
 
     def __init__(self, given: Given | None = None, *, who: str) -> None:
         self.given, self.who = given, who
         self.rule: Rule | None = None
+        self.apart = ""
         self._refused: str | None = None
 
     def learn(self, losses: UncutLosses, batch: Any, number: int) -> None:
@@ -136,21 +138,30 @@ class Weights:
         """
         if self.given is not None:
             return
+        self._refused = self._search(losses, batch, number)
+        if self._refused is not None and losses.stack.beside:
+            losses.still = True
+            again = self._search(losses, batch, number)
+            if again is None:
+                self._refused, self.apart = None, str(losses.stack.beside)
+            elif not losses.may_fail_anywhere:  # then it may be the search that fails, and not the loss
+                self._refused = again
+
+    def _search(self, losses: UncutLosses, batch: Any, number: int) -> str | None:
+        """Find the rule; return why there is none."""
         size = num_samples(batch)
         losses.start(pair_of(batch, size, torch.arange(min(2, size)).repeat(2 if size < 2 else 1)).together)
         trials, blocks = self._basic(losses, batch, size, number)
         rules = candidates(batch, size, losses.seen)
         base = [rule for rule in rules if all(trial.fits(rule) for trial in trials)]
         if not base:
-            self._refused = self._none_fits(losses, trials)
-            return
+            return self._none_fits(losses, trials)
         if blocks and not losses.may_fail_anywhere:
-            self._refused = (
+            return (
                 f"{self.who}: the weights of micro-batches cannot be found, because the model is divided already and"
                 f" training_step does not run without its blocks. Create the weights on all ranks (init_on='all')."
                 f" {self._way_out()}"
             )
-            return
         left, holding = base, []
         with losses.at(self._amount):
             run = Trials(losses, amount=self._amount, blocks=blocks)
@@ -165,10 +176,7 @@ class Weights:
                     holding += [rule for rule in changed if trial.fits(rule)]
         if not left:
             left = [rule for rule in joined(holding, batch) if all(trial.fits(rule) for trial in trials)]
-        if left:
-            self._take(left, trials)
-        else:
-            self._refused = self._none_fits(losses, trials)
+        return self._take(left, trials) if left else self._none_fits(losses, trials)
 
     def _basic(self, losses: UncutLosses, batch: Any, size: int, number: int) -> tuple[list[Trial], bool]:
         """Run trials of the unchanged batch, and find out whether other trials must run the blocks."""
@@ -190,8 +198,8 @@ class Weights:
         self._amount = 0.0
         return [t for t in trials if t is not None], True
 
-    def _take(self, left: list[Rule], trials: list[Trial]) -> None:
-        """Choose the first rule that fits, unless another rule that fits gives other weights."""
+    def _take(self, left: list[Rule], trials: list[Trial]) -> str | None:
+        """Choose the first rule that fits; return why not, if another rule that fits gives other weights."""
         rule = left[0]
         for other in left[1:]:
             for trial in trials:
@@ -201,13 +209,13 @@ class Weights:
                     mine, theirs = trial.share(rule), trial.share(other)
                     apart = mine is not None and theirs is not None and abs(mine - theirs) > _APART
                 if apart:
-                    self._refused = (
+                    return (
                         f"{self.who}: the weights of micro-batches in training_step's loss cannot be found: it can be a mean"
                         f" over {rule}, or over {other}. Two micro-batches ({trial.what}) have losses of"
                         f" {trial.losses[0]:.6g} and {trial.losses[1]:.6g}, which are too similar to decide. {self._way_out()}"
                     )
-                    return
         self.rule = rule
+        return None
 
     def _none_fits(self, losses: UncutLosses, trials: list[Trial]) -> str:
         if not trials:
@@ -243,11 +251,18 @@ class Weights:
             ValueError: on all processes, if one of them found that no rule fits.
         """
         told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (self.rule, self._refused))
-        refused = next((message for _, message in told if message is not None), None)
+        dist.all_gather_object(told, (self.rule, self._refused, self.apart))
+        refused = next((message for _, message, _ in told if message is not None), None)
         if refused is not None:
             raise ValueError(refused)
-        self.rule = next((rule for rule, _ in told if rule is not None), None)
+        self.rule = next((rule for rule, _, _ in told if rule is not None), None)
+        apart = next((names for *_, names in told if names), "")
+        if apart:
+            rank_zero_info(
+                f"{self.who}: what blocks leave in {apart}, such as a router's balance loss, is computed from each micro-batch"
+                " and weighted as its loss, as in an accumulation window. It differs from that of the whole batch."
+                " schedule='GPipe' with num_microbatches=1 keeps the batch whole, but stages then wait."
+            )
         if self.rule is not None and self.rule != EQUAL:
             how = (
                 "are added, since the loss is a sum"
