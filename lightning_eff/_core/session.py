@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
+from lightning_eff._core._checkpoints.background import LightningSaves
 from lightning_eff._core._needs.parts import Parts
 from lightning_eff._core._optim.external_rates import look
 from lightning_eff._core._resume.resuming import Resume
@@ -74,16 +75,15 @@ class Session(Stacks, Parts):
         look = trainer.strategy.forward_step if self.divided else None  # pyright: ignore[reportAttributeAccessIssue]
         self.chain = StepChain(self._stepping.training_step, look)
         self._told = []
-        self.surgery = Surgery()
-        self.patches = Patches()
-        self.seed = 0
+        self.surgery, self.patches = Surgery(), Patches()
+        self._saves = LightningSaves(trainer)
+        self.seed, self._steps_before = 0, -1
         self.replicas = Replicas(trainer)
         self.rank = self.replicas.index
         self.views: list[Callable[[bool], AbstractContextManager[None]]] = []
         self.resume = Resume(trainer, module, self.replicas.everyone)
         self.loaders = self.resume.loaders = TrainLoaders(trainer, self.replicas.everyone, self.resume.take_up_rng)
         self._scope = Scope()
-        self._steps_before = -1
         self._backward_done = self._logged = self._reports = self._slept = self._batch_ended = False
         self._metrics: CurrentMetrics | None = None
 
@@ -113,6 +113,7 @@ class Session(Stacks, Parts):
 
     def close(self, *, failed: bool = False) -> None:
         """Undo all changes. A second call does nothing."""
+        self._saves.close()
         self._scope.close()
         if self._metrics is not None:
             self._metrics.remove(keep=self._reports and not failed)
@@ -139,6 +140,7 @@ class Session(Stacks, Parts):
             technique.check(self)
 
     def _attach(self) -> None:
+        self._saves.begin(self.patches)
         for technique in self.working:
             technique._reset()
             technique.attach(self)
