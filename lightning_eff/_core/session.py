@@ -50,7 +50,7 @@ class Session(Stacks, Parts):
         trainer: the trainer.
         module: the LightningModule, unwrapped.
         techniques: all techniques among the trainer's callbacks, in order.
-        working: those that are neither neutral nor called :meth:`rest`. The others are not called.
+        working: those that are neither neutral nor called :meth:`rest`, initializations first. The others are not called.
         progress: the fraction of the budget that is used.
         chain: the links around ``training_step``.
         surgery: submodule replacements, undone at the end.
@@ -68,7 +68,7 @@ class Session(Stacks, Parts):
         self.trainer = trainer
         self.take_module(module, sizes={}, fitting=stage == "fit")
         self.techniques = list(techniques)
-        self.working = [t for t in techniques if not t.neutral]
+        self.working = sorted((t for t in techniques if not t.neutral), key=lambda t: not t.initializes)
         self.progress = Progress(trainer)
         # if a strategy runs the module's step on parts of a batch, techniques get the whole batch before it is divided
         self._stepping: Any = trainer.strategy if getattr(trainer.strategy, "splits_batches", False) else module
