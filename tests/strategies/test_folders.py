@@ -71,4 +71,4 @@ def test_files_requeued_jobs_and_older_checkpoints(tmp_path: Path) -> None:
     for strategy in BOTH:
         assert found[f"{strategy}, requeued"] == [False, True, True, True, True, True]
         assert found[f"{strategy}, over"] == [3, False, True]
-    assert found["after"] and found["flat"] == [True, True]
+    assert found["after"] and found["flat"] == [[], []]
