@@ -212,6 +212,12 @@ def failures(directory: str, strategies: list[str]) -> dict[str, Any]:
             result = _raised(strategy, [SaveAt(folder, [2])])
         dist.barrier()
         found[f"{strategy}, rename"] = everywhere({**result, "folders": sorted(p.name for p in folder.iterdir())})
+        if strategy == "shard":  # which writes in the same way at once
+            with replaced(folders, "_put", _no_space) if dist.get_rank() == 0 else _nothing():
+                result = _raised(strategy, [SaveAt(folder, [3])], background=False)
+            dist.barrier()
+            result["folders"] = sorted(p.name for p in folder.iterdir())
+            found[f"{strategy}, at once"] = everywhere(result)
         folder = Path(directory, strategy, "older")
         with _full_disk(1, folder, 4):
             keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2)
@@ -232,8 +238,11 @@ def failures(directory: str, strategies: list[str]) -> dict[str, Any]:
     return found
 
 
-def _raised(strategy: str, callbacks: Sequence[pl.Callback], **settings: Any) -> dict[str, Any]:
-    net, t = made(strategy, ["ExactResume"], callbacks, [AsyncCheckpointIO()], **settings)
+def _raised(
+    strategy: str, callbacks: Sequence[pl.Callback], *, background: bool = True, **settings: Any
+) -> dict[str, Any]:
+    plugins = [AsyncCheckpointIO()] if background else []
+    net, t = made(strategy, ["ExactResume"], callbacks, plugins, **settings)
     own = set(vars(t.strategy))
     error = ""
     try:

@@ -50,11 +50,14 @@ def test_errors_end_the_run_and_leave_complete_folders(tmp_path: Path) -> None:
     for case, ranks in found.items():
         for result in ranks:
             assert result["left"] == result["alive"] == [], case
+            assert "No space left on device" in result["error"] or ", step" in case, case
+            if ", at once" in case:
+                assert result["step"] == 3 and result["folders"] == [], case
+                continue
             if ", step" in case:
                 assert result["error"] == "ArithmeticError: the run failed" and result["folders"] == ["2.ckpt"], case
                 continue
             assert result["error"].startswith("RuntimeError: AsyncCheckpointIO: the background thread could not"), case
-            assert "No space left on device" in result["error"], case
             if ", remove" in case:
                 assert result["folders"] == ["step=2.ckpt", "step=4.ckpt"], case
                 assert result["step"] == 6, case
