@@ -23,6 +23,7 @@ from torch.distributed.fsdp.api import ShardedOptimStateDictConfig
 
 from lightning_eff._core._checkpoints import folders, writer
 from lightning_eff._core._checkpoints.background import LightningSaves
+from lightning_eff._core._checkpoints.staging import staged
 from lightning_eff._core.patches import Patches
 from tests.models import loader
 from tests.runs import Interrupt, differences
@@ -386,4 +387,11 @@ def _flat_shards(here: Path) -> list[str]:
     strategy.save_checkpoint(checkpoint(), here / "later")
     dist.barrier()
     assert len(_differing(here / "now", here / "later")) > 10, "nothing changed"
+    state = checkpoint()["state_dict"]
+    copied = staged(state)
+    for key, value in state.items():
+        for shard, copy in zip(value.local_shards(), copied[key].local_shards(), strict=True):
+            before = shard.tensor.clone()
+            shard.tensor.add_(1)
+            assert torch.equal(copy.tensor, before), "a shard was not copied"
     return _differing(here / "now", here / "late")
