@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_eff._core import rng
 from lightning_eff._core._architecture.record import check_checkpoint, described
+from lightning_eff._core._checkpoints.background import LightningSaves
 from lightning_eff._core._needs.parts import Parts
 from lightning_eff._core._optim.external_rates import look
 from lightning_eff._core._resume.resuming import Resume
@@ -49,7 +50,7 @@ class Session(Stacks, Parts):
         trainer: the trainer.
         module: the LightningModule, unwrapped.
         techniques: all techniques among the trainer's callbacks, in order.
-        working: those that are neither neutral nor called :meth:`rest`. The others are not called.
+        working: those that are neither neutral nor called :meth:`rest`, initializations first. The others are not called.
         progress: the fraction of the budget that is used.
         chain: the links around ``training_step``.
         surgery: submodule replacements, undone at the end.
@@ -67,23 +68,22 @@ class Session(Stacks, Parts):
         self.trainer = trainer
         self.take_module(module, sizes={}, fitting=stage == "fit")
         self.techniques = list(techniques)
-        self.working = [t for t in techniques if not t.neutral]
+        self.working = sorted((t for t in techniques if not t.neutral), key=lambda t: not t.initializes)
         self.progress = Progress(trainer)
         # if a strategy runs the module's step on parts of a batch, techniques get the whole batch before it is divided
         self._stepping: Any = trainer.strategy if getattr(trainer.strategy, "splits_batches", False) else module
         look = trainer.strategy.forward_step if self.divided else None  # pyright: ignore[reportAttributeAccessIssue]
         self.chain = StepChain(self._stepping.training_step, look)
         self._told = []
-        self.surgery = Surgery()
-        self.patches = Patches()
-        self.seed = 0
+        self.surgery, self.patches = Surgery(), Patches()
+        self._saves = LightningSaves(trainer)
+        self.seed, self._steps_before = 0, -1
         self.replicas = Replicas(trainer)
         self.rank = self.replicas.index
         self.views: list[Callable[[bool], AbstractContextManager[None]]] = []
         self.resume = Resume(trainer, module, self.replicas.everyone)
         self.loaders = self.resume.loaders = TrainLoaders(trainer, self.replicas.everyone, self.resume.take_up_rng)
         self._scope = Scope()
-        self._steps_before = -1
         self._backward_done = self._logged = self._reports = self._slept = self._batch_ended = False
         self._metrics: CurrentMetrics | None = None
 
@@ -113,6 +113,7 @@ class Session(Stacks, Parts):
 
     def close(self, *, failed: bool = False) -> None:
         """Undo all changes. A second call does nothing."""
+        self._saves.close()
         self._scope.close()
         if self._metrics is not None:
             self._metrics.remove(keep=self._reports and not failed)
@@ -139,6 +140,7 @@ class Session(Stacks, Parts):
             technique.check(self)
 
     def _attach(self) -> None:
+        self._saves.begin(self.patches)
         for technique in self.working:
             technique._reset()
             technique.attach(self)

@@ -97,6 +97,7 @@ class Technique(Callback):
             have dense gradients.
         compiles: compiles parts of the module. Its :meth:`on_model` is called first, so that other techniques' wrappers
             around block calls stay outside of compiled code.
+        initializes: sets weights at the first batch. It is called before the others, which may hide some of the weights.
     """
 
     kind: ClassVar[str] = "callback"
@@ -119,6 +120,7 @@ class Technique(Callback):
     refuses: ClassVar[Reasons] = {}
     sparse_gradients: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
+    initializes: ClassVar[bool] = False
 
     _made_with: Mapping[str, str] = {}
     _session: Session | None = None

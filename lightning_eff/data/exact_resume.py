@@ -42,6 +42,9 @@ class ExactResume(Technique):
     accumulation window it also holds the gradients so far, which are as large as the weights on each data-parallel rank.
     They are saved rather than recomputed, because the window's batches have already changed BatchNorm statistics.
 
+    With Lightning's ``AsyncCheckpointIO()`` among the plugins, a background thread writes checkpoints, also those that are
+    folders of pieces. Without a technique, Lightning ignores the plugin for folders.
+
     A resumed run first does what Lightning still had to do when it saved: the hooks of later callbacks and of the module,
     validation, schedulers, early stopping and logging. If such a hook reads the batch, the checkpoint holds the batch too.
 

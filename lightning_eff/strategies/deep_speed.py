@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_eff._core._arguments.declared import declared
 from lightning_eff._core._arguments.kinds import Count, OneOf, Text
+from lightning_eff._core._checkpoints.background import refuse_deepspeed
 from lightning_eff._core._lightning.extras import missing
 from lightning_eff._core._lightning.names import Connected, of_both
 from lightning_eff._core._surveys.items import InSurveys
@@ -165,6 +166,7 @@ class DeepSpeedEffStrategy(Connected, DeepSpeedStrategy):
                 f"{type(self).__name__}(optimizer={self.onebit!r}): got precision {self.precision_plugin.precision!r}, whose"
                 " changing loss scale does not fit the error feedback. Use precision='32-true' or 'bf16-mixed'."
             )
+        refuse_deepspeed(self)
         self._optimizer = None
         super().setup(trainer)
 

@@ -89,10 +89,10 @@ class HybridParallelStrategy(ReachedStrategy):
         pipeline_split: "balanced" (by parameters), or the number of blocks of each stage.
         context_parallel_size: the number of processes that share each sequence, without tensor or pipeline parallelism.
         sequence_parallel: whether tensor-parallel ranks divide the sequence between the split layers.
-        save_distributed_checkpoint: whether to save a folder with each rank's part. ``python -m
-            lightning.fabric.utilities.consolidate_checkpoint`` merges it into one file with the plain module's weights. False
-            saves one file that loads strictly into the plain module and resumes in a plain Trainer. Rank 0 then holds the
-            whole model in host memory. Both resume in any layout.
+        save_distributed_checkpoint: whether to save a folder with each rank's part, which ``python -m
+            lightning.fabric.utilities.consolidate_checkpoint`` merges into one file of the plain module's weights. False saves
+            a file that loads strictly into the plain module and resumes in a plain Trainer, and rank 0 gathers the model in
+            host memory. Both resume in any layout, and ``AsyncCheckpointIO()`` writes both in the background.
         init_on: the ranks on which ``configure_model`` and ``trainer.init_module()`` create weights. "rank0" sends parts to
             the other ranks. "meta" creates them module by module, with ``reset_parameters`` or the model's ``_init_weights``,
             so no process ever holds the whole model.

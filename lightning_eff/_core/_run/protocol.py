@@ -11,6 +11,7 @@ class Member(Needing, Protocol):
     """A technique, as the session of its run sees it."""
 
     compiles: ClassVar[bool]
+    initializes: ClassVar[bool]
     _session: Any
     _past: Any
 

@@ -62,6 +62,7 @@ class Initialization(Technique):
     needs: ClassVar[Need] = Need.MODULE
     refuses: ClassVar[Reasons] = _WHOLE
     needs_all: ClassVar[bool] = False
+    initializes: ClassVar[bool] = True
     turn: ClassVar[Turn]
     checkpointed = ("_done", "_numbers")
 

@@ -14,20 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
+from lightning_eff._core._checkpoints.folders import META
 from lightning_eff.strategies._hybrid.saving.gathering import Described, Gathering
 from lightning_eff.strategies._hybrid.saving.optimizer_state import NamedOptimizer
 from lightning_eff.strategies._hybrid.saving.plain import Plain
 from lightning_eff.strategies._hybrid.shards import empty_like, fill
 
-META = "meta.pt"
 GROUPS = "optimizer_param_groups"
-
-
-def is_sharded(path: Path) -> bool:
-    """Whether ``path`` is a folder of pieces."""
-    return path.is_dir() and (path / META).is_file()
 
 
 # -- the module
@@ -104,18 +98,14 @@ def check_keys(plain: Plain, keys: Any, name: str, *, strict: bool) -> None:
 # -- folders
 
 
-def save_sharded(
+def divide(
     checkpoint: dict[str, Any],
-    path: Path,
     module: nn.Module,
     plain: Plain,
     gathering: Gathering,
     optimizers: list[NamedOptimizer],
-) -> None:
-    """Write every rank's pieces, and the rest of rank 0's ``checkpoint``, to the folder ``path``; collective."""
-    if path.is_file():
-        path.unlink()
-    path.mkdir(parents=True, exist_ok=True)
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return this rank's pieces of the module and the optimizers, and the rest of ``checkpoint``; collective."""
     keys = _keys_of(plain)
     pieces: dict[str, Any] = {
         "state_dict": {
@@ -132,12 +122,7 @@ def save_sharded(
             state = {name: s for name, s in optimizer.state().items() if gathering.owned(name)}
             pieces[f"optimizer_{i}"] = {"state": state}
         rest[GROUPS] = [optimizer.options() for optimizer in optimizers]
-    save(pieces, checkpoint_id=path)
-    if dist.get_rank() == 0:
-        part = path / f"{META}.part"
-        torch.save(rest, part)
-        part.replace(path / META)  # a run that resumed from here can still have the old file in memory
-    dist.barrier()  # so that no rank loads the folder before it is complete
+    return pieces, rest
 
 
 def load_sharded(

@@ -12,6 +12,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.optim import Optimizer
 
+from lightning_eff._core._checkpoints.background import Saves
+from lightning_eff._core._checkpoints.folders import META, is_sharded, write
 from lightning_eff._core._lightning.names import is_exactly
 from lightning_eff.strategies._hybrid.saving import checkpoint as formats
 from lightning_eff.strategies._hybrid.saving.gathering import Gathering
@@ -75,17 +77,18 @@ class Files:
         """
         if not path.is_dir():
             return
-        if not formats.is_sharded(path):
+        if not is_sharded(path):
             raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(path)
 
-    def save(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Write a folder of every rank's pieces; collective."""
+    def save(self, checkpoint: dict[str, Any], path: Path, saves: Saves | None) -> None:
+        """Write a folder of every rank's pieces, in the background if there are ``saves``; collective."""
         if self._ended:
             raise RuntimeError(self._ended)
-        formats.save_sharded(checkpoint, path, self._module, self._plain, self._gathering, self.optimizers)
+        pieces, rest = formats.divide(checkpoint, self._module, self._plain, self._gathering, self.optimizers)
+        (write if saves is None else saves.save)(pieces, rest, path)
 
     def load(self, path: Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
         """Read a checkpoint of any layout, and load a folder's weights and optimizer state at once; collective.
@@ -93,7 +96,7 @@ class Files:
         Raises:
             FileNotFoundError: if there is no checkpoint.
         """
-        self._in_place = formats.is_sharded(path)
+        self._in_place = is_sharded(path)
         if self._in_place:
             return formats.load_sharded(
                 path,
@@ -107,7 +110,7 @@ class Files:
             )
         if path.is_dir():
             raise FileNotFoundError(
-                f"{self._who}: {path} is a folder without {formats.META}, so it is not a complete checkpoint. Resume from"
+                f"{self._who}: {path} is a folder without {META}, so it is not a complete checkpoint. Resume from"
                 " another checkpoint."
             )
         if path.is_file() and is_exactly(io, TorchCheckpointIO):

@@ -8,9 +8,11 @@ import torch.distributed as dist
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_eff._core._checkpoints.background import Saves, is_async
 from lightning_eff._core._lightning.names import Connected, is_a, like, of_both
 from lightning_eff.strategies._hybrid.layout import data_group
 
@@ -29,6 +31,7 @@ class SavingStrategy(Connected, ModelParallelStrategy):
     _past: "tuple[Files, dict[str, Any]] | None" = None  # files and random state of the last run
     #: keys of the plain module's ``state_dict`` that a file skips, and whose tensors are not gathered
     leaves_out: frozenset[str] = frozenset()
+    _saves: Saves | None = None  # in the background, in this run
 
     @property
     @override
@@ -58,8 +61,22 @@ class SavingStrategy(Connected, ModelParallelStrategy):
         dist.all_gather_object(seeds, state["seed"], group=group)
         return {**state, "seeds": seeds}
 
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether folders of this run are written in a background thread, by ``AsyncCheckpointIO`` among the plugins."""
+        fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return self._replica is not None and fitting and self._save_distributed_checkpoint and is_async(self)
+
     def _end_run(self, *, gather: bool | Literal["auto"], failed: bool) -> None:
-        """Restore the plain module, and keep the state for checkpoints after the run."""
+        """Wait for saves, restore the plain module, and keep the state for checkpoints after the run."""
+        saves, self._saves = self._saves, None
+        try:
+            if saves is not None:
+                saves.close() if failed else saves.end()
+        finally:
+            self._restore_plain(gather=gather, failed=failed)
+
+    def _restore_plain(self, *, gather: bool | Literal["auto"], failed: bool) -> None:
         replica, draws = self._replica, {} if failed else self._draws()
         if replica is None:
             return
@@ -117,11 +134,23 @@ class SavingStrategy(Connected, ModelParallelStrategy):
                 f"{type(self).__name__}.save_checkpoint(storage_options={storage_options!r}): torch.distributed.checkpoint,"
                 " which writes folders of pieces, has no such options. Set save_distributed_checkpoint=False."
             )
-        self._files.save(checkpoint, Path(self.broadcast(filepath)))
+        if self._saves is None and self.saves_in_background:
+            assert self.lightning_module is not None
+            self._saves = Saves(self.lightning_module.trainer)
+        self._files.save(checkpoint, Path(self.broadcast(filepath)), self._saves)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self._saves is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._saves.remove(filepath, super().remove_checkpoint)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         assert self._replica is not None
+        if self._saves is not None:
+            self._saves.wait()
         checkpoint = self._replica.files.load(Path(self.broadcast(checkpoint_path)), weights_only, self.checkpoint_io)
         if self._replica.pipeline is not None and _KEY in checkpoint:
             state = dict(checkpoint[_KEY])
