@@ -212,7 +212,9 @@ class Slots:
 
 @pytest.mark.parametrize("batch", [Inside({"x": X}), Inside(Inside([Y])), Slots(X), {"a": Inside({"x": X}), "y": Y}])
 def test_samples_are_not_taken_out_of_containers_in_an_object(batch: Any) -> None:
-    with pytest.raises(ValueError, match=r"Got a batch with an object of class (Inside|Slots), from which samples cannot be"):
+    with pytest.raises(
+        ValueError, match=r"Got a batch with an object of class (Inside|Slots), from which samples cannot be"
+    ):
         select(batch, INDEX, 5)
     with pytest.raises(ValueError, match=r"got a batch with an object of class (Inside|Slots)"):
         check_indexed(batch, 5)
