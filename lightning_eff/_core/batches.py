@@ -212,16 +212,18 @@ def _ragged(value: Sequence[Any]) -> bool:
     return any(same and len({t.shape[:1] for t in column}) > 1 for same, column in zip(alike, columns, strict=True))
 
 
-def keeps_tensors(value: Any) -> bool:
+def keeps_tensors(value: Any, deep: int = 2) -> bool:
     """Return whether ``value`` hides tensors from :func:`tensors`, as a batch of graphs does.
 
-    Such an object has tensors in its attributes, or a ``to`` method with which Lightning moves it to a device.
+    Such an object has tensors in its attributes or their containers, or a ``to`` method with which Lightning moves it.
     """
-    own = getattr(value, "__dict__", {}).values()
-    return (
-        not isinstance(value, type | Tensor | Mapping | PackedSequence)
-        and not is_dataclass(value)
-        and (callable(getattr(value, "to", None)) or any(isinstance(item, Tensor) for item in own))
+    if isinstance(value, type | Tensor | Mapping | PackedSequence) or is_dataclass(value):
+        return False
+    slots = [getattr(cls, "__slots__", ()) for cls in type(value).__mro__]
+    names = [name for names in slots for name in ((names,) if isinstance(names, str) else names)]
+    own = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
+    return callable(getattr(value, "to", None)) or any(
+        bool(tensors(item)) or (deep > 0 and keeps_tensors(item, deep - 1)) for item in own
     )
 
 

@@ -26,6 +26,7 @@ from lightning_eff._core._run.processes import wrap_again
 from lightning_eff._core._run.protocol import Member
 from lightning_eff._core._run.replicas import Replicas
 from lightning_eff._core._samples.counting import Counting, counted, using
+from lightning_eff._core._samples.handed import Handed
 from lightning_eff._core._stack.registry import Stacks
 from lightning_eff._core._stack.unfreezing import thawing
 from lightning_eff._core.batches import tensors
@@ -69,16 +70,14 @@ class Session(Stacks, Parts):
         self.take_module(module, sizes={}, fitting=stage == "fit")
         self.techniques = list(techniques)
         self.working = sorted((t for t in techniques if not t.neutral), key=lambda t: not t.initializes)
-        self.progress = Progress(trainer)
+        self.progress, self.replicas = Progress(trainer), Replicas(trainer)
         # if a strategy runs the module's step on parts of a batch, techniques get the whole batch before it is divided
         self._stepping: Any = trainer.strategy if getattr(trainer.strategy, "splits_batches", False) else module
         look = trainer.strategy.forward_step if self.divided else None  # pyright: ignore[reportAttributeAccessIssue]
         self.chain = StepChain(self._stepping.training_step, look)
-        self._told = []
-        self.surgery, self.patches = Surgery(), Patches()
-        self._saves = LightningSaves(trainer)
+        self.handed, self._told = Handed(type(module).__name__), []
+        self.surgery, self.patches, self._saves = Surgery(), Patches(), LightningSaves(trainer)
         self.seed, self._steps_before = 0, -1
-        self.replicas = Replicas(trainer)
         self.rank = self.replicas.index
         self.views: list[Callable[[bool], AbstractContextManager[None]]] = []
         self.resume = Resume(trainer, module, self.replicas.everyone)
@@ -192,7 +191,7 @@ class Session(Stacks, Parts):
             self.patches.set(loop, "setup_data", self.loaders.asking(loop.setup_data))
             self.patches.set(loop.epoch_loop, "on_run_start", self.loaders.beginning(loop.epoch_loop.on_run_start))
             self.patches.set(strategy, "process_dataloader", self.loaders.wrap(strategy.process_dataloader))
-            self.chain.original = self.standing(self.chain.original)
+            self.chain.original = self.handed.around(self.standing(self.chain.original))
             step = self._training(self.standing(self._stepping.training_step))
             self.patches.set(self._stepping, "training_step", step)
             if self.divided:
@@ -237,13 +236,14 @@ class Session(Stacks, Parts):
                     step = Step(self.chain, self.module, args[1:], batch_idx, self.trainer.global_step, indices)
                     output = counted(self.module, tensors(args[0]), indices, lambda: self.chain.run(step, args[0]))
                 else:
-                    output = original(*args, **kwargs)
+                    output = self.chain.original(*args, **kwargs)
             except Exception as error:
                 missing = self.missing_blocks()
                 self.end_step()
                 if not self.divided:  # one rank alone cannot run a pass of a pipeline
                     self.explain(error, missing, lambda: original(*args, **kwargs))
                 raise
+            self.handed.settle(args[0])
             self.verify(output)
             if output is None or not self.module.automatic_optimization:
                 self.end_step()  # no backward pass follows that would end it

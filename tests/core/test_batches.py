@@ -196,6 +196,35 @@ def test_samples_are_not_taken_out_of_an_object_that_keeps_its_tensors(batch: An
         check_indexed(batch, 5)
 
 
+class Inside:
+    """The user's own batch, whose tensors lie in a container."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("batch", [Inside({"x": X}), Inside(Inside([Y])), Slots(X), {"a": Inside({"x": X}), "y": Y}])
+def test_samples_are_not_taken_out_of_containers_in_an_object(batch: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"Got a batch with an object of class (Inside|Slots), from which samples cannot be"
+    ):
+        select(batch, INDEX, 5)
+    with pytest.raises(ValueError, match=r"got a batch with an object of class (Inside|Slots)"):
+        check_indexed(batch, 5)
+
+
+def test_an_object_without_tensors_is_shared_by_all_samples() -> None:
+    shared = Inside({"name": "a"})
+    assert select({"x": X, "shared": shared}, INDEX, 5)["shared"] is shared
+
+
 @pytest.mark.parametrize("batch", [None, "text", {"a": 1}, [torch.tensor(1.0)], []])
 def test_a_batch_without_samples_is_refused(batch: Any) -> None:
     with pytest.raises(ValueError, match=f"batch of type {type(batch).__name__} without a tensor .* Collate the batch"):

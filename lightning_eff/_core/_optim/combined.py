@@ -283,11 +283,11 @@ class CombinedOptimizer(Optimizer):
             changed: Any = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         names = [type(part).__name__ for part in self.parts]
-        here = [len(group["params"]) for group in self.param_groups]
         saved_groups = [{k: v for k, v in group.items() if k != BESIDE} for group in state_dict["param_groups"]]
-        there = [len(group["params"]) for group in saved_groups]
-        # checkpoints of earlier versions have these beside the groups
-        held = next((group[BESIDE][0] for group in state_dict["param_groups"] if BESIDE in group), state_dict)
+        here, there = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups))
+        held = next(
+            (group[BESIDE][0] for group in state_dict["param_groups"] if BESIDE in group), state_dict
+        )  # or earlier
         others = held.get("parts", ())
         mend = "Resume with the settings of the run that saved the checkpoint, or load only its weights."
         if here != there or len(others) != len(self.parts):

@@ -14,6 +14,7 @@ from lightning_eff._core import rng
 from lightning_eff._core._run._muting.null_loggers import unlogged
 from lightning_eff._core._samples.chosen import share
 from lightning_eff._core._samples.counting import current_rule
+from lightning_eff._core._samples.handed import Handed
 from lightning_eff._core._samples.scoring import Scorer, agree
 from lightning_eff._core.batches import num_samples, tensors
 from lightning_eff._core.loaders import ResumableLoader
@@ -91,7 +92,7 @@ def chain_of(session: Session, reference: nn.Module | None) -> tuple[StepChain, 
     if reference is None:
         step = session._evaluation(session.apart_step)
         return StepChain(step, cost=session.chain.cost), session.module, takes_index(session.own_step)
-    step = getattr(reference, "training_step", _no_step)
+    step = Handed(type(reference).__name__).around(getattr(reference, "training_step", _no_step))
     return StepChain(step, cost=session.chain.cost), reference, takes_index(step)
 
 
