@@ -1,7 +1,7 @@
 """Measure the gain of every technique on the reference tasks, and write the pages of evidence from the results.
 
-    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256} [--set weights|compute|goal|further] [--jobs 2]
-        [--only NAME ...] [--seeds 4,5] [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
+    python benchmarks/evidence.py run {gpt,vit,bert,gpt2,rings,bert8k,gpt256,trained} [--set weights|compute|goal|further]
+        [--jobs 2] [--only NAME ...] [--seeds 4,5] [--rounds 5] [--reference benchmarks/results/weights_gpt.json]
         [--unit benchmarks/results/further_gpt_30.json] [--processor-time]
     python benchmarks/evidence.py search {gpt,vit,bert} [--set further] [--seeds 0,10] [--budget 30rs]
     python benchmarks/evidence.py ladder {gpt,vit,bert,rings,bert8k,gpt256} [--ladder 0.5,0.75,1.5] [--of STACK]
@@ -22,7 +22,8 @@
 in that file, and adds the results of further ``--seeds``. With ``--unit`` and the committed file, the baseline's step costs in
 that file count, whichever processor measured them. Use it to add further arms on another processor, with
 seeds that the file does not have. Their step costs relative to the baseline's are then measured there. ``--processor-time``
-measures these in processor time, for a machine that other programs keep busy.
+measures these in processor time, for a machine that other programs keep busy. With ``--of`` a stack stands in the place of the
+baseline, to measure what one technique more adds to it.
 
 ``search`` runs recipes of single techniques and other settings of them, from ``benchmarks/<task>/settings``, for
 ``search_settings_<task>.json``. It uses seeds that no evaluation uses.
@@ -52,13 +53,16 @@ from benchmarks.joining import together  # noqa: E402
 
 OUT, DOCS = ROOT / "benchmarks" / "out", ROOT / "docs"
 SEARCHED = ("muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule")
-BUDGET, BUDGETS = "60rs", {"gpt256": "150rs"}
+BUDGET, BUDGETS = "60rs", {"gpt256": "150rs", "trained": "30rs"}
 SETS = {"bench": CLAIMS, "weights": WEIGHTS, "compute": COMPUTE, "goal": GOAL, "settings": settings(), "further": ()}
 
 
 def run(task: str, options: argparse.Namespace) -> None:
     """Every recipe of one of the sets with its controls."""
-    name = f"{options.set}_{task}{at(task, options.budget)}"
+    if options.of and options.unit:
+        raise SystemExit("--unit: it has the step costs of the baseline, and --of another one. Leave one of them out.")
+    name = f"beside_{options.of}" if options.of else options.set
+    name = f"{name}_{task}{at(task, options.budget)}"
     wanted = options.only or SETS[options.set]
     file = RESULTS / f"search_{options.set}_{task}.json"
     searched = json.loads(file.read_text()) if file.is_file() else None
@@ -141,16 +145,15 @@ def compare(
     arguments += [f"--baseline={of or 'baseline'}={first}", "--target=val_loss", f"--budget={options.budget}"]
     # in the set of what moves the weights, the baseline is the control: what they leave to its optimizer keeps its rate
     # in that of what costs a language model's step less, controls are arms of their own; elsewhere techniques name theirs
-    alone = name.startswith(("search", "weights", "goal", "settings", "further")) or name in (
-        "compute_gpt",
-        "compute_bert8k",
-    )
+    parts = "search", "weights", "goal", "settings", "further", "beside"
+    alone = name.startswith(parts) or name in ("compute_gpt", "compute_bert8k")
     controls = "none" if alone else "auto"
     arguments += [f"--seeds={seeds}", f"--controls={controls}", "--threads=1"]
     arguments += [f"--jobs={options.jobs}", f"--rounds={options.rounds}", f"--out={out}"]
     if overlays:
-        tuned = ["baseline", *(path.stem for path in overlays if path.stem in SEARCHED)]
-        prices = unit(options.unit, base, OUT / f"unit_{name}.json") if options.unit else RESULTS / "prices.json"
+        tuned = [of or "baseline", *(path.stem for path in overlays if path.stem in SEARCHED)]
+        prices = OUT / f"prices_{name}.json" if of else RESULTS / "prices.json"
+        prices = unit(options.unit, base, OUT / f"unit_{name}.json") if options.unit else prices
         arguments += [f"--tuned={','.join(tuned)}", f"--reference={options.reference or prices}"]
     bench([*arguments, f"--title={TASKS[task]}", f"--ladder={options.ladder}", *more])
     keep(name, out, join=bool(part))
@@ -191,12 +194,13 @@ def main() -> None:
             runner.add_argument("--set", choices=SETS, default="bench", help="which recipes")
             runner.add_argument("--only", nargs="+", help="of the set, these recipes alone")
             runner.add_argument("--seeds", default="3", help="how many, or which, beside those that are there")
+            runner.add_argument("--of", help="a stack or recipe of the task, in the place of the baseline")
             what = "whose prices count (default: benchmarks/results/prices.json, the baseline's)"
             runner.add_argument("--reference", type=Path, help=what)
         if command is not ladder:
             runner.add_argument("--processor-time", action="store_true", help="rehearse in processor time")
             runner.add_argument("--unit", type=Path, help="results whose baseline's step costs count, of any processor")
-        runner.add_argument("--budget", help="of each run (default: 60rs, 150rs for gpt256)")
+        runner.add_argument("--budget", help="of each run (default: 60rs, 150rs for gpt256, 30rs for trained)")
         runner.add_argument("--jobs", type=int, default=2)
         runner.add_argument("--rounds", type=int, default=6 if command is not ladder else 2)  # a ladder needs no prices
         runner.add_argument("--ladder", default="0.5,0.75,1.5" if command in (run, ladder) else "")

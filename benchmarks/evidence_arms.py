@@ -8,6 +8,7 @@ TASKS = {
     "rings": "ViT on rings with a hatched mark to find",
     "bert8k": "masked language model on source text in 8,255 pieces",
     "gpt256": "GPT of width 256 on source text",
+    "trained": "trained GPT that trains on, on source text",
 }
 
 SHORT = {
@@ -18,6 +19,7 @@ SHORT = {
     "rings": "rings",
     "bert8k": "MLM, 8k pieces",
     "gpt256": "GPT, width 256",
+    "trained": "trained GPT",
 }
 
 # Recipe, technique, and what its paper claimed: of their models and budgets, not of these.
@@ -119,6 +121,19 @@ COMPUTE = {
     "mask_rate": (
         "MaskRateSchedule",
         "up to 1.89 times as fast to BERT-base's quality as a fixed rate of 15 % (Ankner et al. 2023)",
+    ),
+    "update_periods": (
+        "UpdatePeriods",
+        "embedding and output layer at every second step, among what took the records of GPT-2 down (modded-nanogpt)",
+    ),
+    "muon_fused_mask_rate_periods": (
+        "Muon + FusedLinearCrossEntropy + MaskRateSchedule + UpdatePeriods",
+        "none: put together here",
+    ),
+    "upcycling": (
+        "SparseUpcycling",
+        "a dense model trained on for as long needs more to the same quality; about half of the dense training suffices"
+        " (Komatsuzaki et al. 2023)",
     ),
     "more_masked": ("MaskRateSchedule(end=0.3)", "a control: its first rate throughout"),
     "fused_mask_rate": ("FusedLinearCrossEntropy + MaskRateSchedule", "none: put together here"),

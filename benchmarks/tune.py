@@ -1,6 +1,7 @@
 """Tune a reference task's baseline: a grid of sizes and rates, each trained on the same budget of seconds.
 
-    python benchmarks/tune.py {gpt,gpt256,vit,bert,bert8k,rings} [--budget 60] [--jobs 2] [--seed 0] [--only 0,3] [--out FILE]
+    python benchmarks/tune.py {gpt,gpt256,vit,bert,bert8k,rings,trained} [--budget 60] [--jobs 2] [--seed 0]
+        [--only 0,3] [--out FILE]
 
 The grid is ``benchmarks/<task>/grid.yaml``: a list of points, each merged into ``baseline.yaml``. A point runs in a
 process of its own on one torch thread. It times steps (15, after 5 to warm up), lays ``budget / median`` steps out, and
@@ -32,7 +33,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-TASKS = ("gpt", "gpt256", "vit", "bert", "bert8k", "rings")
+TASKS = ("gpt", "gpt256", "vit", "bert", "bert8k", "rings", "trained")
 WARM_UP_STEPS, TIMED_STEPS = 5, 15
 QUIET = {
     "accelerator": "cpu",

@@ -74,10 +74,13 @@ RECIPES = {
     "compound_growth": "CompoundGrowth",
     "auto_prog": "AutoProg",
     "data_driven_init": "DataDrivenInit",
+    "update_periods": "UpdatePeriods",
+    "upcycling": "SparseUpcycling",
 }
 COMPUTE = {"ngram", "ngram_dense", "compile"}
 HEADS = {"fused_head", "mask_rate"}  # of masked language models
 RESOLUTIONS = {"progressive_resizing", "efficient_train", "fix_res"}
+OTHERS = {"update_periods", "upcycling"}  # of one task each
 WEIGHTS = {"muon", "soap", "schedule_free", "moving_average", "batch_warmup", "rate_schedule"}
 MEMORY = {"rematerialization", "activation_compression", "activation_offload", "optimizer_offload"}
 TOKENS = {
@@ -97,18 +100,20 @@ ONLY = {
     "token_merging": ("vit",),
     "token_dropping": ("bert", "gpt2"),  # the GPT holds its rotary tables itself, and samples differ
     **dict.fromkeys(COMPUTE, ("gpt",)),
+    **dict.fromkeys(OTHERS, ()),
     **dict.fromkeys(RESOLUTIONS, ()),  # the rings alone, which have few recipes
 }
 PAIRS = [(task, recipe) for task in TASKS for recipe in RECIPES if task in ONLY.get(recipe, TASKS)]
 PAIRS += [("rings", recipe) for recipe in (*sorted(RESOLUTIONS), "patch_dropout", "random_ltd", "muon", "soap")]
-PAIRS += [("bert8k", recipe) for recipe in (*sorted(HEADS), "zero_projections", "data_driven_init")]
+PAIRS += [("bert8k", recipe) for recipe in (*sorted(HEADS), "zero_projections", "data_driven_init", "update_periods")]
 PAIRS += [("gpt256", recipe) for recipe in ("compile", "muon", "stacking")]
-PAIRS += [("gpt2", "compiled")]
+PAIRS += [("gpt2", "compiled"), ("trained", "upcycling")]
 
 # Widths and texts as small as they go; depths and lengths stay those of the task, because recipes are fitted to them.
 TINY: dict[str, list[str]] = {
     "gpt": ["--model.dim=16", "--model.num_heads=2", "--data.max_bytes=2000000", "--data.num_eval_windows=2"],
     "gpt256": ["--model.dim=16", "--model.num_heads=2", "--data.max_bytes=2000000", "--data.num_eval_windows=2"],
+    "trained": ["--model.dim=16", "--model.num_heads=2", "--data.max_bytes=2000000", "--data.num_eval_windows=2"],
     "vit": ["--model.dim=16", "--model.num_heads=2", "--data.batch_size=8", "--trainer.limit_train_batches=2"],
     "rings": [
         *("--model.dim=16", "--model.num_heads=2", "--data.batch_size=8", "--trainer.limit_train_batches=2"),
@@ -140,6 +145,10 @@ def parsed(task: str, recipe: str | None, tmp_path: Path) -> LightningCLI:
     """What ``lightning-eff fit --config baseline.yaml --config recipes/recipe.yaml`` would run, made tiny."""
     overlays = [] if recipe is None else ["--config", str(BENCHMARKS / task / "recipes" / f"{recipe}.yaml")]
     own = [f"--data.folder={tmp_path}"] if task == "bert8k" else []
+    if task == "trained":
+        dense = tmp_path / "dense.ckpt"
+        torch.save({"state_dict": GPT(16, 4, 2, 128).state_dict()}, dense)
+        own = [f"--model.dense={dense}"]
     cli = LightningCLI(
         LightningModule,
         LightningDataModule,
@@ -492,9 +501,9 @@ def test_the_page_has_a_line_for_every_technique_the_lost_ones_too() -> None:
         lines = [line for line in text.splitlines() if line.startswith(f"| `{technique}`")]
         assert len(lines) == (recipe in summary), technique
         assert all(f" | {evidence_tasks.verdict(summary[recipe])} | " in line for line in lines)
-    assert set(RECIPES) - MEMORY - WEIGHTS - TOKENS - COMPUTE - HEADS - RESOLUTIONS == set(evidence.CLAIMS)
+    assert set(RECIPES) - MEMORY - WEIGHTS - TOKENS - COMPUTE - HEADS - RESOLUTIONS - OTHERS == set(evidence.CLAIMS)
     assert set(evidence.WEIGHTS) == WEIGHTS | {"adamw_matrices"}
-    assert set(evidence.COMPUTE) >= COMPUTE | HEADS | RESOLUTIONS
+    assert set(evidence.COMPUTE) >= COMPUTE | HEADS | RESOLUTIONS | OTHERS
     assert "| *control: two layers throughout* |" in text
 
 

@@ -178,6 +178,21 @@ def test_the_tables_of_verdicts_are_what_the_results_say() -> None:
     assert f"| `Muon` | **{shown['estimate']:.2f}** [{shown['low']:.2f}, {shown['high']:.2f}] |" in text
 
 
+def test_what_has_no_figure_has_a_reason() -> None:
+    """And no other technique has one; a reason that names a study tells its verdicts as its results say them."""
+    assert set(choices.reasons()) == {name for name in choices.choices() if not facts.measurements(name)}
+    assert all(name in (ROOT / "docs" / "verdicts.md").read_text() for name in choices.reasons())
+    told = {"selection": {"slower"}, "augmentation": {"slower", "no measurable difference"}}
+    for study, verdicts in told.items():
+        names = [name for name, reason in choices.reasons().items() if f"benchmarks/{study}.md" in reason]
+        rows = (ROOT / "benchmarks" / f"{study}.md").read_text().splitlines()
+        for name in names:
+            arm = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("rholoss", "rho_loss")
+            own = [row.split(" | ") for row in rows if row.startswith(f"| `{arm}` |")]
+            assert len(own) == 2 and {row[8] for row in own} <= verdicts, name
+        assert names
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 

@@ -27,8 +27,6 @@ from tests.cases import CASES
 from tests.plugins import PLUGINS
 from tests.stacks import declared
 
-#: Comparisons on separate tasks.
-STUDIES = [facts.ROOT / "benchmarks" / f"{name}.md" for name in ("augmentation", "selection")]
 UNMEASURED = "Its effect on training time was not measured on the reference tasks."
 
 
@@ -192,13 +190,8 @@ def measured(name: str) -> list[str]:
     """Return the figures of the committed results with the control's and the paper's claim, or a note without results."""
     found = facts.measurements(name)
     if not found:
-        more = {
-            "memory": " [Memory](../memory.md) has its bytes and step times.",
-            "precision": " [Verdicts](../verdicts.md) has its losses.",
-        }
-        apart = [file for file in STUDIES if name in file.read_text()]
-        told = "".join(f" `benchmarks/{file.name}` compares it at equal time." for file in apart)
-        return [UNMEASURED + more.get(public.HOMES[name].split(".")[1], "") + told]
+        reason = choices.reasons()[name].replace("](", "](../")
+        return [f"{UNMEASURED} {reason}"]
     lines = ["| task | speed-up [95 %] | result | runs |", "|---|---|---|---|"]
     for recipe, task, _, results in found:
         seconds = results["plan"]["budget"]["seconds"]

@@ -10,6 +10,7 @@ from benchmarks.evidence_tasks import verdict
 from docs.making import facts
 
 FILE = Path(__file__).parent / "choices.txt"
+UNMEASURED = FILE.with_name("unmeasured.txt")
 #: The values of each column that has a fixed set of them.
 WORKS_FOR = ("any", "transformer", "CNN", "residual", "images", "language model", "several GPUs")
 EFFECTS = ("time", "memory", "quality", "throughput")
@@ -72,6 +73,27 @@ def choices() -> dict[str, Choice]:
     return found
 
 
+@cache
+def reasons() -> dict[str, str]:
+    """Return why each technique without a figure has none, or where its figures are, by name.
+
+    Raises:
+        ValueError: if a line of ``unmeasured.txt`` has no reason, or a name has two.
+    """
+    found: dict[str, str] = {}
+    for line in UNMEASURED.read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        names, bar, reason = line.partition(" | ")
+        if not bar or not reason.endswith((".", ")")):
+            raise ValueError(f"{UNMEASURED.name}: expected `names | reason.`, found: {line}")
+        for name in names.split(", "):
+            if name in found:
+                raise ValueError(f"{UNMEASURED.name}: {name} has two reasons. Remove one.")
+            found[name] = reason
+    return found
+
+
 def purposes() -> dict[str, list[str]]:
     """Return the names of each purpose."""
     found: dict[str, list[str]] = {}
@@ -107,11 +129,12 @@ def verdicts(text: str) -> str:
     columns = ("gpt", "vit", "bert", "")  #: the last one has all other tasks
     lines: list[str] = []
     for purpose, names in purposes().items():
-        rows, missing = [], []
+        rows: list[str] = []
+        missing: dict[str, list[str]] = {}
         for name in names:
             found = {task: figure(one) for task, _, one in best(name)}
             if not found:
-                missing.append(f"`{name}`")
+                missing.setdefault(reasons()[name], []).append(f"`{name}`")
                 continue
             others = [f"{evidence.SHORT[task]}: {told}" for task, told in found.items() if task not in columns]
             cells = [found.get(task, "–") for task in columns[:-1]] + ["<br>".join(others) or "–"]
@@ -120,7 +143,9 @@ def verdicts(text: str) -> str:
         if rows:
             heads = [evidence.SHORT[task] for task in columns[:-1]]
             lines += [f"| technique | {' | '.join(heads)} | other tasks |", "|---|---|---|---|---|", *rows, ""]
-        lines += [f"Not measured on these tasks: {', '.join(missing)}.", ""] if missing else []
+        if missing:
+            lines += ["Not measured on these tasks:", ""]
+            lines += [f"- {', '.join(without)}: {reason}" for reason, without in missing.items()] + [""]
     before, _, rest = text.partition(MARKS[0])
     return before + MARKS[0] + "\n\n" + "\n".join(lines) + "\n" + MARKS[1] + rest.partition(MARKS[1])[2]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import evidence, evidence_setup
+from benchmarks import evidence, evidence_setup, goal
 from lightning_eff.bench.reports.statistics import summarize
 from tests.bench import synthetic
 
@@ -85,3 +85,44 @@ def test_a_ladder_joins_those_that_were_run_before(tmp_path: Path, monkeypatch: 
     kept = json.loads((tmp_path / "results" / "ladder_rings.json").read_text())
     assert [arm["factor"] for arm in kept["plan"]["arms"]] == [1.0, 0.5, 1.5, 2.5, 3.0]
     assert len(kept["runs"]) == 15 and len(kept["summary"]) == 5
+
+
+def test_a_stack_in_the_place_of_the_baseline_has_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such results are no whole runs of a recipe against the baseline, and the page must not take them for some."""
+    asked: list[dict[str, str]] = []
+
+    def bench(argv: list[str]) -> None:
+        told = dict(argument.removeprefix("--").split("=", 1) for argument in argv)
+        asked.append(told)
+        made = synthetic.results({"muon_fused_mask_rate": 1.0, "other": 1.0})
+        Path(told["out"]).mkdir(parents=True)
+        (Path(told["out"]) / "results.json").write_text(json.dumps(made))
+
+    monkeypatch.setattr("lightning_eff.bench.command.main", bench)
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(evidence, "OUT", tmp_path / "out")
+    words = [
+        "run",
+        "bert8k",
+        "--set",
+        "compute",
+        "--only",
+        "muon_fused_mask_rate_periods",
+        "--of",
+        "muon_fused_mask_rate",
+    ]
+    monkeypatch.setattr(sys, "argv", ["evidence.py", *words, "--budget", "30rs", "--seeds", "6,7"])
+    evidence.main()
+    (told,) = asked
+    assert told["baseline"].startswith("muon_fused_mask_rate=") and told["baseline"].endswith(
+        "/muon_fused_mask_rate.yaml"
+    )
+    assert told["recipe"].startswith("muon_fused_mask_rate_periods=") and told["controls"] == "none"
+    assert told["reference"].startswith(str(tmp_path / "out")), "its seconds are not the baseline's"
+    assert [file.name for file in (tmp_path / "results").iterdir()] == ["beside_muon_fused_mask_rate_bert8k_30.json"]
+    assert not goal.files("bert8k", tmp_path / "results", ("bench", "weights", "compute", "goal", "ladder"))
+    monkeypatch.setattr(sys, "argv", ["evidence.py", *words, "--unit", "x.json"])
+    with pytest.raises(SystemExit, match="--unit"):
+        evidence.main()

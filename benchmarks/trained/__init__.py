@@ -1,0 +1,1 @@
+"""The reference task of techniques that go on from a trained model."""
