@@ -285,19 +285,17 @@ class CombinedOptimizer(Optimizer):
         names = [type(part).__name__ for part in self.parts]
         saved_groups = [{k: v for k, v in group.items() if k != BESIDE} for group in state_dict["param_groups"]]
         here, there = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups))
-        held = next(
-            (group[BESIDE][0] for group in state_dict["param_groups"] if BESIDE in group), state_dict
-        )  # or earlier
+        first = next((group for group in state_dict["param_groups"] if BESIDE in group), None)
+        held = (
+            state_dict if first is None else first[BESIDE][0]
+        )  # checkpoints of earlier versions have these beside the groups
         others = held.get("parts", ())
-        mend = "Resume with the settings of the run that saved the checkpoint, or load only its weights."
-        if here != there or len(others) != len(self.parts):
+        saved = [one["optimizer"] for one in others]
+        if here != there or saved != names:
             raise ValueError(
-                f"Cannot load the state of an optimizer whose groups hold {there} parameters into {' and '.join(names)}, whose"
-                f" groups hold {here}. {mend}"
-            )
-        if (saved := [beside["optimizer"] for beside in others]) != names:
-            raise ValueError(
-                f"Cannot load the optimizer state of {' and '.join(saved)} into {' and '.join(names)}. {mend}"
+                f"Cannot load the optimizer state of {' and '.join(saved) or 'another optimizer'}, whose groups hold"
+                f" {there} parameters, into {' and '.join(names)}, whose groups hold {here}. Resume with the settings of the"
+                " run that saved the checkpoint, or load only its weights."
             )
         at = {id(group): i for i, group in enumerate(self.param_groups)}
         # parameters are numbered, or named in a checkpoint of a sharded module, in the order of the groups in both

@@ -832,7 +832,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     (muon,) = (tmp_path / "muon").glob("*.ckpt")
     with pytest.raises(ValueError, match="Resume with the settings of the run"):
         fit("tiny_gpt", lambda: [ReplaceOptimizer(Muon, "all")], resume=muon)
-    with pytest.raises(ValueError, match="Cannot load the optimizer state of AdamW and Muon into AdamW and SGD"):
+    with pytest.raises(ValueError, match=r"Cannot load the optimizer state of AdamW and Muon, .* into AdamW and SGD, "):
         fit("tiny_gpt", lambda: [ReplaceOptimizer(torch.optim.SGD)], resume=muon)
 
 
