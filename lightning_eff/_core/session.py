@@ -78,13 +78,12 @@ class Session(Stacks, Parts):
         self.handed, self._told = Handed(type(module).__name__), []
         self.surgery, self.patches, self._saves = Surgery(), Patches(), LightningSaves(trainer)
         self.seed, self._steps_before = 0, -1
-        self.rank = self.replicas.index
+        self.rank, self._metrics = self.replicas.index, None
         self.views: list[Callable[[bool], AbstractContextManager[None]]] = []
         self.resume = Resume(trainer, module, self.replicas.everyone)
         self.loaders = self.resume.loaders = TrainLoaders(trainer, self.replicas.everyone, self.resume.take_up_rng)
         self._scope = Scope()
         self._backward_done = self._logged = self._reports = self._slept = self._batch_ended = False
-        self._metrics: CurrentMetrics | None = None
 
     # -- opening and closing
 
@@ -133,7 +132,8 @@ class Session(Stacks, Parts):
     def _check(self) -> None:
         for technique in self.working:
             technique.on_budget(self)
-        check_run(self.trainer, self.module, self.working, has_end=bool(self.progress.limits()))
+        working = [t for t in self.techniques if not t.neutral]
+        check_run(self.trainer, self.module, working, has_end=bool(self.progress.limits()))
         self.seed = self.trainer.strategy.broadcast(torch.initial_seed() % 2**63)
         for technique in self.working:
             technique.check(self)
@@ -258,7 +258,8 @@ class Session(Stacks, Parts):
             with ExitStack() as scope:
                 self._show(scope, training=False)
                 output = original(*args, **kwargs)
-            self._look()
+            for stack in self._stacks.values():
+                stack.look()
             return output
 
         evaluation_step.__wrapped__ = inspect.unwrap(original)  # pyright: ignore[reportAttributeAccessIssue]
@@ -355,9 +356,6 @@ class Session(Stacks, Parts):
     def end_step(self) -> None:
         """End the step after its backward pass, if it has one, and show the whole module again."""
         self._scope.close()
-        self._look()
-
-    def _look(self) -> None:
         for stack in self._stacks.values():
             stack.look()
 

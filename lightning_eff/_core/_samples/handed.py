@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 _DEEP = 4
 _SMALL = 64  # containers with more items are not searched for nested containers
+_unseen = torch._C.DisableTorchFunction  # techniques look at calls on labels
+_version = attrgetter("_version")
 
 Content = list[tuple[Any, Any]]
 
@@ -36,23 +39,47 @@ class Handed:
 
         @functools.wraps(step)
         def own(batch: Any, *rest: Any, **kwargs: Any) -> Any:
-            had = contents(batch)
-            given = _fresh(batch, self._copied(batch), _DEEP) if self._copies or self._changed else batch
-            with torch._C.DisableTorchFunctionSubclass():  # techniques look at calls on labels
-                seen = [] if self._copies else [(t, t._version) for t in _tensors(given, _DEEP) if not t.is_inference()]
-                first = [t.detach().clone() for t, _ in seen] if self._copies is None else None
-            self._left = None
+            items = batch.values() if type(batch) is dict else batch if type(batch) in (list, tuple) else (batch,)
+            values = [*items]
+            kinds = {*map(type, values)}
+            # most batches hold nothing but tensors, and are looked at without a call for each
+            with _unseen():
+                plain = self._copies is False and not self._changed and kinds == {Tensor}
+                versions = [*map(_version, values)] if plain and not any(map(Tensor.is_inference, values)) else None
+            if versions is None:
+                return self._any(step, batch, rest, kwargs)
+            had, self._left = [*batch] if type(batch) is dict else None, None
             try:
-                return step(given, *rest, **kwargs)
+                return step(batch, *rest, **kwargs)
             finally:
-                with torch._C.DisableTorchFunctionSubclass():
-                    self._note(seen, first)
-                if any(_differs(container, items) for container, items in had):
+                with _unseen():
+                    if [*map(_version, values)] != versions:
+                        self._note([*zip(values, versions, strict=True)], None)
+                left = [*batch.values()] if type(batch) is dict else [*batch] if type(batch) is list else values
+                if len(left) != len(values) or any(map(is_not, left, values)) or (had and had != [*batch]):
+                    before = values if had is None else dict(zip(had, values, strict=True))
                     self._left = batch, contents(batch)
-                    put_back(had)
+                    put_back([(batch, before)])
 
         own.__wrapped__ = inspect.unwrap(step)  # Lightning unwraps only once
         return own
+
+    def _any(self, step: Callable[..., Any], batch: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step on a batch of any kind."""
+        had = contents(batch)
+        given = _fresh(batch, self._copied(batch), _DEEP) if self._copies or self._changed else batch
+        with _unseen():
+            seen = [] if self._copies else [(t, t._version) for t in _tensors(given, _DEEP) if not t.is_inference()]
+            first = [t.detach().clone() for t, _ in seen] if self._copies is None else None
+        self._left = None
+        try:
+            return step(given, *rest, **kwargs)
+        finally:
+            with _unseen():
+                self._note(seen, first)
+            if any(_differs(container, items) for container, items in had):
+                self._left = batch, contents(batch)
+                put_back(had)
 
     def settle(self, batch: Any) -> None:
         """End a step: change the containers of ``batch`` as the last pass did, if that pass had this batch."""
