@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import save
 
 META = "meta.pt"  # everything except the pieces
 
@@ -28,6 +27,8 @@ def write(pieces: dict[str, Any], rest: dict[str, Any], path: Path, group: dist.
     Raises:
         Exception: on every rank, if a rank fails. Then ``path`` is as it was.
     """
+    from torch.distributed.checkpoint.state_dict_saver import save  # slow to import, and few runs need it
+
     part = path.with_name(f".{path.name}.part")
 
     def begin() -> None:
