@@ -54,6 +54,7 @@ class Block(nn.Module):
         self.mixture, self.drop, self.gives, self.logits = Mixture(dim), nn.Dropout(dropout), gives, logits
         self.store: list[Tensor] = []
         self.balance: Tensor | None = None
+        self.balances = True
 
     def forward(self, x: Tensor) -> Any:
         q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
@@ -62,6 +63,8 @@ class Block(nn.Module):
         y, logits = self.mixture(self.norm2(x))
         balance = logits if self.logits else balance_of(logits)
         x = x + self.drop(y)
+        if not self.balances:
+            return (x, None) if self.gives == "pair" else x
         if self.gives == "pair":
             return x, balance
         if self.gives == "list":
@@ -79,6 +82,7 @@ class Routed(pl.LightningModule):
         logits: as in :class:`Block`.
         num_layers: number of blocks.
         recompute: whether its own code checkpoints each block.
+        since: the first step with balance losses.
     """
 
     def __init__(
@@ -90,8 +94,10 @@ class Routed(pl.LightningModule):
         dropout: float = 0.0,
         recompute: bool = False,
         lr: float = 0.1,
+        since: int = 0,
     ) -> None:
         super().__init__()
+        self.since = since
         self.gives, self.lr, self.recompute, self.logits = gives, lr, recompute, logits
         self.embed, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(LENGTH, dim)
         self.blocks = nn.ModuleList(Block(dim, gives, logits, dropout) for _ in range(num_layers))
@@ -116,10 +122,12 @@ class Routed(pl.LightningModule):
             found = [*self.router_losses]
         elif self.gives == "attribute":
             found = [block.balance for block in self.blocks]  # pyright: ignore[reportAssignmentType]
-        losses = [balance_of(logits) for logits in found] if self.logits else found
-        return self.head(self.norm(x)), torch.stack(losses).sum()
+        losses = [balance_of(logits) if self.logits else logits for logits in found if logits is not None]
+        return self.head(self.norm(x)), torch.stack(losses).sum() if losses else x.new_zeros(())
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            block.balances = not self.since or self.global_step >= self.since  # pyright: ignore[reportAttributeAccessIssue]
         logits, balance = self(batch["input_ids"])
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         self.log("ce", loss)

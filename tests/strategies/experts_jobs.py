@@ -136,6 +136,25 @@ def everything(directory: str, cases: dict[str, Settings], resumed: dict[str, Se
     return found
 
 
+def late(layout: Settings) -> list[dict[str, Any]]:
+    """Blocks begin to leave balance losses in the second step, as each of these ways does."""
+    found: dict[str, Any] = {}
+    for kind in ("attribute", "list", "pair of logits"):
+        case = {"kind": kind, "strategy": layout, "module": {"since": 1}}
+        try:
+            found[kind] = fit(case)[0]
+        except ValueError as error:
+            found[kind] = str(error)
+    return everywhere(found)
+
+
+def late_in_a_stage(kind: str) -> list[float]:
+    """The same in a pipeline, where the first stage raises alone."""
+    return fit(
+        {"kind": kind, "strategy": {"pipeline_parallel_size": 2, "num_microbatches": 4}, "module": {"since": 1}}
+    )[0]
+
+
 def states(directory: str) -> dict[str, Any]:
     """How far weights are apart after steps that go on with the optimizer states of a dense run, from those under DDP."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import Once
 from tests.strategies.hybrid_jobs import Settings
-from tests.strategies.launch import launch
+from tests.strategies.launch import launch, start
 
 JOBS = "tests.strategies.experts_jobs"
 KINDS = ("list", "pair", "attribute", "mixtral", "list of logits", "pair of logits")
@@ -101,3 +101,19 @@ def test_shards_go_on_with_the_optimizer_states_of_a_dense_run(tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["list", "mixtral"])
 def test_a_pipeline_resumes_bit_for_bit(kind: str, two: dict[str, Any]) -> None:
     assert two[f"{kind}, resumed"] == [[True, True], [True, True]]
+
+
+def test_what_blocks_leave_only_later_is_refused() -> None:
+    """Nothing of it was there when places were found, so other ranks would not get it."""
+    for found in launch(JOBS, "late", CONTEXT, world_size=2):
+        assert "leave a tensor with a gradient in blocks.0.balance, but left none there" in found["attribute"]
+        assert "leave a tensor with a gradient in router_losses, but left none there" in found["list"]
+        assert "returned further tensors without values for each token" in found["pair of logits"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"), [("attribute", "blocks.0.balance"), ("list", "router_losses"), ("pair", "output 1 of a block")]
+)
+def test_what_blocks_of_a_stage_leave_only_later_ends_the_run(kind: str, place: str) -> None:
+    codes, logs, _ = start(JOBS, "late_in_a_stage", kind, world_size=2, timeout=300)
+    assert 0 not in codes and f"leave a tensor with a gradient in {place}, but left none there" in logs[0]

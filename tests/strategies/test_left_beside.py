@@ -108,6 +108,34 @@ def test_a_block_that_leaves_more_or_less_later_is_refused() -> None:
         beside.refuse_missing({0: values}, 1)
 
 
+def test_new_places_are_refused_and_known_or_detached_ones_are_not() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    beside = Beside(net, who="Test")
+    x = torch.randn(2, 3, 8)
+
+    def called(index: int, times: int) -> tuple[Any, Tensor, list[Any]]:
+        before = beside.before(index, learn=True)
+        hidden, *rest = net.blocks[index](x, times=times)
+        return before, hidden, rest
+
+    before, hidden, rest = called(0, 0)
+    beside.refuse_new([0], before, hidden)  # nothing has been learnt
+    for index in range(2):
+        beside.learn(index, *called(index, 0))
+    before, hidden, rest = called(0, 0)
+    beside.refuse_new([0], before, hidden)
+    beside.refuse_new_outputs(0, hidden, rest)
+    before, hidden, rest = called(1, 1)
+    with pytest.raises(
+        ValueError, match=r"^Test: blocks leave a tensor with a gradient in shared, but left none there"
+    ):
+        beside.refuse_new([1], before, hidden)
+    beside.refuse_new_outputs(1, hidden, [rest[0], x.sum()])
+    with pytest.raises(ValueError, match="gradient in output 2 of a block, but left none there in the first step"):
+        beside.refuse_new_outputs(1, hidden, [rest[0], hidden.sum()])
+
+
 def test_a_list_that_begins_anew_in_each_pass_is_the_same_place() -> None:
     net, beside = learnt()
     fresh: list[Any] = []

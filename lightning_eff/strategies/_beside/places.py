@@ -5,9 +5,10 @@ hidden state, sets an attribute of a module, appends to a list that a module has
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 
@@ -56,6 +57,12 @@ def detached(values: Values) -> Values:
     return [None if value is None else value.detach() for value in values]
 
 
+def _counts(value: Any, hidden: Tensor) -> bool:
+    """Return whether ``value`` is a tensor, smaller than the hidden state, that the loss can train a block through."""
+    trains = isinstance(value, Tensor) and value.requires_grad and value.grad_fn is not None
+    return trains and value is not hidden and value.numel() < hidden.numel()
+
+
 def _recorded() -> dict[str, list[Any]]:
     """Return the lists in which transformers records outputs in the pass that runs, by name."""
     library = sys.modules.get("transformers.utils.output_capturing")
@@ -90,6 +97,7 @@ class Beside:
         self.places: dict[int, tuple[Place, ...]] = {}
         self.who = who
         self._modules = dict(module.named_modules())
+        self._learnt: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self.places)
@@ -151,7 +159,7 @@ class Beside:
                 yield place.path, name, self._modules[place.path].__dict__.get(name)
 
     def learn(self, index: int, before: Before, hidden: Tensor, rest: Sequence[Any]) -> None:
-        """Find the places of a block that was called with gradients.
+        """Find the places of a block. A call without gradients shows none.
 
         Args:
             index: the block's index.
@@ -160,26 +168,57 @@ class Beside:
             rest: the other items of its output.
         """
 
-        def counts(value: Any) -> bool:
-            """Whether it is a tensor that the loss can train the block through."""
-            trains = isinstance(value, Tensor) and value.requires_grad and value.grad_fn is not None
-            return trains and value is not hidden and value.numel() < hidden.numel()
+        if not torch.is_grad_enabled():
+            return
+        self._learnt.add(index)
+        found = [Place("output", "", i) for i, value in enumerate(rest, 1) if _counts(value, hidden)]
+        found += self._changed(before, hidden)
+        if found:
+            self.places[index] = tuple(dict.fromkeys((*self.places.get(index, ()), *found)))
 
-        found = [Place("output", "", i) for i, value in enumerate(rest, 1) if counts(value)]
+    def _changed(self, before: Before, hidden: Tensor) -> list[Place]:
+        """Return the places in modules and records where tensors were left since ``before``."""
+        found: list[Place] = []
         seen: set[int] = set()
         for path, name, value in self._all():
             if isinstance(value, Tensor):
-                if counts(value) and before.values.get((path, name)) is not value:
+                if _counts(value, hidden) and before.values.get((path, name)) is not value:
                     found.append(Place("attribute", path, name))
             elif id(value) not in seen:  # modules often share a list
                 seen.add(id(value))
                 items = _appended(before.lists.get((path, name)), value)
-                found += [Place("list", path, name, i) for i, item in enumerate(items) if counts(item)]
+                found += [Place("list", path, name, i) for i, item in enumerate(items) if _counts(item, hidden)]
         for name, items in _recorded().items():
             more = items[before.records.get(name, 0) :]
-            found += [Place("record", "", name, i) for i, item in enumerate(more) if counts(item)]
-        if found:
-            self.places[index] = tuple(dict.fromkeys((*self.places.get(index, ()), *found)))
+            found += [Place("record", "", name, i) for i, item in enumerate(more) if _counts(item, hidden)]
+        return found
+
+    def refuse_new(self, blocks: Collection[int], before: Before, hidden: Tensor) -> None:
+        """Raise ``ValueError`` if blocks left tensors in modules or records where they left none when places were learnt.
+
+        Args:
+            blocks: the indices of those that were called one after the other.
+            before: the state of all places before the first of them.
+            hidden: the hidden state behind the last of them.
+        """
+        if self._learnt.issuperset(blocks):
+            known = {place[:3] for places in self.places.values() for place in places}
+            self._refuse([place for place in self._changed(before, hidden) if place[:3] not in known])
+
+    def refuse_new_outputs(self, index: int, hidden: Tensor, rest: Sequence[Any]) -> None:
+        """Raise ``ValueError`` if a block returned tensors beside its hidden state where it returned none."""
+        if index in self._learnt:
+            known = {place.name for place in self.places.get(index, ()) if place.kind == "output"}
+            found = [Place("output", "", i) for i, value in enumerate(rest, 1) if _counts(value, hidden)]
+            self._refuse([place for place in found if place.name not in known])
+
+    def _refuse(self, new: Sequence[Place]) -> None:
+        if new:
+            raise ValueError(
+                f"{self.who}: blocks leave a tensor with a gradient in {new[0]}, but left none there in the first step. Other"
+                " ranks do not get it, so a loss that uses it would train on a part. Leave one in each step, such as a zero, or"
+                " store it detached (.detach())."
+            )
 
     def left(self, index: int, before: Before | None, rest: Sequence[Any]) -> Values:
         """Return what a block left in its places.

@@ -97,7 +97,7 @@ class Dividing:
         self._seen: Seen | None = None
         self._meeting: Meeting | None = None
         self._running: list[tuple[Inside, Before | None] | None] = []
-        self._joining = Joining(module, who=self.who)
+        self._joining = Joining(module, len(self.blocks), who=self.who)
         self._index = {id(block): i for i, block in enumerate(self.blocks)}
         self._handles: list[RemovableHandle] = []
         if any(m._compiled_call_impl is not None for block in self.blocks for m in block.modules()):
@@ -158,7 +158,7 @@ class Dividing:
 
         args, kwargs = mapped(args, change), mapped(kwargs, change)
         inside = Inside(share, plan.shifted, plan.calls, self.who, self._seen)
-        self._running[-1] = inside, self._joining.beside.before(self._index[id(block)])
+        self._running[-1] = inside, self._joining.entering(self._index[id(block)])
         inside.__enter__()
         return args, kwargs
 

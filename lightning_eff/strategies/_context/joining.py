@@ -32,14 +32,17 @@ class Joining:
 
     Args:
         module: the module.
+        count: the number of its blocks.
         who: name of the caller in messages.
 
     Attributes:
         beside: the places.
     """
 
-    def __init__(self, module: nn.Module, *, who: str) -> None:
+    def __init__(self, module: nn.Module, count: int, *, who: str) -> None:
         self.beside = Beside(module, who=who)
+        self._count = count
+        self._first: Before | None = None  # before the first block of a step
         self._shapes: dict[int, list[torch.Size | None]] = {}
         self._ways: dict[tuple[int, int], Way | None] = {}
 
@@ -59,6 +62,12 @@ class Joining:
 
     # -- on a part of the tokens
 
+    def entering(self, index: int) -> Before | None:
+        """Return the state before a block is called on this rank's tokens."""
+        if index == 0:
+            self._first = self.before(0)
+        return self.beside.before(index)
+
     def joined(
         self, index: int, before: Before | None, hidden: Tensor, rest: Sequence[Any], share: Share, dim: int
     ) -> list[Any]:
@@ -72,6 +81,9 @@ class Joining:
             share: this rank's part of the tokens.
             dim: the dimension of tokens in the hidden state.
         """
+        if index == self._count - 1 and self._first is not None:
+            first, self._first = self._first, None
+            self.beside.refuse_new(range(self._count), first, hidden)
         values = self.beside.left(index, before, rest)
         joined: list[Tensor | None] = []
         for order, (value, whole) in enumerate(zip(values, self._shapes.get(index, ()), strict=True)):

@@ -182,7 +182,8 @@ class StageRunner(nn.Module):
         is_last = self.stage == where.num_stages - 1
         stream = Stream(self._course.seed, "train", running.number, mb)
         beside = stack.beside.by_block(received[1:], first)
-        run = Pass(stack, first, end, stream, received[0] if received else None, beside=beside, training=True)
+        hidden, watch = received[0] if received else None, mb == 0
+        run = Pass(stack, first, end, stream, hidden, beside=beside, training=True, watch=watch)
         running.passes[self.stage, mb] = run
         self._course.part = mb, len(running.microbatches)
         put_back = self._outer.put(self.stage)

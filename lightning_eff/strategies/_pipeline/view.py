@@ -116,6 +116,7 @@ class Pass(Run):
         training: whether gradients are needed; then a block called without gradients is an error.
         taint: see above.
         learn: whether to record the inputs and the form of the outputs of blocks.
+        watch: whether to look for tensors in places where blocks left none when these were learnt.
         marks: receives the calls of blocks.
 
     Attributes:
@@ -138,9 +139,11 @@ class Pass(Run):
         training: bool = False,
         taint: bool = False,
         learn: bool = False,
+        watch: bool = False,
         marks: Marks | None = None,
     ) -> None:
         self.marks, self.first, self.end = marks, first, end
+        self.watch, self._before = watch, cast("Before | None", None)
         self.training, self.learn = training, learn
         self.expected = 0
         self.entered: dict[int, Tensor] = {}
@@ -194,7 +197,12 @@ class Pass(Run):
             args, kwargs = self.stack.replaced(args, kwargs, given)
         self.stream.enter(index)
         before = self.stack.beside.before(index, learn=self.learn) if self.active else None
+        watch = self.watch and self.active
+        if watch and index == self.first:
+            self._before = self.stack.beside.before(index, learn=True)
         output = block(*args, **kwargs)
+        if watch:
+            self.watching(index, output)
         if self.learn:
             self.stack.note(index, output)
             self.feeding.seen(index, args, kwargs, output)
@@ -204,6 +212,14 @@ class Pass(Run):
             self.marks.left(index, self.beside.get(index, ()))
         self.stream.leave(index)
         return output
+
+    def watching(self, index: int, output: Any) -> None:
+        """Refuse tensors that a block left where it left none when places were learnt."""
+        hidden, rest = split_output(output)
+        self.stack.beside.refuse_new_outputs(index, hidden, rest or ())
+        if index == self.end - 1 and self._before is not None:
+            self.stack.beside.refuse_new(range(self.first, self.end), self._before, hidden)
+            self._before = None
 
     def leaving(self, index: int, before: Before, output: Any) -> Any:
         """Note what a block left beside its hidden state, and return its output."""
