@@ -1,6 +1,7 @@
 """Starts gloo processes as torchrun would: one start serves many cases."""
 
 import atexit
+import contextlib
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 
@@ -24,10 +26,12 @@ def processor_seconds() -> float:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A TCP port that nobody listens on. Systems give connections ports from 32,768 on, also before a process uses this one."""
+    while True:
+        port = SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
