@@ -12,7 +12,7 @@ T = TypeVar("T")
 TESTS = Path(__file__).parent
 
 
-class Beside(Mapping[str, T], Generic[T]):
+class SideOutputs(Mapping[str, T], Generic[T]):
     """What test files name in a dict of literal keys at their top level, such as ``CASES = {"Technique": Case(...)}``.
 
     Names are read from the files' text; a file is imported when one of its values is asked for, so that a file with cases
@@ -44,9 +44,9 @@ class Beside(Mapping[str, T], Generic[T]):
     def __len__(self) -> int:
         return len(self._homes)
 
-    def only(self, names: set[str]) -> "Beside[T]":
+    def only(self, names: set[str]) -> "SideOutputs[T]":
         """Those of these names."""
-        return Beside({name: home for name, home in self._homes.items() if name in names}, self._variable)
+        return SideOutputs({name: home for name, home in self._homes.items() if name in names}, self._variable)
 
 
 def beside(variable: str, of: str, tests: Path = TESTS) -> dict[str, str]:

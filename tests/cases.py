@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 
 import lightning_eff
 from lightning_eff._core.technique import Technique
-from tests.beside import Beside, beside
+from tests.beside import SideOutputs, beside
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ NEEDS = {
 }
 MISSING = {name for name, library in NEEDS.items() if importlib.util.find_spec(library) is None}
 
-ALL: Beside[Case] = Beside(beside("CASES", of="tests.cases.Case"), "CASES")
+ALL: SideOutputs[Case] = SideOutputs(beside("CASES", of="tests.cases.Case"), "CASES")
 ALL = ALL.only(set(ALL) - MISSING)
 CASES = ALL.only(set(lightning_eff.__all__))
 # Techniques that are not exported: they stand in for others in the control arms of a comparison.
 STAND_INS = ALL.only(set(ALL) - set(CASES))
 # Techniques of the tests alone, which show a way in that no exported technique has yet.
-EXAMPLES: Beside[Case] = Beside(beside("EXAMPLES", of="tests.cases.Case"), "EXAMPLES")
+EXAMPLES: SideOutputs[Case] = SideOutputs(beside("EXAMPLES", of="tests.cases.Case"), "EXAMPLES")
 
 
 def case_of(name: str) -> Case:

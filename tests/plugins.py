@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_eff._core.wrapping import WrappingPrecision
-from tests.beside import Beside, beside
+from tests.beside import SideOutputs, beside
 
 
 @dataclass(frozen=True)
@@ -28,4 +28,4 @@ class PluginCase:
     restores_dtypes: bool = False
 
 
-PLUGINS: Beside[PluginCase] = Beside(beside("PLUGINS", of="tests.plugins.PluginCase"), "PLUGINS")
+PLUGINS: SideOutputs[PluginCase] = SideOutputs(beside("PLUGINS", of="tests.plugins.PluginCase"), "PLUGINS")

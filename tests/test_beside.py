@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.beside import Beside, beside
+from tests.beside import SideOutputs, beside
 from tests.cases import ALL, CASES, STAND_INS
 
 CASE = "tests.cases.Case"
@@ -49,7 +49,7 @@ def test_an_import_moves_no_random_state(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "draws_at_import.py").write_text("import torch\nCASES = {'A': torch.rand(3)}\n")
     monkeypatch.syspath_prepend(tmp_path)
     before = torch.get_rng_state()
-    assert Beside({"A": "draws_at_import"}, "CASES")["A"].shape == (3,)
+    assert SideOutputs({"A": "draws_at_import"}, "CASES")["A"].shape == (3,)
     assert torch.equal(torch.get_rng_state(), before)
 
 

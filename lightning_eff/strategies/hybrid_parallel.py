@@ -65,7 +65,7 @@ class HybridParallelStrategy(ReachedStrategy):
     - Tensor: linear layers are split by Hugging Face's own plan or by a proposed one. The plan is printed, and checked against
       the unsplit module on a batch at setup.
     - Pipeline: every rank runs the module's own ``training_step`` on micro-batches and skips the blocks of other stages.
-      Blocks may leave small tensors beside the hidden state, such as routers' losses, which are those of each micro-batch.
+      Blocks may leave small tensors next to the hidden state, such as routers' losses, which are those of each micro-batch.
       Setup finds the effects of the cut and the weights of micro-batches, and refuses modules that would train wrongly.
       Logged values are means over micro-batches. Every rank gets the values that a step leaves in metrics, lists and
       attributes, and runs evaluation steps in full.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_eff._core._optim.combined import BESIDE, CombinedOptimizer
+from lightning_eff._core._optim.combined import EXTRA, CombinedOptimizer
 from lightning_eff._core._optim.moved_parameters import join
 from lightning_eff._core._optim.sparse import dense_views
 
@@ -50,7 +50,7 @@ def test_another_part_has_its_rate_in_proportion_and_the_rest_stays() -> None:
     assert set(found.defaults) <= set.intersection(*({*g} for g in found.param_groups))
     held = found.state_dict()
     found.load_state_dict(held)
-    assert [part["optimizer"] for part in held["param_groups"][0][BESIDE][0]["parts"]] == ["SGD", "SGD", "AdamW"]
+    assert [part["optimizer"] for part in held["param_groups"][0][EXTRA][0]["parts"]] == ["SGD", "SGD", "AdamW"]
 
 
 def test_an_optimizer_of_which_all_is_taken_is_left_out() -> None:

@@ -178,12 +178,12 @@ def test_a_plain_trainer_goes_on_from_a_checkpoint_and_the_other_way_round(tmp_p
 
 @pytest.mark.parametrize("kind", ["map, a state", "stream", "litdata's way"])
 def test_going_over_the_data_beside_the_epoch_leaves_its_place_alone(kind: str) -> None:
-    class Beside(Nop):
+    class SideOutputs(Nop):
         def on_batch_end(self, session: Any, batch_idx: int) -> None:
             if session.trainer.global_step == 2:
                 assert forward_over_training_data(session, 2, epoch=7) == 2
 
-    plain, ours = run(kind), run(kind, Beside())
+    plain, ours = run(kind), run(kind, SideOutputs())
     seen = [batch for i, batch in enumerate(ours.seen) if i not in (2, 3)]  # those of the two passes
     assert len(seen) == 12 and all(torch.equal(a, b) for a, b in zip(plain.seen, seen, strict=True))
     assert torch.equal(plain.weight, ours.weight)

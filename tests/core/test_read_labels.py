@@ -101,7 +101,7 @@ def test_labels_that_the_network_does_not_read_are_refused() -> None:
 
 @pytest.mark.parametrize("by", ["value", "class"])
 def test_another_way_of_tokens_that_are_read_is_refused(by: str) -> None:
-    class Beside(MixtureLM):
+    class SideOutputs(MixtureLM):
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             ids = batch["input_ids"]
             loss = super().training_step(batch, batch_idx)
@@ -111,4 +111,4 @@ def test_another_way_of_tokens_that_are_read_is_refused(by: str) -> None:
             return loss + (hidden.mean(1) - self.labels(ids[:, -1])).square().mean()
 
     with pytest.raises(LossNotVisible, match="and not only"):
-        fit(Beside())
+        fit(SideOutputs())

@@ -108,7 +108,7 @@ class Positions(nn.Module):
 
 
 class Normed(Positions):
-    """Beside the table, running statistics and a scale of the output, which may stay float32."""
+    """SideOutputs the table, running statistics and a scale of the output, which may stay float32."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def hazard(cls: Any, schedule: str = "1F1B", *, batches: list[Any] | None = None
 EXACT = ("Noise", "Norms", "Conditioned", "Mixed", "InPlace", "Checkpointed", "Segmented", "Shrinking", "Shared")
 EXACT += ("Detached", "Acting", "Second", "Views", "Unused", "Between", "Spare", "Named", "Hooked")
 REFUSED = ("Skips", "Summed", "Regularised", "Twice", "Dropping", "TwoOutputs", "Manual", "OwnBackward")
-REFUSED += ("Beside", "Reentrant", "Quiet", "Noted", "Nothing", "Infinite")
+REFUSED += ("SideOutputs", "Reentrant", "Quiet", "Noted", "Nothing", "Infinite")
 
 _MASKED = {**hazards.batch(seed=1), "mask": torch.arange(hazards.LENGTH).expand(8, -1) < 2}
 _BATCHES = {"Shrinking": [hazards.batch(8, 16)], "Spare": [hazards.batch(), _MASKED]}

@@ -1,4 +1,4 @@
-"""The pipeline's cases of mixtures of experts, whose routers' losses go beside the hidden state."""
+"""The pipeline's cases of mixtures of experts, whose routers' losses go next to the hidden state."""
 
 import copy
 import logging

@@ -35,7 +35,7 @@ class Summed(Plain):
         return total
 
 
-class Beside(Plain):
+class SideOutputs(Plain):
     """Blocks that all read the same hidden state, and are averaged."""
 
     def through(self, h: Tensor) -> Tensor:

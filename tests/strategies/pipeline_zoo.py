@@ -215,7 +215,7 @@ def batches(mark: int = -100) -> list[Any]:
     return found
 
 
-# -- what blocks leave beside the hidden state
+# -- what blocks leave next to the hidden state
 
 
 class Attributes(Plain):

@@ -122,7 +122,7 @@ SAYS = {
     "Skips": ("'blocks.0.", "skip", "layers="),
     "Summed": ("'blocks.0.", "sum over all hidden states"),
     "Quiet": ("the loss in stage 1", "depends on more results of earlier blocks"),
-    "Beside": ("block 1 of 'blocks' is not fed by block 0", "pipeline_parallel_size=1"),
+    "SideOutputs": ("block 1 of 'blocks' is not fed by block 0", "pipeline_parallel_size=1"),
     "Regularised": ("'blocks.0.", "self.parameters()"),
     "Noted": ("the loss of the first micro-batch would be", "uncut it is"),
     "Twice": ("block 0 of 'blocks' was called where block 4",),

@@ -42,7 +42,7 @@ def check(module: Any, schedule: str = "1F1B", batch: Any = None) -> Holdings:
     [
         ("Skips", "by a way that leads to 'blocks.0."),
         ("Summed", "by a way that leads to 'blocks.0."),
-        ("Beside", "block 1 of 'blocks' is not fed by block 0.*Candidates: none"),
+        ("SideOutputs", "block 1 of 'blocks' is not fed by block 0.*Candidates: none"),
         ("Quiet", "the loss in stage 1"),
         ("Regularised", "by a way that leads to 'blocks.0."),
         ("Noted", "of the first micro-batch would be"),

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_eff._core._optim.external_rates import Known, Share, Telling, interpret, settle, watch
 
 _OF_PARAMETERS = ("params", "param_names")
-BESIDE = "combined"  # key in a state's first group, because torch.distributed.checkpoint keeps only states and groups
+EXTRA = "extra_state"  # key in a state's first group, because torch.distributed.checkpoint keeps only states and groups
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
@@ -256,19 +256,19 @@ class CombinedOptimizer(Optimizer):
             own = {k: v for k, v in found.items() if k not in ("state", "param_groups")}
             others.append({"optimizer": type(part).__name__, "state": beside, "own": own})
         first, *rest = [groups[id(group)] for group in self.param_groups]
-        whole = {"state": state, "param_groups": [{**first, BESIDE: self.beside(others)}, *rest]}
+        whole = {"state": state, "param_groups": [{**first, EXTRA: self.extra_state(others)}, *rest]}
         for after in self._optimizer_state_dict_post_hooks.values():
             changed: Any = after(self, whole)
             whole = whole if changed is None else changed
         return whole
 
-    def beside(self, parts: list[dict[str, Any]] | None = None) -> tuple[dict[str, Any]]:
+    def extra_state(self, parts: list[dict[str, Any]] | None = None) -> tuple[dict[str, Any]]:
         """Return what a state holds beside the parameters' states and the groups, as one value for torch's checkpoints."""
         parts = [{"optimizer": type(part).__name__} for part in self.parts] if parts is None else parts
         return ({"parts": parts, "origins": self.origins.settings(), "absolute": self._absolute},)
 
-    def take_beside(self, held: dict[str, Any]) -> None:
-        """Restore the learning rates that :meth:`beside` returned."""
+    def set_extra_state(self, held: dict[str, Any]) -> None:
+        """Restore the learning rates that :meth:`extra_state` returned."""
         self.origins.take(held["origins"])
         self._absolute = held.get("absolute", False)
 
@@ -283,11 +283,11 @@ class CombinedOptimizer(Optimizer):
             changed: Any = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         names = [type(part).__name__ for part in self.parts]
-        saved_groups = [{k: v for k, v in group.items() if k != BESIDE} for group in state_dict["param_groups"]]
+        saved_groups = [{k: v for k, v in group.items() if k != EXTRA} for group in state_dict["param_groups"]]
         here, there = ([len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups))
-        first = next((group for group in state_dict["param_groups"] if BESIDE in group), None)
+        first = next((group for group in state_dict["param_groups"] if EXTRA in group), None)
         held = (
-            state_dict if first is None else first[BESIDE][0]
+            state_dict if first is None else first[EXTRA][0]
         )  # checkpoints of earlier versions have these beside the groups
         others = held.get("parts", ())
         saved = [one["optimizer"] for one in others]
@@ -318,7 +318,7 @@ class CombinedOptimizer(Optimizer):
         for part, wanted in zip(self.parts, order, strict=True):
             for i, group in zip(wanted, part.param_groups, strict=True):
                 self.param_groups[i] = group
-        self.take_beside(held)
+        self.set_extra_state(held)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

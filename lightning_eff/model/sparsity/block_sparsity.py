@@ -88,9 +88,9 @@ class BlockSparsity(Masked):
     On CUDA devices of compute capability 8.0 or more, linear layers then run them in float16 and bfloat16, autocast included.
     They compute the output and the gradient of the input. The gradient of the weight is a dense product. One message says
     which weights the kernels multiply, and why others are multiplied densely. Convolutions, compiled code, other devices and
-    types, and weights that another technique has moved within the step (SAM), are multiplied densely. That **saves no time**.
-    **On a CPU** torch has block-sparse products too, and they are not used: on one thread, a linear layer's step with them
-    took 1.5 to 2.0 times as long as a dense one at a sparsity of 0.8, and 0.9 to 1.5 times at 0.95
+    types, and weights that another technique has moved within the step (SAM), are multiplied densely, which **saves no
+    time**. **On a CPU**, torch has block-sparse products too. They are not used, because they are slower: on one thread, a
+    linear layer's step took 1.5 to 2.0 times as long as a dense one at a sparsity of 0.8, and 0.9 to 1.5 times at 0.95
     (``benchmarks/block_sparse_cpu.py``).
 
     **We have not measured the kernels' speed on a GPU.** ``make gpu`` does. Torch's authors report products up to 4.8 times

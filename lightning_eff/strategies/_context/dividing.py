@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_eff._core.blocks import find_stack, hidden_of, split_output
 from lightning_eff._core.patches import hook_before, hook_behind
-from lightning_eff.strategies._beside.places import Before
 from lightning_eff.strategies._context.agreeing import Meeting, agreed, described, problem_of
 from lightning_eff.strategies._context.arguments import Slot, copied, holds_tensors, mapped
 from lightning_eff.strategies._context.inside import Inside, Seen, Site
 from lightning_eff.strategies._context.joining import Joining
 from lightning_eff.strategies._context.messages import Share, parts_of
+from lightning_eff.strategies._side_outputs.places import Before
 from lightning_eff.strategies._tensor.exercise import exercised
 from lightning_eff.strategies._tensor.trace import Record, execute, jittered, undisturbed
 from lightning_eff.strategies._tensor.verify import Finding, compare, noise, rounding, tolerance

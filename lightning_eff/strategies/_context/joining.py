@@ -1,4 +1,4 @@
-"""Joins the tensors that blocks leave for each token beside their hidden state, such as the logits of routers.
+"""Gathers the tensors that blocks leave for each token next to their hidden state, such as the logits of routers.
 
 The module computes its loss of routers from the tokens of all ranks, as in one process. A value that a block computes from its
 tokens, such as a balance loss, cannot be joined.
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_eff.strategies._beside.places import Before, Beside
 from lightning_eff.strategies._context.arguments import holds_tensors
 from lightning_eff.strategies._context.messages import Share
+from lightning_eff.strategies._side_outputs.places import Before, SideOutputs
 
 
 class Way(NamedTuple):
@@ -28,7 +28,7 @@ class Way(NamedTuple):
 
 
 class Joining:
-    """What blocks leave for each token.
+    """Gathers the values that blocks leave for each token.
 
     Args:
         module: the module.
@@ -40,7 +40,7 @@ class Joining:
     """
 
     def __init__(self, module: nn.Module, count: int, *, who: str) -> None:
-        self.beside = Beside(module, who=who)
+        self.beside = SideOutputs(module, who=who)
         self._count = count
         self._first: Before | None = None  # before the first block of a step
         self._shapes: dict[int, list[torch.Size | None]] = {}
@@ -53,7 +53,7 @@ class Joining:
         return self.beside.before(index, learn=True) if torch._C._current_graph_task_id() == -1 else None
 
     def learn(self, index: int, before: Before | None, hidden: Tensor, rest: Sequence[Any] | None) -> None:
-        """Find what a block left, and note its shapes."""
+        """Find the tensors that a block left, and note their shapes."""
         if before is not None:
             self.beside.learn(index, before, hidden, rest or ())
             if index in self.beside.places:
@@ -102,7 +102,7 @@ class Joining:
 
     @property
     def apart(self) -> list[str]:
-        """What blocks leave that each rank computes from its own tokens."""
+        """The places of tensors that each rank computes from its own tokens."""
         found = [str(self.beside.places[index][order]) for (index, order), way in self._ways.items() if way is None]
         return list(dict.fromkeys(found))
 

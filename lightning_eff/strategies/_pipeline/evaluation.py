@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_eff.strategies._beside.places import Values, detached
 from lightning_eff.strategies._pipeline.layout import Layout
 from lightning_eff.strategies._pipeline.runner import left
 from lightning_eff.strategies._pipeline.shared_state import Step
 from lightning_eff.strategies._pipeline.stack import Like, Stack
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Pass
+from lightning_eff.strategies._side_outputs.places import Values, detached
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Through:
         output: result of the step on the last stage, if it ran here.
         hidden: the hidden state that left each stage here.
         received: the hidden state that entered each stage here, if it needs a gradient.
-        beside: what blocks had left beside their hidden states when each stage here was left, by block.
+        beside: what blocks had left next to their hidden states when each stage here was left, by block.
         passes: the runs of the stages, for recomputation, if gradients are needed.
         likes: shapes and types of the hidden states and of what goes with them.
     """
@@ -60,7 +60,7 @@ def through(
         group: the pipeline ranks, which run their own stages; None runs all stages in this process.
         taint: whether skipped blocks return NaN.
         grad: whether received tensors need gradients.
-        still: whether blocks leave zeros beside their hidden states.
+        still: whether blocks leave zeros next to their hidden states.
         around: returns a context for each stage here.
     """
     me = None if group is None else dist.get_rank(group)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_eff._core.blocks import Candidate, hidden_of, split_output
-from lightning_eff.strategies._beside.places import Beside
+from lightning_eff.strategies._side_outputs.places import SideOutputs
 
 Like = tuple[tuple[int, ...], torch.dtype]
 Form = tuple[Like | None, ...] | None
@@ -23,7 +23,7 @@ class Stack:
 
     Args:
         found: the stack.
-        module: the module that holds it; None looks for nothing that blocks leave beside their hidden state.
+        module: the module that holds it; None looks for nothing that blocks leave next to their hidden state.
         who: name of the caller in messages.
 
     Attributes:
@@ -34,7 +34,7 @@ class Stack:
             shape and type of each item after the hidden state, or None for items that are not tensors.
         slot: position or name of the argument with the hidden state, if a block was seen to get the result of the one
             before. Otherwise it is the first floating-point tensor.
-        beside: the tensors that blocks leave beside their hidden state, which are sent with it.
+        beside: the tensors that blocks leave next to their hidden state, which are sent with it.
         origins: for each block whose hidden state's origin in a training step is known: the block before it, or an operation
             of the caller (see :mod:`.between_blocks`).
     """
@@ -46,7 +46,7 @@ class Stack:
         self.form: tuple[Form] | None = None
         self.slot: int | str | None = None
         self.origins: dict[int, int] = {}
-        self.beside = Beside(module or nn.Module(), who=who)
+        self.beside = SideOutputs(module or nn.Module(), who=who)
         self._returned: Tensor | None = None
 
     def hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -11,10 +11,10 @@ from typing_extensions import override
 from lightning_eff._core import rng
 from lightning_eff._core._stack.chains import Feeding
 from lightning_eff._core.blocks import split_output
-from lightning_eff.strategies._beside.places import Before, Values
 from lightning_eff.strategies._pipeline.between_blocks import RETURNED, Between, version_of
 from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
+from lightning_eff.strategies._side_outputs.places import Before, Values
 
 
 class StageExit(BaseException):
@@ -48,7 +48,7 @@ class Marks:
         raise NotImplementedError
 
     def left(self, index: int, beside: Values) -> None:
-        """Note that the block returned, and left these tensors beside its hidden state."""
+        """Note that the block returned, and left these tensors next to its hidden state."""
         raise NotImplementedError
 
 
@@ -111,7 +111,7 @@ class Pass(Run):
         end: the block after the last one that runs, at which the step ends, if it exists.
         stream: the random numbers.
         received: the hidden state that enters block ``first``; None uses the model's own.
-        beside: the tensors that earlier blocks left beside their hidden states, by block.
+        beside: the tensors that earlier blocks left next to their hidden states, by block.
         still: whether all blocks leave zeros there.
         training: whether gradients are needed; then a block called without gradients is an error.
         taint: see above.
@@ -120,7 +120,7 @@ class Pass(Run):
         marks: receives the calls of blocks.
 
     Attributes:
-        beside: the tensors that blocks left beside their hidden states so far, by block, with those received.
+        beside: the tensors that blocks left next to their hidden states so far, by block, with those received.
         entered: with ``learn``, the hidden state that entered each block, by index.
         feeding: with ``learn``, whether each block was fed by the one before.
         learnt: the origin of each block's hidden state by index, if a :class:`.between_blocks.Between` finds it.
@@ -222,7 +222,7 @@ class Pass(Run):
             self._before = None
 
     def leaving(self, index: int, before: Before, output: Any) -> Any:
-        """Note what a block left beside its hidden state, and return its output."""
+        """Note what a block left next to its hidden state, and return its output."""
         beside = self.stack.beside
         hidden, rest = split_output(output)
         if self.learn:

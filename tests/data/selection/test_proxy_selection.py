@@ -90,7 +90,7 @@ def test_blocks_that_score_are_counted(depth: float, scored: int) -> None:
 
 
 def test_depth_is_of_the_blocks_that_run() -> None:
-    """Beside stacking: of two that run, the first; and the step itself has both."""
+    """SideOutputs stacking: of two that run, the first; and the step itself has both."""
     net, calls = TinyGPT(num_layers=4, dropout=0.0), []
     for i, block in enumerate(net.blocks):
         block.register_forward_pre_hook(lambda m, args, i=i: calls.append((i, len(args[0]))))

@@ -223,7 +223,7 @@ OTHERWISE: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", sorted(OTHERWISE))
 def test_what_is_not_understood_is_as_it_would_be(name: str) -> None:
-    """Beside a loss that is, since a step without one is refused."""
+    """SideOutputs a loss that is, since a step without one is refused."""
     check(Net(module, OTHERWISE[name]), data(), near=1e-5)
 
 

@@ -279,7 +279,7 @@ class Recording(Plain):
     ids=["SAM", "SelectiveBackprop", "KSAM"],
 )
 def test_what_is_stored_is_of_the_sample_and_of_the_first_pass(other: Any) -> None:
-    """Beside what chooses among a batch's samples, or runs a second pass elsewhere."""
+    """SideOutputs what chooses among a batch's samples, or runs a second pass elsewhere."""
     torch.manual_seed(4)
     net, technique, samples = Recording(), SAF(lag=1, start=0.0), Samples("classifier", 24)
     trainer(other(), technique, max_epochs=2).fit(net, DataLoader(samples, 8, shuffle=True))

@@ -16,7 +16,7 @@ from lightning_eff.model.adapters._peft.reading import unread
 NAME = "default"
 
 
-class Beside:
+class SideOutputs:
     """What all of peft's layers around a base layer share here, before peft's own class.
 
     Class attributes:
@@ -58,7 +58,7 @@ class Beside:
         return kept(self.get_base_layer(), merged.get_base_layer())
 
 
-class LoRALinear(Beside, Linear):
+class LoRALinear(SideOutputs, Linear):
     """peft's linear layer with low-rank factors: ``W x + b + s B A x``, or DoRA's rescaled sum.
 
     Attributes:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_eff.model.adapters._peft.layers import NAME, Beside
+from lightning_eff.model.adapters._peft.layers import NAME, SideOutputs
 
 
-class VeRALinear(Beside, Linear):
+class VeRALinear(SideOutputs, Linear):
     """peft's linear layer with scaled projections: ``W x + bias + b * B (d * A x)``.
 
     Attributes:

@@ -161,7 +161,7 @@ class Watch:
         self._calls.clear()
 
     def sights(self) -> dict[str, Sight | None]:
-        """Return what the outputs of blocks depend on that were called with new kinds of arguments since the last time."""
+        """Return the dependencies of each block that was called with new kinds of arguments since the last time."""
         calls, self._calls = self._calls, {}
         return {path: sight(*call) for path, call in calls.items()}
 
@@ -178,7 +178,7 @@ class Watch:
 
 
 def _kinds(value: Any) -> Any:
-    """Return what is told apart of a block's arguments: types and dimensions of tensors, and flags."""
+    """Return what distinguishes two calls of a block: types and dimensions of tensors, and flags."""
     if isinstance(value, Tensor):
         return value.dtype, value.ndim
     if isinstance(value, dict):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_eff._core._optim.combined import BESIDE, CombinedOptimizer
+from lightning_eff._core._optim.combined import EXTRA, CombinedOptimizer
 from lightning_eff.strategies._hybrid.saving.gathering import Described, Gathering
 from lightning_eff.strategies._hybrid.shards import shard_like
 
@@ -93,7 +93,7 @@ class NamedOptimizer:
             for i, (group, names) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True))
         ]
         if isinstance(self.optimizer, CombinedOptimizer):
-            found[0][BESIDE] = self.optimizer.beside()
+            found[0][EXTRA] = self.optimizer.extra_state()
         return found
 
     def set_options(self, saved: list[Options], *, who: str) -> None:
@@ -115,9 +115,9 @@ class NamedOptimizer:
                 f" has {now}. Resume with the configure_optimizers that the checkpoint was saved with."
             )
         for group, old in zip(self.optimizer.param_groups, saved, strict=True):
-            group.update({k: v for k, v in old.items() if k not in ("params", "param_names", BESIDE)})
-            if BESIDE in old and isinstance(self.optimizer, CombinedOptimizer):
-                self.optimizer.take_beside(old[BESIDE][0])
+            group.update({k: v for k, v in old.items() if k not in ("params", "param_names", EXTRA)})
+            if EXTRA in old and isinstance(self.optimizer, CombinedOptimizer):
+                self.optimizer.set_extra_state(old[EXTRA][0])
 
     def set_state(self, get: Callable[[str], Mapping[str, Any] | None], device: torch.device) -> None:
         """Load state; ``get(name)`` returns a parameter's saved state, as whole tensors or this rank's DTensors."""

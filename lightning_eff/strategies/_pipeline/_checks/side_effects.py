@@ -24,13 +24,13 @@ from torchmetrics import Metric
 from lightning_eff._core import rng
 from lightning_eff._core._lightning.names import ROOTS
 from lightning_eff._core.steps import silent
-from lightning_eff.strategies._beside.places import Values
 from lightning_eff.strategies._pipeline._losses.probing import perturbed
 from lightning_eff.strategies._pipeline.runner import loss_of
 from lightning_eff.strategies._pipeline.shared_state import Step
 from lightning_eff.strategies._pipeline.stack import Stack
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Marks, uncut
+from lightning_eff.strategies._side_outputs.places import Values
 
 _DEEP = 4
 _SAME = 1e-6  # allowed difference of equal losses, relative to losses above 1

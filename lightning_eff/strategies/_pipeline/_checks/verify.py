@@ -13,7 +13,6 @@ from lightning_eff._core import rng
 from lightning_eff._core._stack.chains import Feeding
 from lightning_eff._core.blocks import listed, repeated
 from lightning_eff._core.steps import silent
-from lightning_eff.strategies._beside.places import Values, detached
 from lightning_eff.strategies._pipeline._checks.side_effects import check_sideways
 from lightning_eff.strategies._pipeline._checks.splitting import splits
 from lightning_eff.strategies._pipeline.evaluation import Through, through
@@ -26,6 +25,7 @@ from lightning_eff.strategies._pipeline.shared_state import Step
 from lightning_eff.strategies._pipeline.stack import ONE_OUTPUT, Stack
 from lightning_eff.strategies._pipeline.streams import Stream
 from lightning_eff.strategies._pipeline.view import Pass, learn_origins, uncut
+from lightning_eff.strategies._side_outputs.places import Values, detached
 
 _WAY_OUT = (
     "Pass each block everything it needs as arguments, name another stack by layers=, or use pipeline_parallel_size=1."
@@ -362,6 +362,6 @@ class Verification:
 
 
 def _tensors(beside: Mapping[int, Values]) -> Iterator[Tensor]:
-    """Yield all tensors that blocks left beside their hidden states."""
+    """Yield all tensors that blocks left next to their hidden states."""
     for values in beside.values():
         yield from (value for value in values if value is not None)

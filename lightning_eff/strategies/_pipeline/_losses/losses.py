@@ -58,7 +58,7 @@ class UncutLosses:
     Attributes:
         seen: numbers with which the step compares tensors.
         eps: rounding error of a loss, relative to 1 or to the loss.
-        still: whether blocks leave zeros beside their hidden states, so that these do not change the loss.
+        still: whether blocks leave zeros next to their hidden states, so that these do not change the loss.
         may_fail_anywhere: whether a step can raise in a block without blocking other ranks.
     """
 

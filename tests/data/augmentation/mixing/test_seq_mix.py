@@ -246,7 +246,7 @@ def test_a_share_of_one_is_plain_training_bit_for_bit() -> None:
 
 
 def test_parts_of_sequences_are_mixed_with_the_same_parts() -> None:
-    """Beside a warm-up that cuts each sequence into several: the mixture of the whole, cut."""
+    """SideOutputs a warm-up that cuts each sequence into several: the mixture of the whole, cut."""
 
     class Seen(TinyGPT):
         def __init__(self) -> None:

@@ -185,7 +185,7 @@ def test_what_chooses_samples_scores_and_trains_by_these_shares() -> None:
 
 
 def test_of_versions_of_an_image_the_plain_one_says_its_share() -> None:
-    """Beside AugMix's consistency, whose loss on labels is that of the plain images."""
+    """SideOutputs AugMix's consistency, whose loss on labels is that of the plain images."""
     pytest.importorskip("kornia")
     x, y = batches()[0]
     technique, other, net = eff.TransMix(per_sample=True), eff.AugMix(consistency=2.0, mean=0.5, std=0.1), Own()

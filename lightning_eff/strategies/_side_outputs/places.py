@@ -80,7 +80,7 @@ def _appended(before: tuple[list[Any], int] | None, now: Any) -> list[Any]:
     return now[length:] if same else []
 
 
-class Beside:
+class SideOutputs:
     """The tensors that the blocks of a module leave for code behind them.
 
     Only tensors that are smaller than the hidden state count. Larger ones would cost more to send than the hidden state does.
@@ -107,7 +107,7 @@ class Beside:
         return [index for index in sorted(self.places) if index < end]
 
     def flat(self, found: Mapping[int, Values], end: int) -> list[Tensor | None]:
-        """Return what the blocks before ``end`` left, one after the other."""
+        """Return the tensors that the blocks before ``end`` left, one after the other."""
         nothing = {index: [None] * len(self.places[index]) for index in self.upto(end)}
         return [value for index in self.upto(end) for value in found.get(index, nothing[index])]
 
@@ -134,7 +134,7 @@ class Beside:
     # -- around a block's call
 
     def before(self, index: int, *, learn: bool = False) -> Before | None:
-        """Return the state of the places before a block's call: of its own, or to ``learn`` them of all there are."""
+        """Return the state of the places before a block's call: of the block's own places, or of all with ``learn``."""
         if not learn and index not in self.places:
             return None
         values: dict[tuple[str, str], Tensor] = {}
@@ -206,7 +206,7 @@ class Beside:
             self._refuse([place for place in self._changed(before, hidden) if place[:3] not in known])
 
     def refuse_new_outputs(self, index: int, hidden: Tensor, rest: Sequence[Any]) -> None:
-        """Raise ``ValueError`` if a block returned tensors beside its hidden state where it returned none."""
+        """Raise ``ValueError`` if a block returned tensors next to its hidden state where it returned none."""
         if index in self._learnt:
             known = {place.name for place in self.places.get(index, ()) if place.kind == "output"}
             found = [Place("output", "", i) for i, value in enumerate(rest, 1) if _counts(value, hidden)]
@@ -221,7 +221,7 @@ class Beside:
             )
 
     def left(self, index: int, before: Before | None, rest: Sequence[Any]) -> Values:
-        """Return what a block left in its places.
+        """Return the tensors that a block left in its places.
 
         Raises:
             ValueError: if it left more than when its places were learnt.
@@ -255,7 +255,7 @@ class Beside:
         if more:
             raise ValueError(
                 f"{self.who}: block {index} appends {len(items)} tensors to {place}, but appended {len(known)} in the first"
-                " step, and each rank must know what the blocks of other ranks leave. Append the same number in each step."
+                " step, and each rank must know how many tensors the others' blocks leave. Append the same number in each step."
             )
 
     # -- in place of a block's call
@@ -274,7 +274,7 @@ class Beside:
                 items.append(value)
 
     def replace(self, index: int, before: Before | None, values: Values) -> None:
-        """Put ``values`` in place of what a block left, except in its output."""
+        """Replace the tensors that a block left by ``values``, except in its output."""
         for place, value in zip(self.places.get(index, ()), values, strict=False):
             if before is None or value is None or place.kind == "output":
                 continue

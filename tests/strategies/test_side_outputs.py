@@ -1,4 +1,4 @@
-"""What blocks leave beside their hidden state: where it is found, read and put, and what is refused later."""
+"""What blocks leave next to their hidden state: where it is found, read and put, and what is refused later."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_eff.strategies._beside.places import Beside, Place
+from lightning_eff.strategies._side_outputs.places import Place, SideOutputs
 from tests.mixtures import built
 from tests.models import make_batch
 
@@ -35,10 +35,10 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(self.shared) for _ in range(2))
 
 
-def learnt() -> tuple[Net, Beside]:
+def learnt() -> tuple[Net, SideOutputs]:
     torch.manual_seed(0)
     net = Net()
-    beside = Beside(net, who="Test")
+    beside = SideOutputs(net, who="Test")
     for index, block in enumerate(net.blocks):
         before = beside.before(index, learn=True)
         assert before is not None
@@ -111,7 +111,7 @@ def test_a_block_that_leaves_more_or_less_later_is_refused() -> None:
 def test_new_places_are_refused_and_known_or_detached_ones_are_not() -> None:
     torch.manual_seed(0)
     net = Net()
-    beside = Beside(net, who="Test")
+    beside = SideOutputs(net, who="Test")
     x = torch.randn(2, 3, 8)
 
     def called(index: int, times: int) -> tuple[Any, Tensor, list[Any]]:
@@ -150,7 +150,7 @@ def test_a_list_that_begins_anew_in_each_pass_is_the_same_place() -> None:
 def test_routers_that_transformers_records() -> None:
     net, found = built("mixtral"), []
     blocks: Any = net.get_submodule("model.model.layers")
-    beside = Beside(net, who="Test")
+    beside = SideOutputs(net, who="Test")
 
     def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
         found.append(beside.before(len(found) // 2, learn=True))
